@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeuronConfig: the sizes and options fixed when graphs are compiled. Knows nothing of files, models or devices."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+
+NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
+TARGETS = ("auto", "cpu", "eager", *NEURON_TARGETS)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# The Neuron compiler accepts no larger top-k.
+TOPK_LIMIT = 256
+DEFAULT_CHUNK_LIMIT = 512
+DEFAULT_SMALLEST_CONTEXT = 256
+# Stands for a size that follows from the others and is filled in at construction.
+_DERIVED: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronConfig:
+    """Compile-time facts of an artifact.
+
+    Sizes are in tokens. `prefill_chunk_size` and `context_buckets` follow from the other sizes where they are left out
+    (None), so that an instance is always complete.
+
+    Args:
+        batch_size: slots of the KV cache, and rows of a token-generation step.
+        sequence_length: rows of the KV cache per slot: prompt and generated tokens of one request.
+        prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
+            that the sizes allow.
+        prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
+            prompt costs less. Default: none.
+        ctx_batch_size: prompts that one chunk step advances.
+        context_buckets: lengths of the cache prefix that attention reads, ascending, the last one being
+            `sequence_length`. Default: on Neuron targets `sequence_length` and its quarters down to 256; elsewhere
+            `sequence_length` alone, because attention there stops at each token's own position.
+        dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
+        on_device_sampling: the graphs return tokens; otherwise logits only.
+        max_topk: largest top-k that the on-device sampler can honour, at most 256.
+        output_logits: the graphs return the logits of every row beside the tokens.
+        tensor_parallel_size: devices that share one copy of the model.
+        target: where the graphs run.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or two values contradict each other.
+    """
+
+    batch_size: int = 1
+    sequence_length: int = 1024
+    prefill_chunk_size: int = _DERIVED
+    prefill_chunk_buckets: tuple[int, ...] = ()
+    ctx_batch_size: int = 1
+    context_buckets: tuple[int, ...] = _DERIVED
+    dtype: str = "auto"
+    on_device_sampling: bool = True
+    max_topk: int = TOPK_LIMIT
+    output_logits: bool = False
+    tensor_parallel_size: int = 1
+    target: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"):
+            _check_size(name, getattr(self, name))
+        for name in ("on_device_sampling", "output_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("target", self.target, TARGETS)
+        self._complete_sizes()
+        self._check_sizes()
+
+    def _complete_sizes(self) -> None:
+        if self.prefill_chunk_size is None:
+            object.__setattr__(self, "prefill_chunk_size", self._default_chunk_size())
+        _check_size("prefill_chunk_size", self.prefill_chunk_size)
+        object.__setattr__(self, "prefill_chunk_buckets", _sizes("prefill_chunk_buckets", self.prefill_chunk_buckets))
+        if self.context_buckets is None:
+            object.__setattr__(self, "context_buckets", self._default_context_buckets())
+        object.__setattr__(self, "context_buckets", _sizes("context_buckets", self.context_buckets))
+
+    def _default_chunk_size(self) -> int:
+        room = (self.sequence_length - self.batch_size) // self.ctx_batch_size
+        if room < 1:
+            raise ValueError(
+                f"batch_size={self.batch_size} and ctx_batch_size={self.ctx_batch_size} leave no room for a prefill "
+                f"chunk in sequence_length={self.sequence_length}; raise sequence_length or lower batch_size"
+            )
+        return 1 << (min(room, DEFAULT_CHUNK_LIMIT).bit_length() - 1)
+
+    def _default_context_buckets(self) -> tuple[int, ...]:
+        buckets = [self.sequence_length]
+        while self.target in NEURON_TARGETS and buckets[0] % 4 == 0 and buckets[0] // 4 >= DEFAULT_SMALLEST_CONTEXT:
+            buckets.insert(0, buckets[0] // 4)
+        return tuple(buckets)
+
+    def _check_sizes(self) -> None:
+        chunk, length = self.prefill_chunk_size, self.sequence_length
+        if chunk > length:
+            raise ValueError(
+                f"prefill_chunk_size={chunk} is larger than sequence_length={length}; lower prefill_chunk_size"
+            )
+        tokens = self.batch_size + self.ctx_batch_size * chunk
+        if tokens > length:
+            raise ValueError(
+                f"a step of batch_size + ctx_batch_size * prefill_chunk_size = {self.batch_size} + "
+                f"{self.ctx_batch_size} * {chunk} = {tokens} tokens exceeds sequence_length={length}: padding would "
+                f"find no cache row of its own; lower prefill_chunk_size or raise sequence_length"
+            )
+        if self.ctx_batch_size > self.batch_size:
+            raise ValueError(
+                f"ctx_batch_size={self.ctx_batch_size} is larger than batch_size={self.batch_size}: each prompt of a "
+                f"chunk step needs a slot of its own; lower ctx_batch_size"
+            )
+        if self.prefill_chunk_buckets and self.prefill_chunk_buckets[-1] >= chunk:
+            raise ValueError(
+                f"prefill_chunk_buckets={self.prefill_chunk_buckets} must all be smaller than "
+                f"prefill_chunk_size={chunk}; leave out the larger ones"
+            )
+        if self.context_buckets[-1:] != (length,):
+            raise ValueError(
+                f"context_buckets={self.context_buckets} must end with sequence_length={length}; add {length} as the "
+                f"last bucket and nothing above it"
+            )
+        if self.max_topk > TOPK_LIMIT:
+            raise ValueError(
+                f"max_topk={self.max_topk} is above {TOPK_LIMIT}, the largest top-k of the on-device sampler; lower "
+                f"it, or sample on the host from logits with output_logits"
+            )
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """All compiled chunk sizes, ascending; the last one is `prefill_chunk_size`."""
+        return (*self.prefill_chunk_buckets, self.prefill_chunk_size)
+
+    @property
+    def returns_decode_logits(self) -> bool:
+        """Whether decode rows return logits: asked for, or the only way to choose a token."""
+        return self.output_logits or not self.on_device_sampling
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serializable dict that `from_dict` turns into an equal config."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> NeuronConfig:
+        """Builds a config from named options.
+
+        Raises:
+            TypeError: an option has an unknown name or a value of the wrong type.
+            ValueError: a value is out of range.
+        """
+        known = cls.option_names()
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}"
+                raise TypeError(f"unknown option {name!r} = {options[name]!r}; {hint}")
+        return cls(**options)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of all options."""
+        return tuple(field.name for field in fields(cls))
+
+
+def _check_size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+    return value
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
+
+
+def _sizes(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of whole numbers, not {values!r}")
+    sizes = tuple(_check_size(name, size) for size in values)
+    if any(later <= earlier for earlier, later in pairwise(sizes)):
+        raise ValueError(f"{name}={sizes} must ascend without repetition; sort it as {tuple(sorted(set(sizes)))}")
+    return sizes

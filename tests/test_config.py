@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeuronConfig completes itself, survives JSON, and refuses what no graph could honor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, TOPK_LIMIT, NeuronConfig
+from optimum_neuron.graphs.spec import graph_specs
+
+
+SIZE_OPTIONS = ("batch_size", "sequence_length", "prefill_chunk_size", "ctx_batch_size", "max_topk", "tensor_parallel_size")
+LIST_OPTIONS = ("prefill_chunk_buckets", "context_buckets")
+
+
+@st.composite
+def valid_options(draw: st.DrawFn) -> dict[str, Any]:
+    """Options that fit each other, every one of them named."""
+    batch_size = draw(st.integers(1, 16))
+    ctx_batch_size = draw(st.integers(1, batch_size))
+    chunk = draw(st.integers(1, 600))
+    sequence_length = batch_size + ctx_batch_size * chunk + draw(st.integers(0, 3000))
+    buckets = sorted(draw(st.sets(st.integers(1, sequence_length - 1), max_size=4))) if sequence_length > 1 else []
+    smaller = sorted(draw(st.sets(st.integers(1, chunk - 1), max_size=3))) if chunk > 1 else []
+    return {
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "prefill_chunk_size": draw(st.sampled_from([chunk, None])),
+        "prefill_chunk_buckets": (),
+        "ctx_batch_size": ctx_batch_size,
+        "context_buckets": draw(st.sampled_from([None, (*buckets, sequence_length)])),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "on_device_sampling": draw(st.booleans()),
+        "max_topk": draw(st.integers(1, TOPK_LIMIT)),
+        "output_logits": draw(st.booleans()),
+        "tensor_parallel_size": draw(st.integers(1, 64)),
+        "target": draw(st.sampled_from(TARGETS)),
+    } | ({"prefill_chunk_size": chunk, "prefill_chunk_buckets": tuple(smaller)} if smaller else {})
+
+
+def test_defaults_are_complete() -> None:
+    assert NeuronConfig().to_dict() == {
+        "batch_size": 1,
+        "sequence_length": 1024,
+        "prefill_chunk_size": 512,
+        "prefill_chunk_buckets": [],
+        "ctx_batch_size": 1,
+        "context_buckets": [256, 1024],
+        "dtype": "auto",
+        "on_device_sampling": True,
+        "max_topk": 256,
+        "output_logits": False,
+        "tensor_parallel_size": 1,
+        "target": "auto",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "chunk", "buckets"),
+    [
+        ({"sequence_length": 2}, 1, (2,)),
+        ({"sequence_length": 64, "batch_size": 4}, 32, (64,)),
+        ({"sequence_length": 4096, "batch_size": 4, "ctx_batch_size": 4}, 512, (256, 1024, 4096)),
+        ({"sequence_length": 1000, "batch_size": 4, "ctx_batch_size": 4}, 128, (1000,)),
+        ({"sequence_length": 1028, "batch_size": 8}, 512, (257, 1028)),
+    ],
+)
+def test_derived_sizes_follow_from_the_named_ones(options: dict[str, int], chunk: int, buckets: tuple[int, ...]) -> None:
+    config = NeuronConfig(**options)
+    assert (config.prefill_chunk_size, config.context_buckets) == (chunk, buckets)
+
+
+@given(valid_options())
+def test_a_valid_config_survives_json(options: dict[str, Any]) -> None:
+    config = NeuronConfig(**options)
+    again = NeuronConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+@given(valid_options())
+def test_every_valid_config_serves_every_length_with_distinct_graphs(options: dict[str, Any]) -> None:
+    config = NeuronConfig(**options)
+    graphs = graph_specs(config)
+    assert len({graph.name for graph in graphs}) == len(graphs)
+    for kind, chunks in (("token_generation", (0,)), ("chunked_prefill", config.chunk_sizes)):
+        widest = {graph.chunk_size for graph in graphs if graph.kind == kind and graph.context_length == config.sequence_length}
+        assert widest == set(chunks)
+    assert all(graph.chunk_size <= graph.context_length for graph in graphs)
+
+
+@given(valid_options())
+def test_what_was_asked_for_is_kept(options: dict[str, Any]) -> None:
+    config = NeuronConfig(**options)
+    for name, value in options.items():
+        if value is not None:
+            assert getattr(config, name) == value
+    assert config.batch_size + config.ctx_batch_size * config.chunk_sizes[-1] <= config.sequence_length
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = NeuronConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.batch_size = 2  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        NeuronConfig(2)  # type: ignore[misc]
+
+
+def test_lists_are_frozen_copies() -> None:
+    buckets = [256, 1024]
+    config = NeuronConfig(context_buckets=buckets)  # type: ignore[arg-type]
+    buckets.append(4096)
+    assert config.context_buckets == (256, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("batchsize", "batch_size"), ("sequence_len", "sequence_length"), ("chunk_size", "prefill_chunk_size"), ("dtpye", "dtype")],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(name: str, suggestion: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown option '{name}' = 4; did you mean '{suggestion}'"):
+        NeuronConfig.from_dict({name: 4})
+
+
+def test_an_option_like_no_other_lists_all() -> None:
+    with pytest.raises(TypeError, match=r"unknown option 'zzz' = 4; the options are batch_size, .*target"):
+        NeuronConfig.from_dict({"zzz": 4})
+
+
+@pytest.mark.parametrize("name", SIZE_OPTIONS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_below_one_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
+        NeuronConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZE_OPTIONS)
+@pytest.mark.parametrize("value", [True, "8", 8.0, [8]])
+def test_sizes_that_are_no_whole_numbers_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        NeuronConfig(**{name: value})  # type: ignore[arg-type]
+    assert str(caught.value) == f"{name} must be a whole number, not {value!r}"
+
+
+@pytest.mark.parametrize("name", ["batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"])
+def test_sizes_without_a_derived_value_cannot_be_none(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not None"):
+        NeuronConfig(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits"])
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_switches_that_are_no_booleans_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):
+        NeuronConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LIST_OPTIONS)
+@pytest.mark.parametrize("value", ["256", 256, True])
+def test_buckets_that_are_no_list_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a list of whole numbers, not {value!r}"):
+        NeuronConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LIST_OPTIONS)
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ((0, 1024), ValueError, "=0 must be at least 1"),
+        ((True, 1024), TypeError, "must be a whole number, not True"),
+        (("64", 1024), TypeError, "must be a whole number, not '64'"),
+        ((256, 64, 1024), ValueError, "ascend without repetition; sort it as (64, 256, 1024)"),
+        ((256, 256, 1024), ValueError, "ascend without repetition; sort it as (256, 1024)"),
+    ],
+)
+def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        NeuronConfig(**{name: value})
+    assert name in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sequence_length": 256, "prefill_chunk_size": 300}, ["prefill_chunk_size=300", "sequence_length=256"]),
+        (
+            {"batch_size": 4, "ctx_batch_size": 2, "sequence_length": 67, "prefill_chunk_size": 32},
+            ["4 + 2 * 32 = 68", "sequence_length=67"],
+        ),
+        ({"batch_size": 64, "sequence_length": 64}, ["batch_size=64", "sequence_length=64"]),
+        ({"batch_size": 2, "ctx_batch_size": 3}, ["ctx_batch_size=3", "batch_size=2"]),
+        (
+            {"prefill_chunk_size": 64, "prefill_chunk_buckets": (16, 64)},
+            ["prefill_chunk_buckets=(16, 64)", "prefill_chunk_size=64"],
+        ),
+        ({"prefill_chunk_size": 64, "prefill_chunk_buckets": (128,)}, ["prefill_chunk_buckets=(128,)", "=64"]),
+        ({"context_buckets": (256, 512)}, ["context_buckets=(256, 512)", "sequence_length=1024"]),
+        ({"context_buckets": (256, 2048)}, ["context_buckets=(256, 2048)", "sequence_length=1024"]),
+        ({"context_buckets": ()}, ["context_buckets=()", "sequence_length=1024"]),
+        ({"max_topk": 257}, ["max_topk=257", "256"]),
+        ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
+        ({"dtype": None}, ["dtype=None"]),
+        ({"target": "trn9"}, ["target='trn9'", "cpu", *NEURON_TARGETS]),
+    ],
+)
+def test_values_that_contradict_each_other_are_both_named(options: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        NeuronConfig(**options)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def test_a_step_that_just_fits_is_accepted() -> None:
+    config = NeuronConfig(batch_size=4, ctx_batch_size=2, sequence_length=68, prefill_chunk_size=32)
+    assert config.prefill_chunk_size == 32
+
+
+@pytest.mark.parametrize(
+    ("on_device_sampling", "output_logits", "returned"),
+    [(True, False, False), (True, True, True), (False, False, True), (False, True, True)],
+)
+def test_decode_logits_are_returned_where_asked_for_or_needed(
+    on_device_sampling: bool, output_logits: bool, returned: bool
+) -> None:
+    config = NeuronConfig(on_device_sampling=on_device_sampling, output_logits=output_logits)
+    assert config.returns_decode_logits is returned
