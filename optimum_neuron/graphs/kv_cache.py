@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static KV cache. This module alone knows its layout.
+
+Per layer, keys and values are `[batch_size + 1, kv_heads, sequence_length, head_dim]`. Row i is slot i; the last row is
+the trash row: tokens that are padding write there, each at its own column, so that a scatter never has two equal
+indices and padding never touches a live slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .spec import TensorSpec
+
+
+class KVCache(nn.Module):
+    """State buffers `key_<layer>` and `value_<layer>`, zeroed: masked garbage times probability zero must stay zero."""
+
+    def __init__(self, states: Iterable[TensorSpec], device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        for state in states:
+            name = state.name.removeprefix("kv_cache.")
+            self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype), device=device))
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, the buffers themselves."""
+        return getattr(self, f"key_{layer_idx}"), getattr(self, f"value_{layer_idx}")
+
+
+def write(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Writes one token per index pair in place: `cache[rows[t], :, columns[t]] = states[t]`.
+
+    Args:
+        cache: `[batch_size + 1, kv_heads, sequence_length, head_dim]`.
+        states: `[tokens, kv_heads, head_dim]`.
+        rows, columns: `[tokens]`; no pair occurs twice.
+    """
+    heads = torch.arange(cache.shape[1], dtype=rows.dtype)
+    cache.index_put_((rows[:, None], heads[None, :], columns[:, None]), states)
+
+
+def read(cache: Tensor, seq_ids: Tensor | None, rows: int, context_length: int) -> Tensor:
+    """The first `context_length` columns of some slots: `[rows, kv_heads, context_length, head_dim]`.
+
+    Args:
+        seq_ids: `[rows]`, slots to gather; None reads slots 0 to rows - 1 in place, without a copy.
+    """
+    window = cache[:, :, :context_length]
+    return window[:rows] if seq_ids is None else window.index_select(0, seq_ids)
+
+
+def write_indices(
+    position_ids: Tensor, actual: Tensor, seq_ids: Tensor, trash_row: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """Cache row and column of every token of a row group, padding sent to the trash row.
+
+    Args:
+        position_ids, actual: `[rows, tokens]`; `actual` is the actual-tokens mask.
+        seq_ids: `[rows]`, the slot of each row.
+        offset: index in the step of the group's first token: the trash column of a padding token is its index.
+
+    Returns:
+        Two `[rows * tokens]` tensors of int32.
+    """
+    rows, tokens = position_ids.shape
+    own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)
+    row = torch.where(actual, seq_ids[:, None], trash_row)
+    column = torch.where(actual, position_ids, own_index)
+    return row.flatten(), column.flatten()

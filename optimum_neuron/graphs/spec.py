@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step graph is from outside: its name, sizes, inputs, outputs and state. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..config import NeuronConfig
+
+
+GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
+DECODE, CHUNK = "decode", "chunk"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and torch dtype name of one input, output or state tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Sizes of one attention layer's KV cache; `layer_idx` is the layer's own number in the model."""
+
+    layer_idx: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the graphs of one model have in common: found by running the model once, not read from its config."""
+
+    vocab_size: int
+    layers: tuple[LayerCache, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelSpec:
+        return cls(data["vocab_size"], tuple(LayerCache(**layer) for layer in data["layers"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSpec:
+    """The shape of one step graph.
+
+    A graph's kind is decided here, at export; nothing infers it from a length.
+
+    Attributes:
+        batch_size: R, slots of the cache and decode rows of a step that has decode rows.
+        ctx_batch_size: P, prompts advanced by a step that has chunk rows.
+        chunk_size: C, tokens per chunk; 0 in a graph without chunk rows.
+        context_length: cache rows per slot that attention reads.
+    """
+
+    kind: GraphKind
+    batch_size: int
+    sequence_length: int
+    ctx_batch_size: int
+    chunk_size: int
+    context_length: int
+    on_device_sampling: bool
+    decode_logits: bool
+    max_topk: int
+
+    @property
+    def name(self) -> str:
+        """Unique among the graphs of an artifact, and its file name's stem."""
+        chunk = f"_chunk{self.chunk_size}" if self.has_chunk else ""
+        return f"{self.kind}{chunk}_context{self.context_length}"
+
+    @property
+    def has_decode(self) -> bool:
+        return self.kind != "chunked_prefill"
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.kind != "token_generation"
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in the order in which a compiled graph takes them."""
+        groups = []
+        if self.has_decode:
+            groups += self._group_inputs(DECODE, self.batch_size, 1)
+        if self.has_chunk:
+            groups += self._group_inputs(CHUNK, self.ctx_batch_size, self.chunk_size)
+        return tuple(groups)
+
+    def _group_inputs(self, group: str, rows: int, tokens: int) -> list[TensorSpec]:
+        specs = [
+            TensorSpec(f"{group}.input_ids", (rows, tokens), "int32"),
+            TensorSpec(f"{group}.position_ids", (rows, tokens), "int32"),
+        ]
+        if group == CHUNK:  # decode row i is slot i: an input that says so would have no user in the graph
+            specs.append(TensorSpec(f"{group}.seq_ids", (rows,), "int32"))
+        if self.on_device_sampling:
+            specs.append(TensorSpec(f"{group}.sampling_params", (rows, 3), "float32"))
+            specs.append(TensorSpec(f"{group}.uniforms", (rows,), "float32"))
+        return specs
+
+    def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
+        """All outputs, in the order in which a compiled graph returns them; their shapes never depend on the step."""
+        specs = []
+        for group, present, rows in (
+            (DECODE, self.has_decode, self.batch_size),
+            (CHUNK, self.has_chunk, self.ctx_batch_size),
+        ):
+            if present and self.on_device_sampling:
+                specs.append(TensorSpec(f"{group}.tokens", (rows,), "int32"))
+            if present and self.returns_logits(group):
+                specs.append(TensorSpec(f"{group}.logits", (rows, vocab_size), "float32"))
+        return tuple(specs)
+
+    def returns_logits(self, group: str) -> bool:
+        """Chunk rows always return logits, so that a host can choose the first token of any request."""
+        return group == CHUNK or self.decode_logits
+
+
+def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
+    """All graphs of an artifact: token generation per context bucket, and chunked prefill per chunk size and bucket.
+
+    A context bucket shorter than the chunk it would serve is left out: such a chunk could not fill it.
+    """
+    specs = []
+    for context in config.context_buckets:
+        specs.append(_spec(config, "token_generation", 0, context))
+        for chunk in config.chunk_sizes:
+            if context >= chunk:
+                specs.append(_spec(config, "chunked_prefill", chunk, context))
+    return tuple(specs)
+
+
+def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length: int) -> GraphSpec:
+    return GraphSpec(
+        kind=kind,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        ctx_batch_size=config.ctx_batch_size,
+        chunk_size=chunk_size,
+        context_length=context_length,
+        on_device_sampling=config.on_device_sampling,
+        decode_logits=config.returns_decode_logits,
+        max_topk=config.max_topk,
+    )
+
+
+def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """The KV cache as state tensors: per layer `[batch_size + 1, kv_heads, sequence_length, head_dim]`."""
+    return tuple(_layer_states(config, model.layers))
+
+
+def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
+    for layer in layers:
+        for role, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
+            shape = (config.batch_size + 1, layer.kv_heads, config.sequence_length, dim)
+            yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step module: every graph is this module at one GraphSpec.
+
+A step advances decode rows, or prompt chunks, or both. Their tokens pass through the model as one flat sequence
+`[1, tokens]`, so that every linear layer runs once; only attention and the choice of output rows tell them apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionRows, CacheAttention, CachedAttention, attend_cache
+from .kv_cache import KVCache, write_indices
+from .sampling import sample
+from .spec import GraphSpec, TensorSpec
+
+
+class RowGroup(NamedTuple):
+    """Inputs of one group of rows; the fields that a graph does not use are None.
+
+    `input_ids` and `position_ids` are `[rows, tokens]` int32. A short chunk repeats its last token and position. An
+    idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. `sampling_params [rows, 3]`
+    float32 are top_k, top_p and temperature; `uniforms [rows]` float32.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    seq_ids: Tensor | None = None
+    sampling_params: Tensor | None = None
+    uniforms: Tensor | None = None
+
+
+class StepModule(nn.Module):
+    """One step of a causal language model over a static KV cache.
+
+    Args:
+        model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
+        cache: shared by all graphs of the model.
+        attention: how rows attend over the cache; a target may replace the reference.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: KVCache, spec: GraphSpec, attention: CacheAttention = attend_cache
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.model = model
+        self.kv_cache = cache
+        self.spec = spec
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
+        groups = row_groups(self.spec, inputs)
+        attention, output_rows = self._plan(groups)
+        logits = self._logits(
+            torch.cat([group.input_ids.flatten() for _, group in groups]),
+            torch.cat([group.position_ids.flatten() for _, group in groups]),
+            output_rows,
+            attention,
+        )
+        outputs, start = [], 0
+        for name, group in groups:
+            rows = group.input_ids.shape[0]
+            outputs += self._outputs(name, group, logits[start : start + rows])
+            start += rows
+        return tuple(outputs)
+
+    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, Tensor]:
+        """Where tokens are written, what they attend, and the index of the token of each row that reaches lm_head."""
+        writes, rows_of_groups, last_tokens, offset = [], [], [], 0
+        for _, group in groups:
+            rows, tokens = group.input_ids.shape
+            actual = actual_tokens_mask(group.position_ids)
+            slots = torch.arange(rows, dtype=torch.int32) if group.seq_ids is None else group.seq_ids
+            writes.append(write_indices(group.position_ids, actual, slots, self.spec.batch_size, offset))
+            rows_of_groups.append(AttentionRows(group.position_ids, group.seq_ids, self.spec.context_length))
+            row_starts = torch.arange(offset, offset + rows * tokens, tokens, dtype=torch.int32)
+            # An idle row has no last token: any token of its own will do, nobody reads the result.
+            last_tokens.append(row_starts + (actual.sum(-1, dtype=torch.int32) - 1).clamp(min=0))
+            offset += rows * tokens
+        write_rows, write_columns = (torch.cat(parts) for parts in zip(*writes, strict=True))
+        attention = CachedAttention(self.kv_cache, write_rows, write_columns, rows_of_groups, self.attention)
+        return attention, torch.cat(last_tokens)
+
+    def _logits(
+        self, input_ids: Tensor, position_ids: Tensor, output_rows: Tensor, attention: CachedAttention
+    ) -> Tensor:
+        """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping."""
+        # An idle row's position is -1: a learned position table has no such row, and nobody reads the result.
+        position_ids = position_ids.clamp(min=0)
+        kwargs = {"attention_backend": attention, "use_cache": False}
+        if _keeps_logits(self.model):
+            kwargs["logits_to_keep"] = output_rows
+        logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
+        return (logits if _keeps_logits(self.model) else logits[output_rows]).float()
+
+    def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
+        outputs = []
+        if group.sampling_params is not None and group.uniforms is not None:
+            outputs.append(sample(logits, group.sampling_params, group.uniforms, self.spec.max_topk))
+        if self.spec.returns_logits(name):
+            outputs.append(logits)
+        return outputs
+
+
+def actual_tokens_mask(position_ids: Tensor) -> Tensor:
+    """`[rows, tokens]`: a token is real where its position is larger than the one before; an idle row has none."""
+    first = position_ids[:, :1] >= 0
+    return torch.cat([first, position_ids[:, 1:] > position_ids[:, :-1]], dim=1)
+
+
+def _keeps_logits(model: nn.Module) -> bool:
+    """Whether the model computes logits of chosen tokens only; the others are computed in full, then chosen."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def row_groups(spec: GraphSpec, inputs: tuple[Tensor, ...]) -> list[tuple[str, RowGroup]]:
+    """Sorts a graph's flat inputs into its row groups: decode rows, chunk rows, or both in this order."""
+    fields: dict[str, dict[str, Tensor]] = {}
+    for tensor_spec, tensor in zip(spec.inputs(), inputs, strict=True):
+        group, name = tensor_spec.name.split(".")
+        fields.setdefault(group, {})[name] = tensor
+    return [(group, RowGroup(**tensors)) for group, tensors in fields.items()]
+
+
+def example_inputs(specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    """Zeroed tensors, each its own object: torch.export wires two inputs that are one object to one placeholder."""
+    return tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files share: the sizes of tiny graphs, runners over them, and greedy decoding by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import optimum_neuron
+from optimum_neuron.artifact import Artifact
+from optimum_neuron.checkpoint import Checkpoint
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.export import export_model
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.model import inspect_model
+from optimum_neuron.graphs.spec import GraphSpec, ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.step import StepModule, example_inputs
+from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.runner import Chunk, GraphRunner, SamplingParams
+from optimum_neuron.targets import get_target
+from optimum_neuron.targets.eager import EagerExecutable
+
+
+VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
+# One context bucket, so that a request stays in one graph; two graphs, since each costs the cpu target seconds.
+SIZES: dict[str, Any] = {
+    "batch_size": 3,
+    "sequence_length": LENGTH,
+    "prefill_chunk_size": CHUNK_SIZE,
+    "ctx_batch_size": 2,
+    "context_buckets": (LENGTH,),
+    "dtype": "float32",
+    "output_logits": True,
+    "target": "eager",
+}
+
+
+def tiny_config(**changes: Any) -> NeuronConfig:
+    return NeuronConfig(**SIZES | changes)
+
+
+def load_model(folder: Path) -> nn.Module:
+    """A checkpoint in float32 with the cached attention, as an export loads it."""
+    return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
+
+
+def eager_runner(model: nn.Module, config: NeuronConfig) -> GraphRunner:
+    """Step modules without an artifact."""
+    cache = KVCache(state_specs(config, inspect_model(model)))
+    graphs = graph_specs(config)
+    steps = {spec.name: StepModule(model, cache, spec).eval() for spec in graphs}
+    return GraphRunner(EagerExecutable(steps, cache), config, graphs)
+
+
+def export_tiny(checkpoint: Path, output: Path, *, overwrite: bool = False, **changes: Any) -> Path:
+    return export_model(checkpoint, output, config=tiny_config(**changes), overwrite=overwrite)
+
+
+def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunner:
+    artifact = Artifact.open(path)
+    executable = get_target(artifact.target).load(
+        artifact, trust_native_code=trust_native_code, trust_remote_code=False
+    )
+    return GraphRunner(executable, artifact.config, artifact.graphs)
+
+
+def random_tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCAB, count).astype(np.int32)
+
+
+def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: Sequence[int]) -> Tensor:
+    """Prefills a prompt in chunks of the given sizes; returns the logits after its last token."""
+    assert sum(pieces) == len(prompt)
+    start, logits = 0, torch.empty(0)
+    for count in pieces:
+        output = runner.prefill([Chunk(slot, prompt[start : start + count])])
+        assert output.chunk_logits is not None
+        logits = output.chunk_logits[0].clone()
+        start += count
+    return logits
+
+
+def decode_tokens(
+    runner: GraphRunner,
+    tokens: dict[int, int],
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    uniform: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Advances the named slots by one token each; returns the tokens and logits of all slots."""
+    slots = runner.config.batch_size
+    token_ids, active = np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool)
+    for slot, token in tokens.items():
+        token_ids[slot], active[slot] = token, True
+    rows = np.tile(np.asarray(sampling, dtype=np.float32), (slots, 1))
+    output = runner.decode(token_ids, active, rows, np.full(slots, uniform, dtype=np.float32))
+    assert output.decode_tokens is not None and output.decode_logits is not None
+    return output.decode_tokens.clone(), output.decode_logits.clone()
+
+
+def generate(
+    runner: GraphRunner,
+    prompt: np.ndarray,
+    new_tokens: int,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    uniforms: Sequence[float] | None = None,
+) -> tuple[list[int], Tensor]:
+    """Runs one request in slot 0; returns its tokens and the logits `[new_tokens, vocab]` that they were chosen from."""
+    draws = [0.0] * new_tokens if uniforms is None else uniforms
+    runner.reset_all()
+    first, logits = prefill(runner, [prompt], sampling, np.asarray(draws[:1], dtype=np.float32))
+    assert first is not None
+    tokens, steps = [int(first[0])], [logits[0]]
+    for draw in draws[1:]:
+        chosen, logits = decode_tokens(runner, {0: tokens[-1]}, sampling, draw)
+        tokens.append(int(chosen[0]))
+        steps.append(logits[0])
+    return tokens, torch.stack(steps)
+
+
+def state_names(runner: GraphRunner, model: ModelSpec) -> list[str]:
+    return [state.name for state in state_specs(runner.config, model)]
+
+
+def read_states(runner: GraphRunner, model: ModelSpec) -> dict[str, Tensor]:
+    return {name: runner.executable.read_state(name) for name in state_names(runner, model)}
+
+
+def fill_rows(runner: GraphRunner, model: ModelSpec, rows: Sequence[int], value: float | None) -> None:
+    """Overwrites whole cache rows: with a value, or with random numbers where it is None."""
+    for name in state_names(runner, model):
+        state = runner.executable.read_state(name)
+        state[list(rows)] = torch.randn_like(state[list(rows)]) if value is None else value
+        runner.executable.write_state(name, state)
+
+
+def same_states(left: dict[str, Tensor], right: dict[str, Tensor], rows: Sequence[int], stop: int = LENGTH) -> bool:
+    """Whether two snapshots hold the same bits in some rows' first `stop` columns; NaN equals NaN."""
+    bits = torch.int32
+    return all(
+        torch.equal(left[name][list(rows), :, :stop].view(bits), right[name][list(rows), :, :stop].view(bits))
+        for name in left
+    )
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder by its name, hidden ones included."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def mixed_spec(config: NeuronConfig) -> GraphSpec:
+    """A graph with decode and chunk rows at once, at the largest sizes of a config."""
+    return dataclasses.replace(graph_specs(config)[-1], kind="mixed")
+
+
+def step_inputs(spec: GraphSpec, decode: dict[int, tuple[int, int]], chunks: dict[int, tuple[int, np.ndarray]]) -> list[Tensor]:
+    """Inputs of one step by hand: `decode` is slot to position and token, `chunks` slot to start and tokens."""
+    inputs = dict(zip((tensor.name for tensor in spec.inputs()), example_inputs(spec.inputs()), strict=True))
+    for group in {name.split(".")[0] for name in inputs}:
+        inputs[f"{group}.position_ids"].fill_(-1)
+    for slot, (position, token) in decode.items():
+        inputs["decode.position_ids"][slot, 0] = position
+        inputs["decode.input_ids"][slot, 0] = token
+    for row, (slot, (start, tokens)) in enumerate(chunks.items()):
+        columns = np.minimum(np.arange(spec.chunk_size), len(tokens) - 1)
+        inputs["chunk.input_ids"][row] = torch.from_numpy(tokens[columns])
+        inputs["chunk.position_ids"][row] = torch.from_numpy(start + columns)
+        inputs["chunk.seq_ids"][row] = slot
+    return list(inputs.values())
+
+
+def python_process(script: str, *arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Starts a script in a process of its own, the package importable; `variables` change its environment."""
+    environment = os.environ | {"PYTHONPATH": str(Path(optimum_neuron.__file__).parents[1])} | variables
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
