@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The artifact folder: how it is read and verified. Knows no target: files are data until a target loads them.
+
+config.json generation_config.json tokenizer files     verbatim from the checkpoint
+neuron_config.json                                      the manifest, written last
+graphs/<name>.<suffix>                                  compiled graphs, if the target has files
+weights/model.safetensors                               parameters and constant buffers, by name
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .config import NeuronConfig
+from .graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
+
+
+MANIFEST_NAME = "neuron_config.json"
+WEIGHTS_NAME = "weights/model.safetensors"
+GRAPHS_FOLDER = "graphs"
+FORMAT = "optimum-neuron-runtime"
+FORMAT_VERSION = 1
+# Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
+OWNED_FOLDERS = (GRAPHS_FOLDER, "weights")
+_MANIFEST_TYPES = {
+    "config": dict, "model": dict, "target": str, "task": str, "versions": dict, "graphs": dict, "tied_weights": dict,
+    "target_data": dict, "files": dict,
+}  # fmt: skip
+
+
+class ArtifactError(ValueError):
+    """A folder is not an artifact that can be used as it is; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder whose manifest was read and whose files were checked for presence and size.
+
+    Contents are verified by `verify`, except the weights, which `read_weights` verifies while reading them.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path, *, with_graphs: bool = True) -> Artifact:
+        """Reads the manifest.
+
+        Args:
+            with_graphs: whether the compiled graphs are wanted; without, they are neither expected nor looked at.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or it holds no manifest.
+            ArtifactError: the manifest is not one that this version can honour, or files are missing, truncated,
+                renamed or foreign.
+        """
+        path = Path(path)
+        if not (path / MANIFEST_NAME).is_file():
+            what = f"holds no {MANIFEST_NAME}" if path.is_dir() else "does not exist"
+            raise FileNotFoundError(
+                f"{path} {what}; export an artifact first: optimum-cli export neuron --model MODEL {path}"
+            )
+        try:
+            manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ArtifactError(
+                f"{path / MANIFEST_NAME} is not valid JSON ({error}); export the model again"
+            ) from error
+        _check_manifest(path, manifest)
+        if not with_graphs:
+            files = {name: entry for name, entry in manifest["files"].items() if not is_graph_file(name)}
+            manifest = manifest | {"files": files}
+        artifact = cls(path, manifest)
+        artifact._check_graphs()
+        artifact._check_files()
+        return artifact
+
+    @cached_property
+    def config(self) -> NeuronConfig:
+        return NeuronConfig.from_dict(self.manifest["config"])
+
+    @cached_property
+    def graphs(self) -> tuple[GraphSpec, ...]:
+        """The graphs that the artifact was made for, derived from its config."""
+        return graph_specs(self.config)
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return ModelSpec.from_dict(self.manifest["model"])
+
+    @property
+    def target(self) -> str:
+        return self.manifest["target"]
+
+    @property
+    def tied_weights(self) -> dict[str, str]:
+        """Parameter names that share the storage of another: alias to stored name."""
+        return self.manifest["tied_weights"]
+
+    def states(self) -> tuple[TensorSpec, ...]:
+        """The KV cache as state tensors."""
+        return state_specs(self.config, self.model)
+
+    def file(self, name: str) -> Path:
+        """The path of a file listed in the manifest."""
+        if name not in self.manifest["files"]:
+            raise ArtifactError(f"{self.path / MANIFEST_NAME} lists no file {name}; export the model again")
+        return self.path / name
+
+    def sha256(self, name: str) -> str:
+        """The recorded digest of a file."""
+        return self.manifest["files"][name]["sha256"]
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compares the contents of files (default: all but the weights) with their recorded digests.
+
+        Raises:
+            ArtifactError: a file differs.
+        """
+        for name in self.manifest["files"] if names is None else names:
+            if name != WEIGHTS_NAME:
+                self.check_digest(name, file_sha256(self.file(name)))
+
+    def check_digest(self, name: str, digest: str) -> None:
+        """Raises ArtifactError where `digest` is not the recorded one."""
+        if digest != self.sha256(name):
+            raise ArtifactError(
+                f"{self.path / name} was changed after the export: its sha256 is {digest[:12]}…, the manifest says "
+                f"{self.sha256(name)[:12]}…; restore the file or export the model again"
+            )
+
+    def _check_graphs(self) -> None:
+        recorded, derived = self.manifest["graphs"], [spec.name for spec in self.graphs]
+        if sorted(recorded) != sorted(derived):
+            raise ArtifactError(
+                f"{self.path / MANIFEST_NAME} lists the graphs {sorted(recorded)}, but its config asks for "
+                f"{sorted(derived)}; export the model again"
+            )
+
+    def _check_files(self) -> None:
+        files = self.manifest["files"]
+        owned = {PurePosixPath(name).parts[0] for name in files if "/" in name} & set(OWNED_FOLDERS)
+        missing = [name for name in files if not (self.path / name).is_file()]
+        present = {
+            f"{folder}/{entry.name}"
+            for folder in owned
+            if (self.path / folder).is_dir()
+            for entry in (self.path / folder).iterdir()
+        }
+        foreign = sorted(present - set(files))
+        for name in missing:
+            self._refuse_missing(name, foreign)
+        if foreign:
+            raise ArtifactError(f"{self.path / foreign[0]} does not belong to this artifact; remove it")
+        for name, entry in files.items():
+            size = (self.path / name).stat().st_size
+            if size != entry["size"]:
+                state = "truncated" if size < entry["size"] else "longer than it was"
+                raise ArtifactError(
+                    f"{self.path / name} is {state}: {size:,} bytes, the manifest says {entry['size']:,}; copy it again "
+                    f"or export the model again"
+                )
+
+    def _refuse_missing(self, name: str, foreign: list[str]) -> None:
+        for other in foreign:
+            if file_sha256(self.path / other) == self.sha256(name):
+                raise ArtifactError(f"{self.path / name} was renamed to {other}; give it its old name back")
+        raise ArtifactError(f"{self.path / name} is missing; copy it again or export the model again")
+
+
+def _check_manifest(path: Path, manifest: object) -> None:
+    where = path / MANIFEST_NAME
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ArtifactError(
+            f"{where} has format {found!r}, not {FORMAT!r}: it was made by another program; export the model again"
+        )
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{where} has format_version {manifest.get('format_version')!r}, this program reads {FORMAT_VERSION}; export "
+            f"the model again or install the version that made it"
+        )
+    missing = sorted(_MANIFEST_TYPES.keys() - manifest.keys())
+    if missing:
+        raise ArtifactError(f"{where} lacks {', '.join(missing)}; export the model again")
+    for name, kind in _MANIFEST_TYPES.items():
+        if not isinstance(manifest[name], kind):
+            found = type(manifest[name]).__name__
+            raise ArtifactError(f"{where}: {name} is a {found}, not a {kind.__name__}; export the model again")
+    for name, entry in manifest["files"].items():
+        check_member(name, where)
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not isinstance(entry.get("size"), int):
+            raise ArtifactError(f"{where}: the entry of {name} lacks its sha256 or size; export the model again")
+    try:
+        NeuronConfig.from_dict(manifest["config"])
+        ModelSpec.from_dict(manifest["model"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{where} cannot be honoured: {error}; export the model again") from error
+
+
+def is_graph_file(name: str) -> bool:
+    """Whether a manifest name is that of a compiled graph or its code."""
+    return name.startswith(GRAPHS_FOLDER + "/")
+
+
+def check_member(name: str, where: Path) -> None:
+    """Raises ArtifactError for a path that leaves the artifact folder or lies deeper than one folder."""
+    parts = PurePosixPath(name).parts
+    if (
+        not parts
+        or name != "/".join(parts)
+        or "\\" in name
+        or ":" in name
+        or ".." in parts
+        or len(parts) > 2
+        or parts[0] == "/"
+    ):
+        raise ArtifactError(f"{where} names {name!r}, which is no path inside the artifact; do not use this artifact")
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    digest = hashlib.sha256()  # Python 3.10
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
