@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets: where step graphs run. A target compiles and runs step graphs; nothing else knows which target it is."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..config import NEURON_TARGETS, NeuronConfig
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ..artifact import Artifact
+    from ..graphs.spec import GraphSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """What a target compiles from: a folder with config.json and weights, as an artifact has them.
+
+    Attributes:
+        folder: compiled files go to its `graphs/`.
+        tied_weights: alias to stored name, as in the manifest.
+    """
+
+    folder: Path
+    config: NeuronConfig
+    model: ModelSpec
+    graphs: tuple[GraphSpec, ...]
+    tied_weights: dict[str, str]
+    trust_remote_code: bool
+
+
+class Executable(Protocol):
+    """Loaded graphs. Weights and state are shared by all graphs by name: one copy in memory."""
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place."""
+
+    def read_state(self, name: str) -> Tensor:
+        """A copy of a state tensor."""
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        """Replaces a state tensor's values."""
+
+
+class Target(Protocol):
+    """Compiles step graphs and loads what it compiled."""
+
+    def check(self, config: NeuronConfig) -> None:
+        """Raises before anything is written where this machine cannot compile `config` for this target."""
+
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        """Writes compiled graphs; returns what `load` wants to find in the manifest's `target_data`."""
+
+    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
+        """Loads the graphs of an artifact; native code only where it is trusted, else it is compiled again here."""
+
+
+def check_one_device(config: NeuronConfig) -> None:
+    """Raises ValueError where a config asks the host, which is one device, for several."""
+    if config.tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices, and target={config.target!r} is "
+            f"one; use tensor_parallel_size=1"
+        )
+
+
+_TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")}
+
+
+def resolve_target(name: str) -> str:
+    """The target that "auto" stands for on this machine: no Neuron device is supported yet, so it is the CPU."""
+    return "cpu" if name == "auto" else name
+
+
+def get_target(name: str) -> Target:
+    """Finds a target by name, importing it now.
+
+    Raises:
+        ValueError: there is no such target, or it is not available yet.
+    """
+    if name in NEURON_TARGETS:
+        raise ValueError(
+            f"target={name!r} needs the Neuron lowering and compiler, which this version does not have; "
+            f"use target='cpu', which compiles the same graphs for the host"
+        )
+    if name not in _TARGETS:
+        raise ValueError(f"target={name!r} is not known; choose one of {', '.join(_TARGETS)}")
+    module, attribute = _TARGETS[name]
+    target: Target = getattr(importlib.import_module(module, __name__), attribute)()
+    return target

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cpu target: step graphs compiled ahead of time by AOTInductor, bound to one copy of weights and KV state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...artifact import Artifact
+from ...config import NeuronConfig
+from .. import CompileJob, Executable, check_one_device
+from .compiler import check_compiler, compile_graphs
+from .loader import load_executable
+
+
+class CpuTarget:
+    """Loading needs no compiler, unless the compiled code does not fit this machine or is not trusted."""
+
+    def check(self, config: NeuronConfig) -> None:
+        check_one_device(config)
+        check_compiler()
+
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        return compile_graphs(job)
+
+    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
+        return load_executable(artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The own CPU kernels, built from C++ at export and loaded as torch operators: `linears` and `attend`.
+
+at::linear reaches half of the memory bandwidth when a few rows meet weights in their natural layout, and prepacked
+weights cannot be shared between graphs. torch's attention cannot read a slot of the cache in place, nor skip the keys
+that a mask hides. Measurements are in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from .host import host_requirements
+
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "attention.cpp"))
+# The largest number of rows that linear.cpp computes itself; up to there it is faster than at::linear.
+ROW_LIMITS = {torch.bfloat16: 32, torch.float32: 32}
+# Without these the kernels compute correctly but slowly, and torch's own operators are the better choice.
+REQUIRED_ISA = ("avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl")
+
+
+def check_compiler() -> None:
+    """Raises RuntimeError where no C++ compiler is found: the cpu target needs one to compile, not to load."""
+    if compiler() is None:
+        raise RuntimeError(
+            "the cpu target compiles C++ and found no g++ or clang++; install one (apt-get install g++), or name it "
+            "in the environment variable CXX"
+        )
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch's own compiler also uses."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+@cache
+def namespace() -> str:
+    """Operator namespace: it carries the source's digest, so that two builds can live in one process."""
+    return "optimum_neuron_" + hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:12]
+
+
+def are_fast_here() -> bool:
+    """Whether this machine has the instructions that the kernels were written for."""
+    return set(REQUIRED_ISA) <= set(host_requirements()["isa"])
+
+
+def build(output: Path) -> None:
+    """Compiles the kernel library.
+
+    Raises:
+        RuntimeError: the compiler failed; its message is included.
+    """
+    check_compiler()
+    library_folder = Path(torch.__file__).parent / "lib"
+    command = [str(compiler()), *map(str, SOURCES), "-o", str(output), "-O3", "-std=c++20", "-shared", "-fPIC"]
+    command += [
+        f"-DOPTIMUM_NEURON_NAMESPACE={namespace()}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    command += [f"-I{path}" for path in cpp_extension.include_paths()]
+    command += [f"-L{library_folder}", "-ltorch_cpu", "-lc10"]
+    if sys.platform != "darwin":
+        command.append("-fopenmp")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed to compile the CPU kernels:\n{done.stderr.strip()[-2000:]}")
+
+
+_loaded: set[str] = set()
+
+
+def load(library: Path, name: str) -> None:
+    """Registers the operator of a built library under its namespace, once per process."""
+    if name in _loaded:
+        return
+    torch.ops.load_library(str(library))
+    torch.library.register_fake(f"{name}::linears", _fake_linears)
+    torch.library.register_fake(f"{name}::attend", _fake_attend)
+    _loaded.add(name)
+
+
+def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+def _fake_attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seq_ids: Tensor | None,
+    position_ids: Tensor,
+    scaling: float,
+    sliding_window: int,
+) -> Tensor:
+    rows, heads, tokens, dim = query.shape
+    return query.new_empty((rows, tokens, heads, dim))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads compiled graphs, binds weights and state to them, and compiles them again where they cannot be used."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+from torch._inductor.package.package import AOTICompiledModel, load_package
+
+from ...artifact import WEIGHTS_NAME, Artifact, ArtifactError, is_graph_file
+from ...weights import allocate_states, read_weights
+from .. import CompileJob
+from . import kernels
+from .compiler import KERNEL_LIBRARY, PACKAGE_SUFFIX, compile_graphs
+from .host import unmet_requirement
+
+
+logger = logging.getLogger(__name__)
+
+
+class CpuExecutable:
+    """Compiled graphs by name, all bound to the same weights and KV state."""
+
+    def __init__(self, packages: Mapping[str, AOTICompiledModel], states: dict[str, Tensor]) -> None:
+        self._packages = packages  # they own the code that the runners call
+        self._runners = {name: package.loader.run for name, package in packages.items()}
+        self._states = states
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = self._runners[graph](list(inputs))
+        return outputs
+
+    def read_state(self, name: str) -> Tensor:
+        return self._states[name].clone()
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        self._states[name].copy_(tensor)
+
+
+def load_executable(artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> CpuExecutable:
+    """Loads an artifact's compiled graphs.
+
+    They are compiled again, through the compile cache, where they are native code that is not trusted or do not fit
+    this machine or this torch.
+
+    Raises:
+        RuntimeError: they would have to be compiled again, and there is no C++ compiler here.
+    """
+    data = artifact.manifest["target_data"]
+    reason = unmet_requirement(data.get("requires", {})) if trust_native_code else "its native code is not trusted"
+    if reason is None:
+        folder = artifact.path / "graphs"
+        artifact.verify()
+        return _bind(artifact, folder, data["kernel_namespace"])
+    logger.warning("compiling the graphs of %s again: %s", artifact.path, reason)
+    if kernels.compiler() is None:
+        raise RuntimeError(
+            f"the compiled code of {artifact.path} cannot be used ({reason}), and compiling it again needs a C++ "
+            f"compiler; install g++, or export the model on a machine like this one"
+        )
+    artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        data = _compile_again(artifact, folder, trust_remote_code)
+        return _bind(artifact, folder / "graphs", data["kernel_namespace"])
+
+
+def _compile_again(artifact: Artifact, folder: Path, trust_remote_code: bool) -> dict:
+    (folder / "graphs").mkdir()
+    (folder / "weights").mkdir()
+    for path in artifact.path.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    (folder / WEIGHTS_NAME).symlink_to(artifact.file(WEIGHTS_NAME).absolute())
+    job = CompileJob(
+        folder=folder,
+        config=artifact.config,
+        model=artifact.model,
+        graphs=artifact.graphs,
+        tied_weights=artifact.tied_weights,
+        trust_remote_code=trust_remote_code,
+    )
+    return compile_graphs(job)
+
+
+def _bind(artifact: Artifact, folder: Path, namespace: str) -> CpuExecutable:
+    kernels.load(folder / KERNEL_LIBRARY, namespace)
+    states = allocate_states(artifact)
+    shared = read_weights(artifact) | states
+    packages = {}
+    for spec in artifact.graphs:
+        package = _load_package(folder / (spec.name + PACKAGE_SUFFIX))
+        own = folder / f"{spec.name}.safetensors"
+        tensors = shared | (load_file(own) if own.is_file() else {})
+        lacking = [name for name in package.get_constant_fqns() if name not in tensors]
+        if lacking:
+            raise ArtifactError(
+                f"graph {spec.name} needs {lacking[0]}, which the artifact lacks; export the model again"
+            )
+        constants = {name: tensors[name] for name in package.get_constant_fqns()}
+        package.load_constants(constants, check_full_update=True, user_managed=True)
+        packages[spec.name] = package
+    return CpuExecutable(packages, states)
+
+
+def _load_package(path: Path) -> AOTICompiledModel:
+    try:
+        return load_package(str(path))
+    except RuntimeError as error:
+        raise ArtifactError(f"{path} cannot be loaded: {error}; export the model again") from error

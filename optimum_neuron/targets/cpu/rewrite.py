@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrites an exported step graph for the CPU: linear layers with few rows become calls of the own kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from .kernels import ROW_LIMITS, namespace
+
+
+def use_linear_kernel(program: ExportedProgram) -> None:
+    """Replaces `aten.linear` in place. Layers that share their input (q, k, v; gate, up) become one call."""
+    graph = program.graph_module.graph
+    kernel = getattr(torch.ops, namespace()).linears.default
+    groups: dict[Node, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.linear.default and _fits(node):
+            groups[_operands(node)[0]].append(node)
+    for x, group in groups.items():
+        weights, biases = zip(*(_operands(node)[1:] for node in group), strict=True)
+        # Weights are placeholders, so where the first layer of a group stands, all operands are there.
+        with graph.inserting_before(group[0]):
+            call = graph.call_function(kernel, (x, list(weights), list(biases)))
+            outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(len(group))]
+        call.meta["val"] = [node.meta["val"] for node in group]
+        for node, output in zip(group, outputs, strict=True):
+            output.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(output)
+            graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _fits(node: Node) -> bool:
+    x, *parameters = _operands(node)
+    if any(parameter is not None and parameter.op != "placeholder" for parameter in parameters):
+        return False
+    value, weight = x.meta["val"], parameters[0].meta["val"]
+    rows = value.numel() // value.shape[-1]
+    return value.dtype == weight.dtype and rows <= ROW_LIMITS.get(value.dtype, 0)
+
+
+def _operands(node: Node) -> Any:
+    """Input, weight and bias (None without) of a linear layer's node."""
+    x, weight, *bias = node.args
+    return x, weight, bias[0] if bias else None

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles step graphs in a process of its own: reads requests as JSON lines, answers each with a JSON line.
+
+A process per compilation thread, because torch.export and Inductor hold the interpreter lock. It maps the weights that
+the export has already written, so that no process has a copy of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ...artifact import WEIGHTS_NAME
+from ...checkpoint import assign, empty_model
+from ...config import NeuronConfig
+from ...graphs.attention import attend_cache
+from ...graphs.kv_cache import KVCache
+from ...graphs.model import export_graph
+from ...graphs.spec import GraphSpec, ModelSpec, state_specs
+from . import kernels
+from .attention import attend_cache_on_cpu
+from .rewrite import use_linear_kernel
+
+
+# Weights and KV state stay outside the package and are bound at load: one copy for all graphs.
+INDUCTOR_OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "cpp.dynamic_threads": True,  # else the code has this machine's number of cores built in
+}
+
+
+def main() -> None:
+    """Serves requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # compilers print: only answers may reach the parent's pipe
+    job = json.loads(sys.stdin.readline())
+    kernels.load(Path(job["kernel_library"]), kernels.namespace())
+    model, cache = _load(job)
+    for line in sys.stdin:
+        request = json.loads(line)
+        _answer(answers, _compile(model, cache, request))
+
+
+def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
+    folder, config = Path(job["folder"]), NeuronConfig.from_dict(job["config"])
+    tensors = load_file(folder / WEIGHTS_NAME)
+    tensors |= {alias: tensors[name] for alias, name in job["tied_weights"].items()}
+    model = empty_model(folder, config.dtype, trust_remote_code=job["trust_remote_code"])
+    assign(model, tensors)
+    return model, KVCache(state_specs(config, ModelSpec.from_dict(job["model"])))
+
+
+def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        spec, output = GraphSpec(**request["graph"]), Path(request["output"])
+        own_kernels = kernels.are_fast_here()
+        program = export_graph(model, cache, spec, attend_cache_on_cpu if own_kernels else attend_cache)
+        if own_kernels:
+            use_linear_kernel(program)
+        # What torch.export lifted out of the model's code as literal tensors belongs to this graph alone.
+        constants = {
+            name: value for name, value in program.constants.items() if not name.startswith(("model.", "kv_cache."))
+        }
+        torch._inductor.aoti_compile_and_package(program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS)
+        if constants:
+            save_file(
+                {name: value.contiguous() for name, value in constants.items()}, output.with_suffix(".safetensors")
+            )
+    except BaseException as error:  # the parent raises it again, with this graph's name
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {}
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
