@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""export_model: from a checkpoint to an artifact. Checks everything it can before it writes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import __version__, progress
+from .artifact_writer import check_output, write_artifact
+from .checkpoint import Checkpoint, find_checkpoint
+from .config import NeuronConfig
+from .graphs.model import inspect_model
+from .graphs.spec import GraphSpec, ModelSpec, graph_specs
+from .targets import CompileJob, Target, get_target, resolve_target
+from .weights import named_tensors, write_weights
+
+
+logger = logging.getLogger(__name__)
+
+TASKS = ("text-generation",)
+# Compiled graphs and tokenizer files beside the weights, generously.
+_DISK_MARGIN = 64 << 20
+
+
+def export_model(
+    model: str | Path,
+    output: str | Path,
+    *,
+    config: NeuronConfig | None = None,
+    task: str = "text-generation",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    force_download: bool = False,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Exports a checkpoint of a causal language model to an artifact folder.
+
+    Args:
+        model: a Hub id, a checkpoint folder, or a .gguf file.
+        output: the folder to create.
+        config: sizes and options of the graphs; default `NeuronConfig()`.
+        task: only "text-generation".
+        revision, token, cache_dir, force_download, local_files_only: of a Hub repository, as in transformers.
+        trust_remote_code: run modeling code that the checkpoint brings.
+        overwrite: replace an artifact that is already at `output`.
+
+    Returns:
+        The absolute path of the artifact.
+
+    Raises:
+        ValueError: the checkpoint or the options cannot be exported; the message names the values and the remedy.
+        FileNotFoundError: there is no such checkpoint.
+        FileExistsError: `output` is taken.
+        OSError: the disk is full.
+        RuntimeError: compiling failed, or there is no compiler.
+    """
+    config = NeuronConfig() if config is None else config
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is not supported; choose one of {', '.join(TASKS)}")
+    config = dataclasses.replace(config, target=resolve_target(config.target))
+    target = get_target(config.target)
+    target.check(config)
+    output = Path(output).expanduser().absolute()
+    check_output(output, overwrite=overwrite)
+    checkpoint = find_checkpoint(
+        model,
+        revision=revision,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        cache_dir=cache_dir,
+        force_download=force_download,
+        local_files_only=local_files_only,
+    )
+    _check_checkpoint(checkpoint.load_config(), config)
+    with progress.stage("Loading the checkpoint"):
+        loaded = checkpoint.load_model(config.dtype)
+    config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
+    _warn_of_host_sampling(loaded, config)
+    spec = inspect_model(loaded)
+    tensors = named_tensors(loaded)
+    _check_disk(output, tensors)
+    return _write(checkpoint, loaded, tensors, config, spec, target, output, overwrite)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    tensors: dict[str, Tensor],
+    config: NeuronConfig,
+    spec: ModelSpec,
+    target: Target,
+    output: Path,
+    overwrite: bool,
+) -> Path:
+    with write_artifact(output, overwrite=overwrite) as writer:
+        checkpoint.write_verbatim(model, writer.path)
+        with progress.stage("Writing weights"):
+            tied = write_weights(tensors, writer.path)
+        graphs = graph_specs(config)
+        job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
+        target_data = target.compile(job)
+        with progress.stage("Hashing files"):
+            writer.commit(
+                {
+                    "config": config.to_dict(),
+                    "model": spec.to_dict(),
+                    "source": checkpoint.source,
+                    "target": config.target,
+                    "target_data": target_data,
+                    "task": TASKS[0],
+                    "tied_weights": tied,
+                    "versions": _versions(),
+                    "graphs": {graph.name: describe_graph(graph, spec) for graph in graphs},
+                }
+            )
+    return output
+
+
+def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:
+    """A graph's record in the manifest: its own sizes, and its inputs and outputs for readers without this program."""
+    return {
+        **dataclasses.asdict(graph),
+        "inputs": [dataclasses.asdict(tensor) for tensor in graph.inputs()],
+        "outputs": [dataclasses.asdict(tensor) for tensor in graph.outputs(model.vocab_size)],
+    }
+
+
+def _check_checkpoint(model_config: PreTrainedConfig, config: NeuronConfig) -> None:
+    text_config = model_config.get_text_config(decoder=True)
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and config.sequence_length > longest:
+        raise ValueError(
+            f"sequence_length={config.sequence_length} is longer than the model's max_position_embeddings={longest}; "
+            f"lower --sequence-length"
+        )
+
+
+def _warn_of_host_sampling(model: PreTrainedModel, config: NeuronConfig) -> None:
+    """Generation defaults that the on-device sampler lacks would make every generate() call fail: say so now."""
+    if config.returns_decode_logits:
+        return
+    defaults = getattr(model, "generation_config", None)
+    neutral = {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "min_p": None,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+    }
+    for name, value in neutral.items():
+        asked = getattr(defaults, name, None)
+        if asked is not None and asked != value:
+            logger.warning(
+                "the checkpoint's generation_config asks for %s=%s, which is applied to logits on the host; export with "
+                "--output-logits (output_logits=True), or reset it in generate()",
+                name,
+                asked,
+            )
+
+
+def _check_disk(output: Path, tensors: dict[str, Tensor]) -> None:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    needed = sum(storages.values()) + _DISK_MARGIN
+    folder = next(parent for parent in output.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"the artifact needs about {needed / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free; free some space "
+            f"or name another folder"
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {"optimum_neuron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

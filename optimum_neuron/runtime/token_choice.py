@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who chooses the next token: the on-device sampler, or transformers' logits processors on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from ..config import NeuronConfig
+from .runner import GREEDY, SamplingParams
+
+
+# The warpers that the on-device sampler implements, in the order in which it applies them.
+_ON_DEVICE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+
+
+@dataclass
+class OnDeviceChoice:
+    """The graphs choose; the host gives one uniform random number per row and step."""
+
+    sampling: SamplingParams
+
+    def uniforms(self, rows: int) -> np.ndarray:
+        """`[rows]` float32 in [0, 1), from torch's global generator, so that `torch.manual_seed` seeds it."""
+        if self.sampling.temperature == 0.0:
+            return np.zeros(rows, dtype=np.float32)
+        return torch.rand(rows).numpy()
+
+
+@dataclass
+class HostChoice:
+    """transformers' processors choose, from logits; with the same seed the tokens are those of transformers.
+
+    Attributes:
+        scores, logits: what `output_scores` and `output_logits` asked to keep, one `[rows, vocab]` a step.
+    """
+
+    processors: LogitsProcessorList
+    do_sample: bool
+    scores: list[Tensor] | None = None
+    logits: list[Tensor] | None = None
+    sampling: SamplingParams = GREEDY
+
+    def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """`input_ids [rows, length]` and `logits [rows, vocab]` float32 to tokens `[rows]` int64."""
+        scores = self.processors(input_ids, logits)
+        if self.logits is not None:
+            self.logits.append(logits.clone())
+        if self.scores is not None:
+            self.scores.append(scores)
+        if not self.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)[:, 0]
+
+
+def choose_how(
+    processors: LogitsProcessorList,
+    config: NeuronConfig,
+    vocab_size: int,
+    *,
+    do_sample: bool,
+    keep_scores: bool,
+    keep_logits: bool,
+) -> OnDeviceChoice | HostChoice:
+    """On device where its sampler honours everything that was asked; otherwise on the host.
+
+    Raises:
+        ValueError: the host would have to choose, and the graphs return no logits.
+    """
+    obstacle = _obstacle(processors, config, vocab_size, do_sample, keep_scores, keep_logits)
+    if obstacle is None:
+        return OnDeviceChoice(_sampling_params(processors, vocab_size, do_sample))
+    if not config.returns_decode_logits:
+        raise ValueError(
+            f"{obstacle}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
+        )
+    return HostChoice(processors, do_sample, [] if keep_scores else None, [] if keep_logits else None)
+
+
+def _obstacle(
+    processors: LogitsProcessorList,
+    config: NeuronConfig,
+    vocab_size: int,
+    do_sample: bool,
+    keep_scores: bool,
+    keep_logits: bool,
+) -> str | None:
+    """Why the on-device sampler cannot choose, or None."""
+    if keep_scores or keep_logits:
+        return f"{'output_scores' if keep_scores else 'output_logits'}=True needs logits on the host"
+    if not config.on_device_sampling:
+        return "the artifact was exported without on-device sampling"
+    kinds = [type(processor) for processor in processors]
+    if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (kinds and not do_sample):
+        foreign = next((kind for kind in kinds if kind not in _ON_DEVICE), None)
+        what = foreign.__name__ if foreign else f"the order {', '.join(kind.__name__ for kind in kinds)}"
+        return f"{what} is applied to logits on the host"
+    params = _sampling_params(processors, vocab_size, do_sample)
+    limit = min(config.max_topk, vocab_size)
+    if params.top_k > limit:
+        asked = f"top_k={params.top_k}" if TopKLogitsWarper in kinds else "sampling without top_k"
+        return f"{asked} considers more than max_topk={limit} tokens, which the on-device sampler cannot"
+    return None
+
+
+def _sampling_params(processors: LogitsProcessorList, vocab_size: int, do_sample: bool) -> SamplingParams:
+    if not do_sample:
+        return GREEDY
+    top_k, top_p, temperature = vocab_size, 1.0, 1.0
+    for processor in processors:
+        if isinstance(processor, TemperatureLogitsWarper):
+            temperature = processor.temperature
+        elif isinstance(processor, TopKLogitsWarper):
+            top_k = min(processor.top_k, vocab_size)
+        elif isinstance(processor, TopPLogitsWarper):
+            top_p = processor.top_p
+    return SamplingParams(top_k, top_p, temperature)
