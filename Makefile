@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
-SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp')
+SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

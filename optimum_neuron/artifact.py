@@ -195,7 +195,11 @@ def _check_manifest(path: Path, manifest: object) -> None:
             raise ArtifactError(f"{where}: {name} is a {found}, not a {kind.__name__}; export the model again")
     for name, entry in manifest["files"].items():
         check_member(name, where)
-        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not isinstance(entry.get("size"), int):
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("sha256"), str)
+            or not isinstance(entry.get("size"), int)
+        ):
             raise ArtifactError(f"{where}: the entry of {name} lacks its sha256 or size; export the model again")
     try:
         NeuronConfig.from_dict(manifest["config"])

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from optimum_neuron.targets import get_target
 from optimum_neuron.targets.eager import EagerExecutable
 
 
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss")
+# Experts take tokens in groups whose sizes follow the neighbors, so rounding does too.
+DENSE = ARCHITECTURES[:3]
 VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
 # One context bucket, so that a request stays in one graph; two graphs, since each costs the cpu target seconds.
 SIZES: dict[str, Any] = {
@@ -42,6 +45,9 @@ SIZES: dict[str, Any] = {
     "output_logits": True,
     "target": "eager",
 }
+TRASH_ROW = SIZES["batch_size"]
+# From an architecture and a target to a runner with free slots: see conftest.py.
+Opener = Callable[..., GraphRunner]
 
 
 def tiny_config(**changes: Any) -> NeuronConfig:
@@ -113,7 +119,7 @@ def generate(
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
     uniforms: Sequence[float] | None = None,
 ) -> tuple[list[int], Tensor]:
-    """Runs one request in slot 0; returns its tokens and the logits `[new_tokens, vocab]` that they were chosen from."""
+    """Runs one request in slot 0; returns its tokens and logits `[new_tokens, vocab]` that they come from."""
     draws = [0.0] * new_tokens if uniforms is None else uniforms
     runner.reset_all()
     first, logits = prefill(runner, [prompt], sampling, np.asarray(draws[:1], dtype=np.float32))
@@ -161,7 +167,9 @@ def mixed_spec(config: NeuronConfig) -> GraphSpec:
     return dataclasses.replace(graph_specs(config)[-1], kind="mixed")
 
 
-def step_inputs(spec: GraphSpec, decode: dict[int, tuple[int, int]], chunks: dict[int, tuple[int, np.ndarray]]) -> list[Tensor]:
+def step_inputs(
+    spec: GraphSpec, decode: dict[int, tuple[int, int]], chunks: dict[int, tuple[int, np.ndarray]]
+) -> list[Tensor]:
     """Inputs of one step by hand: `decode` is slot to position and token, `chunks` slot to start and tokens."""
     inputs = dict(zip((tensor.name for tensor in spec.inputs()), example_inputs(spec.inputs()), strict=True))
     for group in {name.split(".")[0] for name in inputs}:

@@ -82,7 +82,9 @@ def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
     }  # fmt: skip
     assert opened.tied_weights == {"model.alias": "model.a"}
     assert tensors.keys() == {*TENSORS, "model.alias"}
-    assert all(torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items())
+    assert all(
+        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items()
+    )
     assert tensors["model.alias"].data_ptr() == tensors["model.a"].data_ptr()
 
 
@@ -104,18 +106,36 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped header length": (lambda path: flip(path / WEIGHTS_NAME, 6), r"no safetensors file: its header claims"),
     "flipped graph": (lambda path: flip(path / GRAPH), r"context64.pt2 was changed after the export: its sha256 is"),
     "flipped config": (lambda path: flip(path / "config.json"), r"config.json was changed after the export"),
-    "truncated graph": (lambda path: (path / GRAPH).write_bytes(b"x"), r"is truncated: 1 bytes, the manifest says 234"),
+    "truncated graph": (
+        lambda path: (path / GRAPH).write_bytes(b"x"),
+        r"is truncated: 1 bytes, the manifest says 234",
+    ),
     "longer graph": (lambda path: (path / GRAPH).write_bytes(b"x" * 999), r"is longer than it was: 999 bytes"),
-    "truncated weights": (lambda path: (path / WEIGHTS_NAME).write_bytes(b""), r"model.safetensors is truncated: 0 bytes"),
+    "truncated weights": (
+        lambda path: (path / WEIGHTS_NAME).write_bytes(b""),
+        r"model.safetensors is truncated: 0 bytes",
+    ),
     "missing graph": (lambda path: (path / GRAPH).unlink(), r"context64.pt2 is missing"),
     "missing weights": (lambda path: shutil.rmtree(path / "weights"), r"model.safetensors is missing"),
     "missing config": (lambda path: (path / "config.json").unlink(), r"config.json is missing"),
-    "renamed graph": (lambda path: (path / GRAPH).rename(path / "graphs/a.pt2"), r"context64.pt2 was renamed to graphs/a.pt2"),
-    "foreign graph": (lambda path: (path / "graphs/evil.pt2").write_bytes(b""), r"evil.pt2 does not belong to this artifact"),
-    "foreign weights": (lambda path: (path / "weights/x").mkdir(), r"weights/x does not belong to this artifact; remove it"),
+    "renamed graph": (
+        lambda path: (path / GRAPH).rename(path / "graphs/a.pt2"),
+        r"context64.pt2 was renamed to graphs/a.pt2",
+    ),
+    "foreign graph": (
+        lambda path: (path / "graphs/evil.pt2").write_bytes(b""),
+        r"evil.pt2 does not belong to this artifact",
+    ),
+    "foreign weights": (
+        lambda path: (path / "weights/x").mkdir(),
+        r"weights/x does not belong to this artifact; remove it",
+    ),
     "no json": (lambda path: (path / MANIFEST_NAME).write_text("{"), r"neuron_config.json is not valid JSON"),
     "no text": (lambda path: (path / MANIFEST_NAME).write_bytes(b"\xff\xfe"), r"neuron_config.json is not valid JSON"),
-    "no object": (lambda path: (path / MANIFEST_NAME).write_text("[]"), r"format 'list', not 'optimum-neuron-runtime'"),
+    "no object": (
+        lambda path: (path / MANIFEST_NAME).write_text("[]"),
+        r"format 'list', not 'optimum-neuron-runtime'",
+    ),
     "no format": (lambda path: edit(path, lambda m: m.pop("format")), r"has format None, .* made by another program"),
     "other format": (lambda path: edit(path, lambda m: m.update(format="other")), r"has format 'other', not"),
     "newer version": (
@@ -126,16 +146,33 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit(path, lambda m: m["config"].update(batchsize=3)),
         r"cannot be honoured: unknown option 'batchsize' = 3; did you mean 'batch_size'",
     ),
-    "impossible option": (lambda path: edit(path, lambda m: m["config"].update(max_topk=999)), r"max_topk=999 is above 256"),
-    "other graphs": (lambda path: edit(path, lambda m: m["graphs"].clear()), r"lists the graphs \[\], but its config asks for"),
+    "impossible option": (
+        lambda path: edit(path, lambda m: m["config"].update(max_topk=999)),
+        r"max_topk=999 is above 256",
+    ),
+    "other graphs": (
+        lambda path: edit(path, lambda m: m["graphs"].clear()),
+        r"lists the graphs \[\], but its config asks for",
+    ),
     "no digest": (lambda path: edit(path, lambda m: m["files"][GRAPH].pop("sha256")), r"lacks its sha256 or size"),
 } | {
     f"path {name}": (
         lambda path, name=name: edit(path, lambda m: rename_key(m["files"], "config.json", name)),
         r"names .*, which is no path inside the artifact; do not use",
     )
-    for name in ("../config.json", "graphs/../config.json", "/etc/passwd", "graphs\\x", "c:x", "a/b/c", "./config.json", "", "a//b", "..")
-}  # fmt: skip
+    for name in (
+        "../config.json",
+        "graphs/../config.json",
+        "/etc/passwd",
+        "graphs\\x",
+        "c:x",
+        "a/b/c",
+        "./config.json",
+        "",
+        "a//b",
+        "..",
+    )
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -150,7 +187,11 @@ def test_a_damaged_artifact_is_refused_by_its_own_reason(artifact: Path, damage:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, value) for key in ("config", "model", "files", "graphs", "tied_weights", "target_data") for value in (None, 3, "x", [1])),
+        *(
+            (key, value)
+            for key in ("config", "model", "files", "graphs", "tied_weights", "target_data")
+            for value in (None, 3, "x", [1])
+        ),
         *(("target", value) for value in (None, 3, ["cpu"], {})),
         *((key, value) for key in ("model", "files", "graphs") for value in ({}, {"x": 3})),
         ("config", {"x": 3}),
@@ -166,20 +207,26 @@ def test_a_manifest_of_another_shape_is_refused(artifact: Path, key: str, value:
         load(artifact)
 
 
-@pytest.mark.parametrize("key", ["config", "model", "target", "task", "versions", "graphs", "tied_weights", "target_data", "files"])
+@pytest.mark.parametrize(
+    "key", ["config", "model", "target", "task", "versions", "graphs", "tied_weights", "target_data", "files"]
+)
 def test_a_manifest_without_one_of_its_keys_is_refused(artifact: Path, key: str) -> None:
     edit(artifact, lambda manifest: manifest.pop(key))
     with pytest.raises(ArtifactError, match=rf"lacks {key}; export the model again"):
         Artifact.open(artifact)
 
 
-@pytest.mark.parametrize(("name", "words"), [("nothing", "nothing does not exist"), ("", "holds no neuron_config.json")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("nothing", "nothing does not exist"), ("", "holds no neuron_config.json")]
+)
 def test_a_folder_without_an_artifact_is_not_found(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(FileNotFoundError, match=rf"{words}; export an artifact first: optimum-cli export neuron"):
         Artifact.open(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["README.md", ".gitattributes", "assets/figure.png", ".cache/huggingface/download.lock"])
+@pytest.mark.parametrize(
+    "name", ["README.md", ".gitattributes", "assets/figure.png", ".cache/huggingface/download.lock"]
+)
 def test_what_a_repository_holds_beside_an_artifact_is_tolerated(artifact: Path, name: str) -> None:
     (artifact / name).parent.mkdir(parents=True, exist_ok=True)
     (artifact / name).write_text("x", encoding="utf-8")
@@ -215,7 +262,9 @@ def test_an_eager_artifact_verifies_its_config_before_it_builds_a_model(tiny_che
     path = export_tiny(tiny_checkpoint, tmp_path / "artifact")
     artifact_runner(path)
     config = (path / "config.json").read_text(encoding="utf-8")
-    (path / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'), encoding="utf-8")
+    (path / "config.json").write_text(
+        config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'), encoding="utf-8"
+    )
     with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):
         artifact_runner(path)
     with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):

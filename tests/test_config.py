@@ -15,7 +15,14 @@ from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, TOPK_LIMIT, N
 from optimum_neuron.graphs.spec import graph_specs
 
 
-SIZE_OPTIONS = ("batch_size", "sequence_length", "prefill_chunk_size", "ctx_batch_size", "max_topk", "tensor_parallel_size")
+SIZE_OPTIONS = (
+    "batch_size",
+    "sequence_length",
+    "prefill_chunk_size",
+    "ctx_batch_size",
+    "max_topk",
+    "tensor_parallel_size",
+)
 LIST_OPTIONS = ("prefill_chunk_buckets", "context_buckets")
 
 
@@ -51,7 +58,7 @@ def test_defaults_are_complete() -> None:
         "prefill_chunk_size": 512,
         "prefill_chunk_buckets": [],
         "ctx_batch_size": 1,
-        "context_buckets": [256, 1024],
+        "context_buckets": [1024],
         "dtype": "auto",
         "on_device_sampling": True,
         "max_topk": 256,
@@ -66,12 +73,16 @@ def test_defaults_are_complete() -> None:
     [
         ({"sequence_length": 2}, 1, (2,)),
         ({"sequence_length": 64, "batch_size": 4}, 32, (64,)),
-        ({"sequence_length": 4096, "batch_size": 4, "ctx_batch_size": 4}, 512, (256, 1024, 4096)),
+        ({"sequence_length": 4096, "batch_size": 4, "ctx_batch_size": 4}, 512, (4096,)),
+        ({"sequence_length": 4096, "target": "trn2"}, 512, (256, 1024, 4096)),
+        ({"sequence_length": 1000, "target": "inf2"}, 512, (1000,)),
         ({"sequence_length": 1000, "batch_size": 4, "ctx_batch_size": 4}, 128, (1000,)),
-        ({"sequence_length": 1028, "batch_size": 8}, 512, (257, 1028)),
+        ({"sequence_length": 1028, "batch_size": 8, "target": "trn1"}, 512, (257, 1028)),
     ],
 )
-def test_derived_sizes_follow_from_the_named_ones(options: dict[str, int], chunk: int, buckets: tuple[int, ...]) -> None:
+def test_derived_sizes_follow_from_the_named_ones(
+    options: dict[str, Any], chunk: int, buckets: tuple[int, ...]
+) -> None:
     config = NeuronConfig(**options)
     assert (config.prefill_chunk_size, config.context_buckets) == (chunk, buckets)
 
@@ -90,7 +101,11 @@ def test_every_valid_config_serves_every_length_with_distinct_graphs(options: di
     graphs = graph_specs(config)
     assert len({graph.name for graph in graphs}) == len(graphs)
     for kind, chunks in (("token_generation", (0,)), ("chunked_prefill", config.chunk_sizes)):
-        widest = {graph.chunk_size for graph in graphs if graph.kind == kind and graph.context_length == config.sequence_length}
+        widest = {
+            graph.chunk_size
+            for graph in graphs
+            if graph.kind == kind and graph.context_length == config.sequence_length
+        }
         assert widest == set(chunks)
     assert all(graph.chunk_size <= graph.context_length for graph in graphs)
 
@@ -121,7 +136,12 @@ def test_lists_are_frozen_copies() -> None:
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("batchsize", "batch_size"), ("sequence_len", "sequence_length"), ("chunk_size", "prefill_chunk_size"), ("dtpye", "dtype")],
+    [
+        ("batchsize", "batch_size"),
+        ("sequence_len", "sequence_length"),
+        ("chunk_size", "prefill_chunk_size"),
+        ("dtpye", "dtype"),
+    ],
 )
 def test_an_unknown_option_names_the_one_that_was_meant(name: str, suggestion: str) -> None:
     with pytest.raises(TypeError, match=f"unknown option '{name}' = 4; did you mean '{suggestion}'"):
@@ -148,7 +168,9 @@ def test_sizes_that_are_no_whole_numbers_are_refused(name: str, value: object) -
     assert str(caught.value) == f"{name} must be a whole number, not {value!r}"
 
 
-@pytest.mark.parametrize("name", ["batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"]
+)
 def test_sizes_without_a_derived_value_cannot_be_none(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a whole number, not None"):
         NeuronConfig(**{name: None})

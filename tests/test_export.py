@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SIZES, artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
+from helpers import (
+    SIZES,
+    artifact_runner,
+    export_tiny,
+    folder_bytes,
+    generate,
+    python_process,
+    random_tokens,
+    tiny_config,
+)
 from safetensors import safe_open
 from transformers import LlamaConfig, T5Config
 
@@ -60,7 +69,13 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
     artifact = Artifact.open(returned)
     artifact.verify()
     assert returned == output and names(output.parent) == ["artifact"]
-    verbatim = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    verbatim = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
     assert set(folder_bytes(output)) == verbatim | {MANIFEST_NAME, WEIGHTS_NAME}
     assert all((output / name).read_bytes() == (tiny_checkpoint / name).read_bytes() for name in verbatim)
     assert artifact.config == tiny_config(dtype="float32")
@@ -90,7 +105,9 @@ def test_tied_weights_are_stored_once(tiny_checkpoints: dict[str, Path], output:
     assert len(stored & {"model.lm_head.weight", "model.model.embed_tokens.weight"}) == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("graph x could not be compiled"), SystemExit(143)])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("graph x could not be compiled"), SystemExit(143)]
+)
 def test_an_interrupted_export_leaves_nothing(
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -216,7 +233,9 @@ def broken_checkpoint(kind: str, folder: Path) -> Path:
         "no config": None,
         "corrupt config": "{",
         "encoder-decoder": T5Config().to_json_string(),
-        "quantized": json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
+        "quantized": json.dumps(
+            config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+        ),
         "unknown model": json.dumps({"model_type": "nonesuch"}),
         "no model type": "{}",
         "short": json.dumps(config),
@@ -230,7 +249,11 @@ def broken_checkpoint(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("no config", FileNotFoundError, r"checkpoint holds no config.json; name a checkpoint folder, a .gguf file or a Hub"),
+        (
+            "no config",
+            FileNotFoundError,
+            r"checkpoint holds no config.json; name a checkpoint folder, a .gguf file or a Hub",
+        ),
         ("corrupt config", OSError, r"config.json.* is not a valid JSON file"),
         ("encoder-decoder", ValueError, r"is an encoder-decoder \(t5\); only decoders can be exported"),
         ("quantized", ValueError, r"is quantized \(bitsandbytes\); export an unquantized or a GGUF checkpoint"),
@@ -253,7 +276,10 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("no-such-owner/no-such-model", r"no-such-model is no local path, is not in the Hub cache, and the Hub cannot be reached"),
+        (
+            "no-such-owner/no-such-model",
+            r"no-such-model is no local path, is not in the Hub cache, and the Hub cannot be reached",
+        ),
         ("./no/such/folder", r"\./no/such/folder is neither a local path nor a Hub repository"),
         ("/no/such/model.gguf", r"/no/such/model.gguf does not exist"),
     ],
@@ -268,10 +294,19 @@ def test_a_checkpoint_that_does_not_exist_is_not_found(output: Path, name: str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sequence_length": 257, "context_buckets": None}, r"sequence_length=257 is longer .* max_position_embeddings=256"),
+        (
+            {"sequence_length": 257, "context_buckets": None},
+            r"sequence_length=257 is longer .* max_position_embeddings=256",
+        ),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 needs as many devices, and target='eager' is one"),
-        ({"tensor_parallel_size": 2, "target": "cpu"}, r"tensor_parallel_size=2 needs as many devices, and target='cpu'"),
-        *(({"target": name}, rf"target='{name}' needs the Neuron lowering .*; use target='cpu'") for name in NEURON_TARGETS),
+        (
+            {"tensor_parallel_size": 2, "target": "cpu"},
+            r"tensor_parallel_size=2 needs as many devices, and target='cpu'",
+        ),
+        *(
+            ({"target": name}, rf"target='{name}' needs the Neuron lowering .*; use target='cpu'")
+            for name in NEURON_TARGETS
+        ),
     ],
 )
 def test_options_that_this_machine_cannot_honor_are_refused(
@@ -293,6 +328,8 @@ def test_the_cpu_target_without_a_compiler_is_refused_before_anything_is_written
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"the cpu target compiles C\+\+ and found no g\+\+ or clang\+\+; install one"):
+    with pytest.raises(
+        RuntimeError, match=r"the cpu target compiles C\+\+ and found no g\+\+ or clang\+\+; install one"
+    ):
         export_tiny(tiny_checkpoint, output, target="cpu")
     assert not output.parent.exists()

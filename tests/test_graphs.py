@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step graphs equal transformers, and a request's results depend on nothing but its own tokens."""
+"""Step graphs equal transformers, whatever the prompt's length and the graph's kind; other models are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    ARCHITECTURES,
     CHUNK_SIZE,
+    DENSE,
     LENGTH,
+    TRASH_ROW,
     VOCAB,
-    artifact_runner,
+    Opener,
     decode_tokens,
     eager_runner,
-    export_tiny,
-    fill_rows,
     generate,
     load_model,
     mixed_spec,
     prefill_pieces,
     random_tokens,
     read_states,
-    same_states,
     step_inputs,
     tiny_config,
 )
@@ -38,25 +37,7 @@ from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import export_graph, inspect_model
 from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, actual_tokens_mask
-from optimum_neuron.runtime.runner import Chunk, GraphRunner
-
-
-ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss")
-# Experts take tokens in groups whose sizes follow the neighbors, so rounding does too.
-DENSE = ARCHITECTURES[:3]
-TRASH_ROW = 3
-TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))
-Opener = Callable[..., GraphRunner]
-
-
-@pytest.fixture(scope="module")
-def models(tiny_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
-    return {name: load_model(folder) for name, folder in tiny_checkpoints.items()}
-
-
-@pytest.fixture(scope="module")
-def specs(models: dict[str, nn.Module]) -> dict[str, ModelSpec]:
-    return {name: inspect_model(model) for name, model in models.items()}
+from optimum_neuron.runtime.runner import Chunk
 
 
 @pytest.fixture(scope="module")
@@ -66,37 +47,6 @@ def references(tiny_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
         name: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for name, folder in tiny_checkpoints.items()
     }
-
-
-@pytest.fixture(scope="module")
-def open_runner(
-    models: dict[str, nn.Module], tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Opener:
-    """Runners with free slots, made once; options change the sizes on the eager target."""
-    made: dict[tuple, GraphRunner] = {}
-
-    def open_one(name: str, target: str = "eager", **changes: int | tuple[int, ...]) -> GraphRunner:
-        key = (name, target, *sorted(changes.items()))
-        if key not in made and target == "cpu":
-            made[key] = artifact_runner(export_tiny(tiny_checkpoints[name], tmp_path_factory.mktemp("a") / name, target="cpu"))
-        elif key not in made:
-            made[key] = eager_runner(models[name], tiny_config(**changes))
-        made[key].reset_all()
-        return made[key]
-
-    return open_one
-
-
-def pieces_of(draw: st.DrawFn, total: int) -> list[int]:
-    pieces: list[int] = []
-    while sum(pieces) < total:
-        pieces.append(draw(st.integers(1, min(CHUNK_SIZE, total - sum(pieces)))))
-    return pieces
-
-
-@st.composite
-def splits(draw: st.DrawFn) -> list[int]:
-    return pieces_of(draw, draw(st.integers(1, 40)))
 
 
 @pytest.mark.parametrize("length", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 1, LENGTH - 1])
@@ -113,152 +63,27 @@ def test_logits_and_greedy_tokens_equal_transformers(
     assert tokens == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [*((name, "eager") for name in DENSE), *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("llama", "qwen3"))],
-)
-def test_chunk_boundaries_and_old_contents_change_no_bit(
-    open_runner: Opener, specs: dict[str, ModelSpec], name: str, target: str
-) -> None:
-    runner, spec = open_runner(name, target), specs[name]
-
-    @settings(max_examples=12, deadline=None)
-    @given(splits(), st.integers(0, 2))
-    def check(pieces: list[int], slot: int) -> None:
-        length = sum(pieces)
-        prompt = random_tokens(length, seed=length)
-        runner.reset_all()
-        fill_rows(runner, spec, range(4), 0.0)
-        whole = [CHUNK_SIZE] * (length // CHUNK_SIZE) + [length % CHUNK_SIZE] * (length % CHUNK_SIZE > 0)
-        expected = [prefill_pieces(runner, slot, prompt, whole), decode_tokens(runner, {slot: 5})[1][slot]]
-        states = read_states(runner, spec)
-        runner.reset_all()
-        fill_rows(runner, spec, range(4), None)
-        results = [prefill_pieces(runner, slot, prompt, pieces), decode_tokens(runner, {slot: 5})[1][slot]]
-        assert all(map(torch.equal, results, expected))
-        assert same_states(read_states(runner, spec), states, [slot], stop=length + 1)
-
-    check()
-
-
-@pytest.mark.parametrize("pieces", [[3, 8, 1, 8], [1] * 20, [8, 8, 3, 1]])
-def test_chunk_boundaries_of_a_model_with_experts_change_rounding_only(open_runner: Opener, pieces: list[int]) -> None:
-    runner, prompt = open_runner("gpt_oss"), random_tokens(20)
-    expected = prefill_pieces(runner, 0, prompt, [8, 8, 4])
-    logits = prefill_pieces(runner, 1, prompt, pieces)
-    assert (logits - expected).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_neighbors_change_no_bit(open_runner: Opener, specs: dict[str, ModelSpec], target: str) -> None:
-    runner, spec = open_runner("llama", target), specs["llama"]
-    prompt, other = random_tokens(20, seed=1), random_tokens(LENGTH, seed=2)
-
-    def run(busy: Iterator[bool]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Slot 1 takes three chunks and three tokens; where told to, slot 0 shares the step and slot 2 decodes."""
-        runner.reset_all()
-        runner.prefill([Chunk(0, other[:2]), Chunk(2, other[:3])])
-        results = []
-        for start in (0, 8, 16):
-            chunks = [Chunk(1, prompt[start : start + 8])]
-            if next(busy):
-                length = int(runner.lengths[0])
-                chunks.insert(0, Chunk(0, other[length : length + 5]))
-            logits = runner.prefill(chunks).chunk_logits
-            assert logits is not None
-            results.append(logits[len(chunks) - 1].clone())
-            if next(busy):
-                decode_tokens(runner, {2: 7})
-        for token in (5, 6, 7):
-            neighbors = {2: 9, 0: 4} if next(busy) else {}
-            results.append(decode_tokens(runner, {1: token} | neighbors)[1][1])
-        return results, read_states(runner, spec)
-
-    expected, states = run(iter([False] * 9))
-
-    @settings(max_examples=10, deadline=None)
-    @given(st.lists(st.booleans(), min_size=9, max_size=9))
-    def check(busy: list[bool]) -> None:
-        results, after = run(iter(busy))
-        assert all(map(torch.equal, results, expected))
-        assert same_states(after, states, [1], stop=23)
-
-    check()
-
-
-@pytest.mark.parametrize(
-    ("name", "target"), [*((name, "eager") for name in ARCHITECTURES), pytest.param("llama", "cpu", marks=pytest.mark.slow)]
-)
-def test_nan_in_the_trash_row_and_in_free_slots_reaches_no_live_row(
-    open_runner: Opener, specs: dict[str, ModelSpec], name: str, target: str
-) -> None:
-    runner, spec, prompt = open_runner(name, target), specs[name], random_tokens(13)
-    fill_rows(runner, spec, range(4), 0.0)
-    expected_tokens, expected = generate(runner, prompt, 6)
-    fill_rows(runner, spec, [0], 0.0)
-    fill_rows(runner, spec, [1, 2, TRASH_ROW], float("nan"))
-    tokens, logits = generate(runner, prompt, 6)
-    assert tokens == expected_tokens
-    assert torch.equal(logits, expected)
-    fill_rows(runner, spec, range(4), 0.0)  # the runner is shared
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_step_writes_its_own_columns_and_the_trash_row_only(
-    open_runner: Opener, specs: dict[str, ModelSpec], target: str
-) -> None:
-    runner, spec = open_runner("llama", target), specs["llama"]
-    prefill_pieces(runner, 0, random_tokens(5), [5])
-    prefill_pieces(runner, 2, random_tokens(9), [8, 1])
-    fill_rows(runner, spec, [1], None)
-    before = read_states(runner, spec)
-    runner.prefill([Chunk(0, random_tokens(3))])
-    after_chunk = read_states(runner, spec)
-    decode_tokens(runner, {2: 7})
-    after_decode = read_states(runner, spec)
-    for name in before:
-        written = (after_chunk[name] != before[name]).any(dim=(1, 3))[:TRASH_ROW].nonzero().tolist()
-        assert written == [[0, 5], [0, 6], [0, 7]]
-        written = (after_decode[name] != after_chunk[name]).any(dim=(1, 3))[:TRASH_ROW].nonzero().tolist()
-        assert written == [[2, 9]]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_decode_step_between_two_chunks_leaves_the_prefilling_slot_alone(
-    open_runner: Opener, specs: dict[str, ModelSpec], target: str
-) -> None:
-    runner, spec, prompt = open_runner("llama", target), specs["llama"], random_tokens(16)
-    prefill_pieces(runner, 0, random_tokens(4, seed=3), [4])
-    prefill_pieces(runner, 1, prompt[:8], [8])
-    before = read_states(runner, spec)
-    decode_tokens(runner, {0: 5})
-    assert same_states(read_states(runner, spec), before, [1, 2])
-    logits = prefill_pieces(runner, 1, prompt[8:], [8])
-    runner.reset_all()
-    assert torch.equal(logits, prefill_pieces(runner, 1, prompt, [8, 8]))
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_mixed_step_equals_a_decode_and_a_chunk_step(
-    models: dict[str, nn.Module], specs: dict[str, ModelSpec], name: str
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], name: str
 ) -> None:
     config, spec = tiny_config(), mixed_spec(tiny_config())
-    runner, prompt = eager_runner(models[name], config), random_tokens(9, seed=4)
+    runner, prompt = eager_runner(tiny_models[name], config), random_tokens(9, seed=4)
     prefill_pieces(runner, 0, random_tokens(11), [8, 3])
     prefill_pieces(runner, 1, prompt[:5], [5])
     prefill_pieces(runner, 2, random_tokens(6, seed=5), [6])
-    before = read_states(runner, specs[name])
+    before = read_states(runner, tiny_specs[name])
     expected_tokens, expected = decode_tokens(runner, {0: 7})
     chunk = runner.prefill([Chunk(1, prompt[5:])])
     assert chunk.chunk_logits is not None and chunk.chunk_tokens is not None
-    after = read_states(runner, specs[name])
+    after = read_states(runner, tiny_specs[name])
 
     def run(decode: dict[int, tuple[int, int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        cache = KVCache(state_specs(config, specs[name]))
+        cache = KVCache(state_specs(config, tiny_specs[name]))
         for state, values in before.items():
             cache.get_buffer(state.removeprefix("kv_cache.")).copy_(values)
         with torch.no_grad():
-            tokens, logits, chunk_tokens, chunk_logits = StepModule(models[name], cache, spec)(
+            tokens, logits, chunk_tokens, chunk_logits = StepModule(tiny_models[name], cache, spec)(
                 *step_inputs(spec, decode, {1: (5, prompt[5:])})
             )
         assert (int(tokens[0]), int(chunk_tokens[0])) == (int(expected_tokens[0]), int(chunk.chunk_tokens[0]))
@@ -308,7 +133,11 @@ def test_actual_tokens_are_those_whose_position_rises(start: int, count: int, ro
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, np.ndarray]]]:
     """Any mixed step: each slot is idle, decodes, or takes a chunk, at most two of them."""
-    kinds = draw(st.lists(st.sampled_from(["idle", "decode", "chunk"]), min_size=3, max_size=3).filter(lambda kinds: kinds.count("chunk") < 3))
+    kinds = draw(
+        st.lists(st.sampled_from(["idle", "decode", "chunk"]), min_size=3, max_size=3).filter(
+            lambda kinds: kinds.count("chunk") < 3
+        )
+    )
     decode, chunks = {}, {}
     for slot, kind in enumerate(kinds):
         if kind == "decode":
@@ -319,9 +148,11 @@ def steps(draw: st.DrawFn) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[
     return decode, chunks
 
 
-def test_no_step_writes_a_cache_cell_twice(models: dict[str, nn.Module], specs: dict[str, ModelSpec]) -> None:
+def test_no_step_writes_a_cache_cell_twice(
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
+) -> None:
     config, spec = tiny_config(), mixed_spec(tiny_config())
-    module = StepModule(models["llama"], KVCache(state_specs(config, specs["llama"])), spec)
+    module = StepModule(tiny_models["llama"], KVCache(state_specs(config, tiny_specs["llama"])), spec)
 
     @settings(max_examples=40, deadline=None)
     @given(steps())
@@ -330,7 +161,11 @@ def test_no_step_writes_a_cache_cell_twice(models: dict[str, nn.Module], specs: 
         writes: list[list[tuple[int, int]]] = []
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(
-                kv_cache, "write", lambda cache, states, rows, columns: writes.append(list(zip(rows.tolist(), columns.tolist(), strict=True)))
+                kv_cache,
+                "write",
+                lambda cache, states, rows, columns: writes.append(
+                    list(zip(rows.tolist(), columns.tolist(), strict=True))
+                ),
             )
             module(*step_inputs(spec, decode, chunks))
         live = {(slot, position) for slot, (position, _) in decode.items()}
@@ -345,29 +180,33 @@ def test_no_step_writes_a_cache_cell_twice(models: dict[str, nn.Module], specs: 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_input_and_state_of_an_exported_graph_is_used(
-    models: dict[str, nn.Module], specs: dict[str, ModelSpec], name: str
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], name: str
 ) -> None:
     config = tiny_config()
-    program = export_graph(models[name], KVCache(state_specs(config, specs[name])), mixed_spec(config))
+    program = export_graph(tiny_models[name], KVCache(state_specs(config, tiny_specs[name])), mixed_spec(config))
     signature = program.graph_signature
     weights = signature.inputs_to_parameters | signature.inputs_to_buffers
-    unused = {weights.get(node.name, node.name) for node in program.graph.nodes if node.op == "placeholder" and not node.users}
-    tied = {"model.model.embed_tokens.weight"} if models[name].config.tie_word_embeddings else set()
+    unused = {
+        weights.get(node.name, node.name)
+        for node in program.graph.nodes
+        if node.op == "placeholder" and not node.users
+    }
+    tied = {"model.model.embed_tokens.weight"} if tiny_models[name].config.tie_word_embeddings else set()
     assert unused <= tied | {"model.model.rotary_emb.original_inv_freq"}
-    assert {state.name for state in state_specs(config, specs[name])} <= set(weights.values())
+    assert {state.name for state in state_specs(config, tiny_specs[name])} <= set(weights.values())
 
 
 def test_an_input_that_a_graph_would_ignore_stops_the_export(
-    models: dict[str, nn.Module], specs: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config()
     monkeypatch.setattr(step, "sample", lambda logits, params, uniforms, max_topk: logits[:, 0] + params[:, 0])
     with pytest.raises(RuntimeError, match=r"graph token_generation_context64: input decode.uniforms has no user"):
-        export_graph(models["llama"], KVCache(state_specs(config, specs["llama"])), graph_specs(config)[0])
+        export_graph(tiny_models["llama"], KVCache(state_specs(config, tiny_specs["llama"])), graph_specs(config)[0])
 
 
-def test_a_model_is_asked_for_its_own_sizes(specs: dict[str, ModelSpec]) -> None:
-    for spec in specs.values():
+def test_a_model_is_asked_for_its_own_sizes(tiny_specs: dict[str, ModelSpec]) -> None:
+    for spec in tiny_specs.values():
         assert spec == ModelSpec(VOCAB, (LayerCache(0, 2, 16, 16), LayerCache(1, 2, 16, 16)))
 
 

@@ -192,7 +192,10 @@ def test_custom_logits_processors_are_applied_or_refused(model: Any, logits_mode
         ({"do_sample": True, "top_k": 280}, "top_k=280 .* max_topk=256"),
         ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported"),
         ({"prefill_chunk_size": 16}, "prefill_chunk_size=16 differs from the compiled 8"),
-        ({"max_new_tokens": 60}, r"11 tokens and 60 new tokens do not fit sequence_length=64; lower max_new_tokens to 54"),
+        (
+            {"max_new_tokens": 60},
+            r"11 tokens and 60 new tokens do not fit sequence_length=64; lower max_new_tokens to 54",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_remedy(model: Any, options: dict[str, Any], message: str) -> None:
@@ -206,7 +209,9 @@ def test_too_long_and_empty_prompts_are_refused_before_anything_runs(model: Any)
     with pytest.raises(ValueError, match="a prompt of 65 tokens does not fit sequence_length=64"):
         model.generate(torch.randint(3, 300, (1, 65)), max_new_tokens=1)
     with pytest.raises(ValueError, match="row 1 of attention_mask masks every token"):
-        model.generate(torch.ones((2, 3), dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), **GREEDY)
+        model.generate(
+            torch.ones((2, 3), dtype=torch.long), attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), **GREEDY
+        )
     with pytest.raises(ValueError, match="row 0 of attention_mask has a hole"):
         model.generate(torch.ones((1, 3), dtype=torch.long), attention_mask=torch.tensor([[1, 0, 1]]), **GREEDY)
     with pytest.raises(ValueError, match="max_new_tokns"):

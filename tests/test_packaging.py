@@ -102,7 +102,11 @@ def test_importing_the_package_imports_no_torch() -> None:
 def test_wheel_holds_every_source_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimum_neuron").rglob("*.py")}
-    native = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimum_neuron").rglob("*.cpp")}
+    native = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "optimum_neuron").rglob("*")
+        if path.suffix in (".cpp", ".h")
+    }
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
     assert native
     assert package | native | commands == {name for name in names if ".dist-info/" not in name}

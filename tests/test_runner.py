@@ -17,7 +17,6 @@ from helpers import (
     eager_runner,
     export_tiny,
     fill_rows,
-    load_model,
     prefill_pieces,
     random_tokens,
     read_states,
@@ -61,8 +60,8 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Path) -> nn.Module:
-    return load_model(tiny_checkpoint)
+def llama(tiny_models: dict[str, nn.Module]) -> nn.Module:
+    return tiny_models["llama"]
 
 
 def recorded_runner(**changes: object) -> tuple[GraphRunner, Recorder]:
@@ -80,12 +79,21 @@ def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        (lambda runner: runner.prefill([Chunk(0, random_tokens(4))]), "slot 0 holds 61 tokens and cannot take 4 more: .*64"),
+        (
+            lambda runner: runner.prefill([Chunk(0, random_tokens(4))]),
+            "slot 0 holds 61 tokens and cannot take 4 more: .*64",
+        ),
         (lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(0, random_tokens(4))]), "slot 0 holds 61"),
         (lambda runner: runner.prefill([Chunk(1, random_tokens(9))]), "1 to prefill_chunk_size=8 tokens, not 9"),
         (lambda runner: runner.prefill([Chunk(1, random_tokens(0))]), "1 to prefill_chunk_size=8 tokens, not 0"),
-        (lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(1, random_tokens(2))]), r"each once, not \[1, 1\]"),
-        (lambda runner: runner.prefill([Chunk(slot, random_tokens(1)) for slot in range(3)]), "1 to ctx_batch_size=2 slots"),
+        (
+            lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(1, random_tokens(2))]),
+            r"each once, not \[1, 1\]",
+        ),
+        (
+            lambda runner: runner.prefill([Chunk(slot, random_tokens(1)) for slot in range(3)]),
+            "1 to ctx_batch_size=2 slots",
+        ),
         (lambda runner: runner.prefill([]), r"1 to ctx_batch_size=2 slots, each once, not \[\]"),
         (lambda runner: runner.prefill([Chunk(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
         (lambda runner: runner.prefill([Chunk(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
@@ -146,7 +154,9 @@ def test_a_decode_step_runs_in_the_smallest_graph_of_its_active_slots(lengths: l
     runner.lengths[:] = lengths
     decode(runner, list(slots))
     longest = max((lengths[slot] for slot in slots), default=0) + 1
-    assert dict(runner.graph_calls) == {f"token_generation_context{min(size for size in CONTEXTS if size >= longest)}": 1}
+    assert dict(runner.graph_calls) == {
+        f"token_generation_context{min(size for size in CONTEXTS if size >= longest)}": 1
+    }
     positions = recorder.runs[0][1]["position_ids"][:, 0].tolist()
     assert positions == [lengths[slot] if slot in slots else -1 for slot in range(3)]
     assert runner.lengths.tolist() == [lengths[slot] + (slot in slots) for slot in range(3)]
@@ -178,7 +188,11 @@ def test_a_row_left_over_from_the_step_before_is_idle() -> None:
 
 @pytest.mark.parametrize(
     ("on_device_sampling", "output_logits", "decode_outputs", "chunk_outputs"),
-    [(True, True, (True, True), (True, True)), (True, False, (True, False), (True, True)), (False, False, (False, True), (False, True))],
+    [
+        (True, True, (True, True), (True, True)),
+        (True, False, (True, False), (True, True)),
+        (False, False, (False, True), (False, True)),
+    ],
 )
 def test_outputs_that_no_graph_returns_are_none(
     on_device_sampling: bool, output_logits: bool, decode_outputs: tuple[bool, bool], chunk_outputs: tuple[bool, bool]
@@ -209,7 +223,15 @@ def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("chunk"), st.lists(st.tuples(st.integers(0, 2), st.integers(1, CHUNK_SIZE)), min_size=1, max_size=2, unique_by=lambda pair: pair[0])),
+    st.tuples(
+        st.just("chunk"),
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, CHUNK_SIZE)),
+            min_size=1,
+            max_size=2,
+            unique_by=lambda pair: pair[0],
+        ),
+    ),
     st.tuples(st.just("decode"), st.lists(st.integers(0, 2), min_size=1, unique=True)),
     st.tuples(st.just("reset"), st.integers(0, 2)),
 )

@@ -32,7 +32,13 @@ def random_logits(rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def draw(
-    logits: Tensor, uniforms: Tensor, *, k: float = MAX_TOPK, p: float = 1.0, temperature: float = 1.0, max_topk: int = MAX_TOPK
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    k: float = MAX_TOPK,
+    p: float = 1.0,
+    temperature: float = 1.0,
+    max_topk: int = MAX_TOPK,
 ) -> Tensor:
     """One token per uniform from one row of logits."""
     rows = len(uniforms)

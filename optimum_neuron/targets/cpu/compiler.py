@@ -47,7 +47,7 @@ def cache_folder() -> Path:
 
 
 def compile_graphs(job: CompileJob) -> dict[str, Any]:
-    """Writes a package per graph and the kernel library into the job's `graphs/`; returns `target_data`.
+    """Writes a package per graph and, where its kernels are used, the kernel library into the job's `graphs/`; returns `target_data`.
 
     Raises:
         RuntimeError: a graph could not be compiled; the graph is named.
@@ -56,8 +56,9 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     cache.mkdir(parents=True, exist_ok=True)
     folder = job.folder / "graphs"
     common = _common_key(job)
-    library = _cached_kernel_library(cache)
-    shutil.copyfile(library, folder / KERNEL_LIBRARY)
+    library = _cached_kernel_library(cache) if kernels.are_fast_here() else None
+    if library is not None:
+        shutil.copyfile(library, folder / KERNEL_LIBRARY)
     keys = {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
     missing = [spec for spec in job.graphs if not (cache / (keys[spec.name] + PACKAGE_SUFFIX)).is_file()]
     logger.info("%d of %d graphs are in the compile cache %s", len(job.graphs) - len(missing), len(job.graphs), cache)
@@ -67,11 +68,11 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
         for suffix in (PACKAGE_SUFFIX, ".safetensors"):
             if (cache / (key + suffix)).is_file():
                 shutil.copyfile(cache / (key + suffix), folder / (name + suffix))
-    return {"requires": host_requirements(), "kernel_namespace": kernels.namespace()}
+    return {"requires": host_requirements(), "kernel_namespace": kernels.namespace() if library is not None else None}
 
 
 def _compile_missing(
-    job: CompileJob, specs: list[GraphSpec], keys: dict[str, str], cache: Path, library: Path
+    job: CompileJob, specs: list[GraphSpec], keys: dict[str, str], cache: Path, library: Path | None
 ) -> None:
     workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     started: list[_Worker] = []
@@ -110,7 +111,7 @@ def _compile_missing(
 class _Worker:
     """One compiling process; see worker.py for the protocol."""
 
-    def __init__(self, job: CompileJob, library: Path, scratch: Path) -> None:
+    def __init__(self, job: CompileJob, library: Path | None, scratch: Path) -> None:
         handle, name = tempfile.mkstemp(dir=scratch, suffix=".log")
         self._log = Path(name)
         package = __package__.split(".")[0]
@@ -136,7 +137,7 @@ class _Worker:
                 "model": job.model.to_dict(),
                 "tied_weights": job.tied_weights,
                 "trust_remote_code": job.trust_remote_code,
-                "kernel_library": str(library),
+                "kernel_library": None if library is None else str(library),
             }
         )
 

@@ -24,9 +24,9 @@ from .host import host_requirements
 
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "attention.cpp"))
-# The largest number of rows that linear.cpp computes itself; up to there it is faster than at::linear.
+# The largest number of rows that linear.cpp takes; up to there it is faster than at::linear.
 ROW_LIMITS = {torch.bfloat16: 32, torch.float32: 32}
-# Without these the kernels compute correctly but slowly, and torch's own operators are the better choice.
+# The kernels are written for these; elsewhere torch's own operators stay in the graphs.
 REQUIRED_ISA = ("avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl")
 
 
@@ -46,8 +46,9 @@ def compiler() -> str | None:
 
 @cache
 def namespace() -> str:
-    """Operator namespace: it carries the source's digest, so that two builds can live in one process."""
-    return "optimum_neuron_" + hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:12]
+    """Operator namespace: it carries the sources' digest, so that two builds can live in one process."""
+    files = [*SOURCES, *sorted(Path(__file__).parent.glob("*.h"))]
+    return "optimum_neuron_" + hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def are_fast_here() -> bool:

@@ -89,8 +89,9 @@ def _compile_again(artifact: Artifact, folder: Path, trust_remote_code: bool) ->
     return compile_graphs(job)
 
 
-def _bind(artifact: Artifact, folder: Path, namespace: str) -> CpuExecutable:
-    kernels.load(folder / KERNEL_LIBRARY, namespace)
+def _bind(artifact: Artifact, folder: Path, namespace: str | None) -> CpuExecutable:
+    if namespace is not None:
+        kernels.load(folder / KERNEL_LIBRARY, namespace)
     states = allocate_states(artifact)
     shared = read_weights(artifact) | states
     packages = {}

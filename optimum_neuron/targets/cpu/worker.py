@@ -42,11 +42,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # compilers print: only answers may reach the parent's pipe
     job = json.loads(sys.stdin.readline())
-    kernels.load(Path(job["kernel_library"]), kernels.namespace())
+    own_kernels = job["kernel_library"] is not None
+    if own_kernels:
+        kernels.load(Path(job["kernel_library"]), kernels.namespace())
     model, cache = _load(job)
     for line in sys.stdin:
-        request = json.loads(line)
-        _answer(answers, _compile(model, cache, request))
+        _answer(answers, _compile(model, cache, json.loads(line), own_kernels))
 
 
 def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
@@ -58,10 +59,9 @@ def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
     return model, KVCache(state_specs(config, ModelSpec.from_dict(job["model"])))
 
 
-def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any]) -> dict[str, Any]:
+def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], own_kernels: bool) -> dict[str, Any]:
     try:
         spec, output = GraphSpec(**request["graph"]), Path(request["output"])
-        own_kernels = kernels.are_fast_here()
         program = export_graph(model, cache, spec, attend_cache_on_cpu if own_kernels else attend_cache)
         if own_kernels:
             use_linear_kernel(program)

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A call of attend: its tensors, where their parts are, and which columns of the cache a token sees.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace {
+
+// Columns the softmax takes at a time: part of the result's definition, blocks begin at multiples of it.
+constexpr int64_t kBlock = 64;
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+struct Call {
+  const void* query;
+  const void* keys;
+  const void* values;
+  void* output;
+  const int32_t* slots;  // null: row i reads slot i
+  const int32_t* positions;
+  int64_t rows, heads, tokens, dim, kvHeads, columns, window;
+  int64_t rowStride, headStride, tokenStride;  // of query
+  float scaling;
+
+  int64_t group() const { return heads / kvHeads; }
+
+  Range visible(int64_t row, int64_t token) const {
+    const int64_t position = positions[row * tokens + token];
+    if (position < 0) {
+      return {0, 0};
+    }
+    return {window > 0 ? std::max<int64_t>(position + 1 - window, 0) : 0, position + 1};
+  }
+  int64_t queryOffset(int64_t row, int64_t head, int64_t token) const {
+    return row * rowStride + head * headStride + token * tokenStride;
+  }
+  int64_t cacheOffset(int64_t row, int64_t kvHead) const {
+    return ((slots ? slots[row] : row) * kvHeads + kvHead) * columns * dim;
+  }
+  int64_t outputOffset(int64_t row, int64_t head, int64_t token) const {
+    return ((row * tokens + token) * heads + head) * dim;
+  }
+};
+
+}  // namespace

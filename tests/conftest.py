@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests/: what takes long to make is made once, on first use, and shared by all files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import Opener, artifact_runner, eager_runner, export_tiny, load_model, tiny_config
+from torch import nn
+
+from optimum_neuron.graphs.model import inspect_model
+from optimum_neuron.graphs.spec import ModelSpec
+from optimum_neuron.runtime.runner import GraphRunner
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
+    """With the cached attention, in float32; not to be changed."""
+    return {name: load_model(folder) for name, folder in tiny_checkpoints.items()}
+
+
+@pytest.fixture(scope="session")
+def tiny_specs(tiny_models: dict[str, nn.Module]) -> dict[str, ModelSpec]:
+    return {name: inspect_model(model) for name, model in tiny_models.items()}
+
+
+@pytest.fixture(scope="session")
+def cpu_artifact(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of the cpu target by architecture; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(name: str) -> Path:
+        if name not in made:
+            made[name] = export_tiny(tiny_checkpoints[name], tmp_path_factory.mktemp("cpu") / name, target="cpu")
+        return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def open_runner(tiny_models: dict[str, nn.Module], cpu_artifact: Callable[[str], Path]) -> Opener:
+    """Runners with free slots by architecture and target; options change the sizes, on the eager target only."""
+    made: dict[tuple, GraphRunner] = {}
+
+    def open_one(name: str, target: str = "eager", **changes: int | tuple[int, ...]) -> GraphRunner:
+        key = (name, target, *sorted(changes.items()))
+        if key not in made and target == "cpu":
+            assert not changes
+            made[key] = artifact_runner(cpu_artifact(name))
+        elif key not in made:
+            made[key] = eager_runner(tiny_models[name], tiny_config(**changes))
+        made[key].reset_all()
+        return made[key]
+
+    return open_one

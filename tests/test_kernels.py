@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The own CPU kernels against float64, and equal to the bit where they must be; graphs without them elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import load_model, mixed_spec, tiny_config
+from torch import Tensor
+from torch.nn.functional import linear
+
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.model import inspect_model
+from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.targets.cpu import kernels, worker
+
+
+HERE = kernels.are_fast_here()
+NAN = float("nan")
+
+with_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+@pytest.fixture(scope="session")
+def ops(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    kernels.build(library)
+    kernels.load(library, kernels.namespace())
+    return getattr(torch.ops, kernels.namespace())
+
+
+def random(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sizes).to(dtype)
+
+
+def int32(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def all_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_kernels_are_fast_where_the_cpu_has_their_instructions() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text(encoding="utf-8", errors="replace").split() if cpuinfo.is_file() else []
+    needed = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+    assert needed.issubset(flags) == HERE
+
+
+@pytest.mark.parametrize("own_kernels", [False, True] if HERE else [False])
+def test_graphs_call_the_kernels_only_where_they_are_used(
+    own_kernels: bool, request: pytest.FixtureRequest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own_kernels:
+        request.getfixturevalue("ops")
+    programs: list[torch.export.ExportedProgram] = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda program, **_: programs.append(program), raising=True
+    )
+    model, config = load_model(tiny_checkpoint), tiny_config()
+    cache = KVCache(state_specs(config, inspect_model(model)))
+    job = {"graph": asdict(mixed_spec(config)), "output": "unused.pt2"}
+    assert worker._compile(model, cache, job, own_kernels) == {}
+    own = [str(node.target) for node in programs[0].graph.nodes if kernels.namespace() in str(node.target)]
+    names = {name.split(".")[1] for name in own}
+    assert names == ({"linears", "attend"} if own_kernels else set())
+
+
+# No multiples of a vector, of a chunk of columns or of a tile; one layer, several, and an empty one.
+LINEARS = [(1, [1]), (31, [5, 3]), (33, [4]), (100, [37]), (576, [192, 64, 64]), (64, [0, 6]), (2050, [130, 7])]
+
+
+class TestLinears:
+    __test__ = HERE  # where the kernels cannot run, nothing is to be tested of them
+
+    @with_dtypes
+    @pytest.mark.parametrize(("columns", "outputs"), LINEARS)
+    def test_linears_match_float64(self, ops: Any, dtype: torch.dtype, columns: int, outputs: list[int]) -> None:
+        weights = [random(size, columns, dtype=dtype) for size in outputs]
+        biases = [random(size, dtype=dtype) if index % 2 == 0 else None for index, size in enumerate(outputs)]
+        x = random(32, columns, dtype=dtype)
+        for rows in (1, 2, 5, 6, 7, 13, 32):
+            results = ops.linears(x[:rows], weights, biases)
+            for result, weight, bias in zip(results, weights, biases, strict=True):
+                exact = linear(x[:rows].double(), weight.double(), None if bias is None else bias.double())
+                terms = linear(x[:rows].double().abs(), weight.double().abs()) + 1
+                rounding = exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0
+                assert result.dtype == dtype and result.shape == exact.shape
+                assert ((result.double() - exact).abs() <= terms * 2**-21 + rounding).all()
+
+    @with_dtypes
+    @pytest.mark.parametrize(("columns", "outputs"), [(33, [5, 3]), (2050, [130, 7]), (1000, [3001, 1003])])
+    def test_a_row_of_linears_depends_on_nothing_else(
+        self, ops: Any, dtype: torch.dtype, columns: int, outputs: list[int]
+    ) -> None:
+        weights = [random(size, columns, dtype=dtype) for size in outputs]
+        biases = [random(outputs[0], dtype=dtype), None]
+        x = random(32, columns, dtype=dtype)
+        whole = ops.linears(x, weights, biases)
+        for rows in range(1, 32):
+            assert all_equal(ops.linears(x[:rows], weights, biases), [result[:rows] for result in whole])
+        order = torch.randperm(32)
+        assert all_equal(ops.linears(x[order], weights, biases), [result[order] for result in whole])
+        for index in range(2):
+            assert torch.equal(ops.linears(x, weights[index : index + 1], biases[index : index + 1])[0], whole[index])
+        poisoned = x.clone()
+        poisoned[3] = NAN
+        for result, clean in zip(ops.linears(poisoned, weights, biases), whole, strict=True):
+            assert result[3].isnan().all()
+            assert torch.equal(result[4:], clean[4:]) and torch.equal(result[:3], clean[:3])
+
+    @with_dtypes
+    def test_linears_take_any_view_of_rows_and_refuse_the_rest(self, ops: Any, dtype: torch.dtype) -> None:
+        x, weight = random(2, 3, 64, dtype=dtype), random(40, 64, dtype=dtype)
+        (result,) = ops.linears(x, [weight], [None])
+        assert result.shape == (2, 3, 40)
+        assert torch.equal(ops.linears(x.transpose(0, 1), [weight], [None])[0], result.transpose(0, 1))
+        assert torch.equal(ops.linears(x[1, 2], [weight], [None])[0], result[1, 2])
+        refused: list[tuple[Tensor, Tensor, Tensor | None, str]] = [
+            (random(33, 64, dtype=dtype), weight, None, "1 to 32 rows"),
+            (x[:0], weight, None, "1 to 32 rows"),
+            (x.half(), weight.half(), None, "bfloat16 or float32 expected, not Half"),
+            (x, weight.double(), None, "contiguous and"),
+            (x, weight.T.contiguous().T, None, "contiguous and"),
+            (x, weight[:, :60], None, "weight \\[40, 60\\]"),
+            (x, weight, random(41, dtype=dtype), "bias of another size"),
+        ]
+        for rows, parameters, bias, words in refused:
+            with pytest.raises(RuntimeError, match=words):
+                ops.linears(rows, [parameters], [bias])
+
+
+def attend_exactly(
+    query: Tensor, keys: Tensor, values: Tensor, seq_ids: Tensor | None, positions: Tensor, scaling: float, window: int
+) -> Tensor:
+    """The contract in float64; what is not finite in the cache must not be seen."""
+    rows, heads = query.shape[:2]
+    slots = torch.arange(rows) if seq_ids is None else seq_ids
+    key, value = (
+        cache[slots].double().nan_to_num(0, 0, 0).repeat_interleave(heads // keys.shape[1], 1)
+        for cache in (keys, values)
+    )
+    columns, last = torch.arange(keys.shape[2]), positions[:, :, None]
+    visible = (columns <= last) & (columns > last - (window or columns.numel() + 1))
+    scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], -1e300)
+    return ((scores.softmax(-1) @ value) * visible.any(2)[:, None, :, None]).transpose(1, 2)
+
+
+def make_cache(
+    slots: int, kv_heads: int, columns: int, dim: int, seen: dict[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with NaN and infinity in every column that `seen` (slot to last position) does not cover."""
+    keys, values = (random(slots, kv_heads, columns, dim, dtype=dtype) for _ in range(2))
+    for slot in range(slots):
+        keys[slot, :, seen.get(slot, -1) + 1 :] = NAN
+        values[slot, :, seen.get(slot, -1) + 1 :] = NAN if slot % 2 else float("inf")
+    return keys, values
+
+
+# heads, kv heads, dim, columns, window
+SHAPES = [(4, 4, 16, 64, 0), (9, 3, 64, 200, 0), (4, 2, 48, 130, 7), (8, 1, 128, 333, 65), (6, 3, 256, 65, 100)]
+with_shapes = pytest.mark.parametrize(("heads", "kv_heads", "dim", "columns", "window"), SHAPES)
+
+
+class TestAttend:
+    __test__ = HERE  # where the kernels cannot run, nothing is to be tested of them
+
+    @with_dtypes
+    @with_shapes
+    @pytest.mark.parametrize("tokens", [1, 37])
+    @pytest.mark.parametrize("by_slot", [False, True])
+    def test_attend_matches_float64(
+        self,
+        ops: Any,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        columns: int,
+        window: int,
+        tokens: int,
+        by_slot: bool,
+    ) -> None:
+        rows, slots = 3, 5
+        seq_ids = int32([4, 0, 2]) if by_slot else None
+        positions = torch.randint(-1, columns, (rows, tokens), dtype=torch.int32)
+        positions[1, 0] = -1
+        positions[2, 0] = columns - 1
+        seen = {
+            int(slot): int(positions[row].max()) for row, slot in enumerate([0, 1, 2] if seq_ids is None else seq_ids)
+        }
+        keys, values = make_cache(slots, kv_heads, columns, dim, seen, dtype)
+        query = random(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+        inputs = (query, keys, values, seq_ids, positions, dim**-0.5, window)
+        result = ops.attend(*inputs)
+        assert result.dtype == dtype and result.shape == (rows, tokens, heads, dim)
+        assert not result[positions < 0].any()
+        error = (result.double() - attend_exactly(*inputs)).abs().max()
+        assert error < (2e-2 if dtype == torch.bfloat16 else 5e-6)
+
+    @with_dtypes
+    @with_shapes
+    def test_a_token_of_attend_depends_on_nothing_else(
+        self, ops: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, columns: int, window: int
+    ) -> None:
+        tokens, scaling = min(columns, 100) - 3, dim**-0.5
+        positions = torch.arange(columns - tokens, columns, dtype=torch.int32)[None]
+        keys, values = make_cache(3, kv_heads, columns, dim, {1: columns - 1}, dtype)
+        query = random(1, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+        slot = int32([1])
+        whole = ops.attend(query, keys, values, slot, positions, scaling, window)
+        for size in (1, 7, 33):
+            pieces = [
+                ops.attend(part, keys, values, slot, where, scaling, window)
+                for part, where in zip(query.split(size, 2), positions.split(size, 1), strict=True)
+            ]
+            assert torch.equal(torch.cat(pieces, 1), whole)
+        # As rows of one token, as in decoding, with an idle row among them.
+        alone, idle = query.permute(2, 1, 0, 3), torch.where(torch.arange(tokens) == 5, -1, positions[0])[:, None]
+        decoded = ops.attend(alone, keys, values, slot.expand(tokens), idle.int(), scaling, window)
+        assert not decoded[5].any()
+        decoded[5] = whole[0, 5]
+        assert torch.equal(decoded[:, 0], whole[0])
+        # The same columns in a smaller cache, after which and before whose window there is poison.
+        stop = columns // 2 + 1
+        first = max(0, stop - window) if window else 0
+        for poison in (NAN, float("inf")):
+            small_keys, small_values = (
+                torch.full((1, kv_heads, stop + 9, dim), poison, dtype=dtype) for _ in range(2)
+            )
+            small_keys[0, :, first:stop], small_values[0, :, first:stop] = (
+                keys[1, :, first:stop],
+                values[1, :, first:stop],
+            )
+            among = torch.randint(-1, stop + 9, (1, 5), dtype=torch.int32)
+            among[0, 3] = stop - 1
+            results = ops.attend(query[:, :, :5], small_keys, small_values, None, among, scaling, window)
+            same = ops.attend(query[:, :, 3:4], keys, values, slot, int32([[stop - 1]]), scaling, window)
+            assert torch.equal(results[0, 3], same[0, 0]) and same.isfinite().all()
+
+    @with_dtypes
+    def test_attend_shows_what_a_token_sees_and_refuses_what_is_not_there(self, ops: Any, dtype: torch.dtype) -> None:
+        query, keys = random(1, 2, 1, 16, dtype=dtype), random(2, 1, 70, 16, dtype=dtype)
+        for column in (0, 63, 69):
+            poisoned = keys.clone()
+            poisoned[1, :, column] = NAN
+            for pair in ((poisoned, keys), (keys, poisoned)):
+                assert ops.attend(query, *pair, int32([1]), int32([[69]]), 0.25, 0).isnan().all()
+                assert ops.attend(query, *pair, int32([0]), int32([[69]]), 0.25, 0).isfinite().all()
+        for slot, position, words in ((2, 0, "seq_ids 2"), (-1, 0, "seq_ids -1"), (0, 70, "position_ids 70")):
+            with pytest.raises(RuntimeError, match=words):
+                ops.attend(query, keys, keys, int32([slot]), int32([[position]]), 0.25, 0)
