@@ -19,11 +19,11 @@ from .spec import TensorSpec
 class KVCache(nn.Module):
     """State buffers `key_<layer>` and `value_<layer>`, zeroed: masked garbage times probability zero must stay zero."""
 
-    def __init__(self, states: Iterable[TensorSpec], device: torch.device | str = "cpu") -> None:
+    def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
         for state in states:
             name = state.name.removeprefix("kv_cache.")
-            self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype), device=device))
+            self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype)))
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, the buffers themselves."""

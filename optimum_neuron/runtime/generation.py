@@ -71,7 +71,7 @@ class GenerationLoop:
             self.runner.reset_all()
         if self.streamer is not None:
             self.streamer.end()
-        return sequences[:, :column]
+        return sequences[:, :column].contiguous()
 
     def _tokens(self, input_ids: Tensor, tokens: Tensor | None, logits: Tensor | None) -> Tensor:
         rows = input_ids.shape[0]
