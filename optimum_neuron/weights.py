@@ -74,6 +74,9 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
             digest.update(piece)
     artifact.check_digest(WEIGHTS_NAME, digest.hexdigest())
     tensors = _views(path, json.loads(header), block[:size])
+    lacking = next((name for name in artifact.tied_weights.values() if name not in tensors), None)
+    if lacking is not None:
+        raise ArtifactError(f"{path} lacks {lacking}, which the manifest ties weights to; export the model again")
     return tensors | {alias: tensors[name] for alias, name in artifact.tied_weights.items()}
 
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import Opener, artifact_runner, eager_runner, export_tiny, load_model, tiny_config
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
@@ -16,9 +19,27 @@ from optimum_neuron.runtime.runner import GraphRunner
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
+def sharp_checkpoints(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small random weights attend to all tokens alike, and reach no soft cap: in these, attention decides."""
+    folders = {}
+    for name, folder in tiny_checkpoints.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data *= 50
+            if hasattr(layer.self_attn, "q_norm"):
+                layer.self_attn.q_norm.weight.data *= 3
+        if hasattr(model.config, "attn_logit_softcapping"):
+            model.config.attn_logit_softcapping = 0.5
+        folders[name] = tmp_path_factory.mktemp("sharp") / name
+        shutil.copytree(folder, folders[name])
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def tiny_models(sharp_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
     """With the cached attention, in float32; not to be changed."""
-    return {name: load_model(folder) for name, folder in tiny_checkpoints.items()}
+    return {name: load_model(folder) for name, folder in sharp_checkpoints.items()}
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +48,15 @@ def tiny_specs(tiny_models: dict[str, nn.Module]) -> dict[str, ModelSpec]:
 
 
 @pytest.fixture(scope="session")
-def cpu_artifact(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def cpu_artifact(
+    sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Artifacts of the cpu target by architecture; not to be changed."""
     made: dict[str, Path] = {}
 
     def export(name: str) -> Path:
         if name not in made:
-            made[name] = export_tiny(tiny_checkpoints[name], tmp_path_factory.mktemp("cpu") / name, target="cpu")
+            made[name] = export_tiny(sharp_checkpoints[name], tmp_path_factory.mktemp("cpu") / name, target="cpu")
         return made[name]
 
     return export

@@ -207,6 +207,12 @@ def test_a_manifest_of_another_shape_is_refused(artifact: Path, key: str, value:
         load(artifact)
 
 
+def test_weights_tied_to_nothing_are_refused(artifact: Path) -> None:
+    edit(artifact, lambda manifest: manifest.update(tied_weights={"model.alias": "model.gone"}))
+    with pytest.raises(ArtifactError, match=r"lacks model\.gone, which the manifest ties weights to"):
+        load(artifact)
+
+
 @pytest.mark.parametrize(
     "key", ["config", "model", "target", "task", "versions", "graphs", "tied_weights", "target_data", "files"]
 )

@@ -41,11 +41,11 @@ from optimum_neuron.runtime.runner import Chunk
 
 
 @pytest.fixture(scope="module")
-def references(tiny_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
+def references(sharp_checkpoints: dict[str, Path]) -> dict[str, nn.Module]:
     """transformers' own eager attention, as far from the graphs' as it can be."""
     return {
         name: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        for name, folder in tiny_checkpoints.items()
+        for name, folder in sharp_checkpoints.items()
     }
 
 

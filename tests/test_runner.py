@@ -126,6 +126,23 @@ def test_a_prompt_longer_than_a_slot_is_refused_and_changes_nothing(tiny_checkpo
     assert same_states(read_states(runner, spec), before, range(4))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([5, LENGTH + 1], "a prompt of 65 tokens does not fit 1 to sequence_length=64"),
+        ([5, 0], "a prompt of 0 tokens does not fit"),
+        ([5, 5, 5, 5], "4 prompts do not fit batch_size=3"),
+    ],
+)
+def test_prefill_checks_every_prompt_before_it_writes_the_first(
+    llama: nn.Module, lengths: list[int], words: str
+) -> None:
+    runner = eager_runner(llama, tiny_config())
+    with pytest.raises(ValueError, match=words):
+        prefill(runner, [random_tokens(length) for length in lengths])
+    assert not runner.graph_calls and not runner.lengths.any()
+
+
 def test_a_full_slot_can_be_filled_to_the_last_row(llama: nn.Module) -> None:
     runner = eager_runner(llama, tiny_config())
     prefill_pieces(runner, 0, random_tokens(63), [8] * 7 + [7])

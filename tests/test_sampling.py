@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from optimum_neuron.graphs import sampling
 from optimum_neuron.graphs.sampling import sample
 
 
@@ -133,6 +134,15 @@ def test_a_uniform_just_below_one_gives_the_last_kept_token(k: int) -> None:
     logits = torch.linspace(0.0, 0.1, VOCAB)[None]
     assert draw(logits, torch.tensor([BELOW_ONE]), k=k).item() == VOCAB - k
     assert draw(logits, torch.zeros(1), k=k).item() == VOCAB - 1
+
+
+def test_rounding_of_the_total_never_steps_past_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded_up(probs: Tensor) -> Tensor:
+        return probs.cumsum(-1) * (1 + 1e-6 * torch.arange(probs.shape[-1]))
+
+    monkeypatch.setattr(sampling, "_cumulative", rounded_up)
+    logits = torch.linspace(0.0, 0.1, VOCAB)[None]
+    assert draw(logits, torch.tensor([BELOW_ONE]), k=7).item() == VOCAB - 7
 
 
 @settings(deadline=None)

@@ -26,7 +26,11 @@ def prefill(
 
     Returns:
         Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32.
+
+    Raises:
+        ValueError: too many prompts, or one that does not fit its slot. No slot is changed.
     """
+    _check_lengths(runner, prompts)
     tokens: list[Tensor] = [torch.empty(0)] * len(prompts)
     logits: list[Tensor] = [torch.empty(0)] * len(prompts)
     waiting = list(range(len(prompts)))
@@ -51,3 +55,17 @@ def prefill(
                 tokens[row] = output.chunk_tokens[index].clone()
         running = [row for row in running if runner.lengths[row] < len(prompts[row])]
     return torch.stack(tokens) if sampled else None, torch.stack(logits)
+
+
+def _check_lengths(runner: GraphRunner, prompts: Sequence[np.ndarray]) -> None:
+    """All prompts are checked before the first chunk of any is written."""
+    sizes = runner.config
+    if len(prompts) > sizes.batch_size:
+        raise ValueError(f"{len(prompts)} prompts do not fit batch_size={sizes.batch_size}")
+    for row, prompt in enumerate(prompts):
+        if runner.lengths[row]:
+            raise ValueError(f"slot {row} holds {runner.lengths[row]} tokens; reset it before a new prompt")
+        if not 1 <= len(prompt) <= sizes.sequence_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens does not fit 1 to sequence_length={sizes.sequence_length}"
+            )

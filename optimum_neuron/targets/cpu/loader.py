@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
-from torch._inductor.package.package import AOTICompiledModel, load_package
+from torch._C._aoti import AOTIModelPackageLoader
 
 from ...artifact import WEIGHTS_NAME, Artifact, ArtifactError, is_graph_file
 from ...weights import allocate_states, read_weights
@@ -27,13 +27,12 @@ logger = logging.getLogger(__name__)
 class CpuExecutable:
     """Compiled graphs by name, all bound to the same weights and KV state."""
 
-    def __init__(self, packages: Mapping[str, AOTICompiledModel], states: dict[str, Tensor]) -> None:
-        self._packages = packages  # they own the code that the runners call
-        self._runners = {name: package.loader.run for name, package in packages.items()}
+    def __init__(self, packages: Mapping[str, AOTIModelPackageLoader], states: dict[str, Tensor]) -> None:
+        self._packages = packages
         self._states = states
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        outputs: Sequence[Tensor] = self._runners[graph](list(inputs))
+        outputs: Sequence[Tensor] = self._packages[graph].run(list(inputs))
         return outputs
 
     def read_state(self, name: str) -> Tensor:
@@ -105,13 +104,14 @@ def _bind(artifact: Artifact, folder: Path, namespace: str | None) -> CpuExecuta
                 f"graph {spec.name} needs {lacking[0]}, which the artifact lacks; export the model again"
             )
         constants = {name: tensors[name] for name in package.get_constant_fqns()}
-        package.load_constants(constants, check_full_update=True, user_managed=True)
+        package.load_constants(constants, use_inactive=False, check_full_update=True, user_managed=True)
         packages[spec.name] = package
     return CpuExecutable(packages, states)
 
 
-def _load_package(path: Path) -> AOTICompiledModel:
+def _load_package(path: Path) -> AOTIModelPackageLoader:
+    # The loader that torch's load_package wraps: the wrapper looks for a C++ compiler, and warns where there is none.
     try:
-        return load_package(str(path))
+        return AOTIModelPackageLoader(str(path), "model", False, 1, -1)
     except RuntimeError as error:
         raise ArtifactError(f"{path} cannot be loaded: {error}; export the model again") from error
