@@ -130,6 +130,10 @@ def find_checkpoint(
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return Checkpoint(path.parent, path.name, str(model), trust_remote_code)
+    if path.is_file():
+        raise FileNotFoundError(
+            f"{path} is a file of another kind; name a checkpoint folder, a .gguf file or a Hub id"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 from torch.utils import cpp_extension
 
 from .host import host_requirements
@@ -86,8 +87,8 @@ def load(library: Path, name: str) -> None:
     if name in _loaded:
         return
     torch.ops.load_library(str(library))
-    torch.library.register_fake(f"{name}::linears", _fake_linears)
-    torch.library.register_fake(f"{name}::attend", _fake_attend)
+    register_fake(f"{name}::linears", _fake_linears)
+    register_fake(f"{name}::attend", _fake_attend)
     _loaded.add(name)
 
 
