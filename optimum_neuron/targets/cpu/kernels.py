@@ -17,8 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.library import register_fake
+from torch import Tensor, library
 from torch.utils import cpp_extension
 
 from .host import host_requirements
@@ -82,13 +81,13 @@ def build(output: Path) -> None:
 _loaded: set[str] = set()
 
 
-def load(library: Path, name: str) -> None:
+def load(path: Path, name: str) -> None:
     """Registers the operator of a built library under its namespace, once per process."""
     if name in _loaded:
         return
-    torch.ops.load_library(str(library))
-    register_fake(f"{name}::linears", _fake_linears)
-    register_fake(f"{name}::attend", _fake_attend)
+    torch.ops.load_library(str(path))
+    library.register_fake(f"{name}::linears", _fake_linears)
+    library.register_fake(f"{name}::attend", _fake_attend)
     _loaded.add(name)
 
 
