@@ -129,7 +129,16 @@ def _add_size_options(parser: ArgumentParser) -> None:
         type=int,
         default=NeuronConfig.ctx_batch_size,
         metavar="ROWS",
-        help="prompts that one prefill step advances, each by one chunk",
+        help="chunk rows of a step: short prompts that one step takes in together, or rows that a long one fills",
+    )
+    add_option(
+        group,
+        "--no-mixed-step",
+        dest="mixed_step",
+        action="store_false",
+        default=NeuronConfig.mixed_step,
+        help="compile no graphs that decode and take in a prompt in the same step: fewer graphs, but then prompts and "
+        "decoding take turns (default: compile them if the batch size is above 1)",
     )
     add_option(
         group,

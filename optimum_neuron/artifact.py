@@ -83,7 +83,7 @@ class Artifact:
 
     @cached_property
     def config(self) -> NeuronConfig:
-        return NeuronConfig.from_dict(self.manifest["config"])
+        return _config(self.manifest)
 
     @cached_property
     def graphs(self) -> tuple[GraphSpec, ...]:
@@ -202,10 +202,15 @@ def _check_manifest(path: Path, manifest: object) -> None:
         ):
             raise ArtifactError(f"{where}: the entry of {name} lacks its sha256 or size; export the model again")
     try:
-        NeuronConfig.from_dict(manifest["config"])
+        _config(manifest)
         ModelSpec.from_dict(manifest["model"])
     except (TypeError, ValueError, KeyError) as error:
         raise ArtifactError(f"{where} cannot be honoured: {error}; export the model again") from error
+
+
+def _config(manifest: dict[str, Any]) -> NeuronConfig:
+    # An artifact that does not mention mixed steps was made without them; the default of a new export is another.
+    return NeuronConfig.from_dict({"mixed_step": False} | manifest["config"])
 
 
 def is_graph_file(name: str) -> bool:

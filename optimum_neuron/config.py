@@ -26,8 +26,8 @@ _DERIVED: Any = None
 class NeuronConfig:
     """Compile-time facts of an artifact.
 
-    Sizes are in tokens. `prefill_chunk_size` and `context_buckets` follow from the other sizes where they are left out
-    (None), so that an instance is always complete.
+    Sizes are in tokens. `prefill_chunk_size`, `mixed_step` and `context_buckets` follow from the other sizes where they
+    are left out (None), so that an instance is always complete.
 
     Args:
         batch_size: slots of the KV cache, and rows of a token-generation step.
@@ -36,7 +36,10 @@ class NeuronConfig:
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
             prompt costs less. Default: none.
-        ctx_batch_size: prompts that one chunk step advances.
+        ctx_batch_size: chunk rows of a step: prompts that one step can advance. A prompt that is longer than a chunk
+            may take several rows of one step.
+        mixed_step: compile graphs that advance a prompt and decode in the same step, so that decoding never waits.
+            Default: where `batch_size` is larger than 1.
         context_buckets: lengths of the cache prefix that attention reads, ascending, the last one being
             `sequence_length`. Default: on Neuron targets `sequence_length` and its quarters down to 256; elsewhere
             `sequence_length` alone, because attention there stops at each token's own position.
@@ -57,6 +60,7 @@ class NeuronConfig:
     prefill_chunk_size: int = _DERIVED
     prefill_chunk_buckets: tuple[int, ...] = ()
     ctx_batch_size: int = 1
+    mixed_step: bool = _DERIVED
     context_buckets: tuple[int, ...] = _DERIVED
     dtype: str = "auto"
     on_device_sampling: bool = True
@@ -68,7 +72,9 @@ class NeuronConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"):
             _check_size(name, getattr(self, name))
-        for name in ("on_device_sampling", "output_logits"):
+        if self.mixed_step is None:
+            object.__setattr__(self, "mixed_step", self.batch_size > 1)
+        for name in ("mixed_step", "on_device_sampling", "output_logits"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
@@ -117,6 +123,11 @@ class NeuronConfig:
             raise ValueError(
                 f"ctx_batch_size={self.ctx_batch_size} is larger than batch_size={self.batch_size}: each prompt of a "
                 f"chunk step needs a slot of its own; lower ctx_batch_size"
+            )
+        if self.mixed_step and self.batch_size == 1:
+            raise ValueError(
+                "mixed_step=True needs batch_size=2 or more, not batch_size=1: the only slot cannot decode while it takes a "
+                "prompt; leave mixed_step out or raise batch_size"
             )
         if self.prefill_chunk_buckets and self.prefill_chunk_buckets[-1] >= chunk:
             raise ValueError(

@@ -18,6 +18,7 @@ from . import __version__, progress
 from .artifact_writer import check_output, write_artifact
 from .checkpoint import Checkpoint, find_checkpoint
 from .config import NeuronConfig
+from .graphs.family import check_every_step_has_a_graph
 from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .targets import CompileJob, Target, get_target, resolve_target
@@ -87,11 +88,13 @@ def export_model(
     with progress.stage("Loading the checkpoint"):
         loaded = checkpoint.load_model(config.dtype)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
+    graphs = graph_specs(config)
+    check_every_step_has_a_graph(config, graphs)
     _warn_of_host_sampling(loaded, config)
     spec = inspect_model(loaded)
     tensors = named_tensors(loaded)
     _check_disk(output, tensors)
-    return _write(checkpoint, loaded, tensors, config, spec, target, output, overwrite)
+    return _write(checkpoint, loaded, tensors, config, spec, graphs, target, output, overwrite)
 
 
 def _write(
@@ -100,6 +103,7 @@ def _write(
     tensors: dict[str, Tensor],
     config: NeuronConfig,
     spec: ModelSpec,
+    graphs: tuple[GraphSpec, ...],
     target: Target,
     output: Path,
     overwrite: bool,
@@ -108,7 +112,6 @@ def _write(
         checkpoint.write_verbatim(model, writer.path)
         with progress.stage("Writing weights"):
             tied = write_weights(tensors, writer.path)
-        graphs = graph_specs(config)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
         target_data = target.compile(job)
         with progress.stage("Hashing files"):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -20,12 +19,13 @@ from optimum_neuron.artifact import Artifact
 from optimum_neuron.checkpoint import Checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
+from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import GraphSpec, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
-from optimum_neuron.runtime.runner import Chunk, GraphRunner, SamplingParams
+from optimum_neuron.runtime.runner import Chunk, DecodeRows, GraphRunner, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.eager import EagerExecutable
 
@@ -34,7 +34,7 @@ ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss")
 # Experts take tokens in groups whose sizes follow the neighbors, so rounding does too.
 DENSE = ARCHITECTURES[:3]
 VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
-# One context bucket, so that a request stays in one graph; two graphs, since each costs the cpu target seconds.
+# One context bucket and chunk size: a graph per kind, since each costs the cpu target seconds.
 SIZES: dict[str, Any] = {
     "batch_size": 3,
     "sequence_length": LENGTH,
@@ -59,12 +59,12 @@ def load_model(folder: Path) -> nn.Module:
     return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
 
 
-def eager_runner(model: nn.Module, config: NeuronConfig) -> GraphRunner:
+def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool = False) -> GraphRunner:
     """Step modules without an artifact."""
     cache = KVCache(state_specs(config, inspect_model(model)))
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec).eval() for spec in graphs}
-    return GraphRunner(EagerExecutable(steps, cache), config, graphs)
+    return GraphRunner(EagerExecutable(steps, cache), config, graphs, deterministic=deterministic)
 
 
 def export_tiny(checkpoint: Path, output: Path, *, overwrite: bool = False, **changes: Any) -> Path:
@@ -95,6 +95,21 @@ def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: S
     return logits
 
 
+def decode_rows(
+    runner: GraphRunner,
+    tokens: dict[int, int],
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    uniform: float = 0.0,
+) -> DecodeRows:
+    """Decode rows of one step: slot to the token that it processes."""
+    slots = runner.config.batch_size
+    token_ids, active = np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool)
+    for slot, token in tokens.items():
+        token_ids[slot], active[slot] = token, True
+    rows = np.tile(np.asarray(sampling, dtype=np.float32), (slots, 1))
+    return DecodeRows(token_ids, active, rows, np.full(slots, uniform, dtype=np.float32))
+
+
 def decode_tokens(
     runner: GraphRunner,
     tokens: dict[int, int],
@@ -102,12 +117,7 @@ def decode_tokens(
     uniform: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Advances the named slots by one token each; returns the tokens and logits of all slots."""
-    slots = runner.config.batch_size
-    token_ids, active = np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool)
-    for slot, token in tokens.items():
-        token_ids[slot], active[slot] = token, True
-    rows = np.tile(np.asarray(sampling, dtype=np.float32), (slots, 1))
-    output = runner.decode(token_ids, active, rows, np.full(slots, uniform, dtype=np.float32))
+    output = runner.decode(*decode_rows(runner, tokens, sampling, uniform))
     assert output.decode_tokens is not None and output.decode_logits is not None
     return output.decode_tokens.clone(), output.decode_logits.clone()
 
@@ -164,7 +174,7 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 def mixed_spec(config: NeuronConfig) -> GraphSpec:
     """A graph with decode and chunk rows at once, at the largest sizes of a config."""
-    return dataclasses.replace(graph_specs(config)[-1], kind="mixed")
+    return GraphFamily(graph_specs(config)).kind("mixed")[-1]
 
 
 def step_inputs(

@@ -79,6 +79,7 @@ def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
     assert (opened.model, opened.target, opened.graphs) == (MODEL, "cpu", graph_specs(opened.config))
     assert set(opened.manifest["files"]) == {
         "config.json", WEIGHTS_NAME, GRAPH, "graphs/chunked_prefill_chunk8_context64.pt2",
+        "graphs/mixed_chunk8_context64.pt2",
     }  # fmt: skip
     assert opened.tied_weights == {"model.alias": "model.a"}
     assert tensors.keys() == {*TENSORS, "model.alias"}

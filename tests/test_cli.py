@@ -80,8 +80,10 @@ def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_help_names_every_option_in_one_spelling() -> None:
     done = run_cli("export", "neuron", "--help")
     assert done.returncode == 0
-    options = ["--" + name.replace("_", "-") for name in NeuronConfig.option_names() if name != "on_device_sampling"]
-    for option in [*options, *MODEL_OPTIONS, "--no-on-device-sampling"]:
+    switched_off = ("mixed_step", "on_device_sampling")
+    prefixes = {name: "--no-" if name in switched_off else "--" for name in NeuronConfig.option_names()}
+    options = [prefix + name.replace("_", "-") for name, prefix in prefixes.items()]
+    for option in [*options, *MODEL_OPTIONS]:
         assert re.search(rf"^ +(-m MODEL, )?{option}\b", done.stdout, re.MULTILINE), option
     assert not re.findall(r"--\w+_\w+", done.stdout)
     assert "examples:\n  optimum-cli export neuron --model" in done.stdout
@@ -180,7 +182,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
     options = (
         "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
         "--sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
-        "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-on-device-sampling --max-topk 5 --output-logits"
+        "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --max-topk 5 --output-logits"
     )
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "folder", *options.split())
@@ -190,6 +192,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         prefill_chunk_size=32,
         prefill_chunk_buckets=(8,),
         ctx_batch_size=2,
+        mixed_step=False,
         context_buckets=(64, 128),
         dtype="float16",
         tensor_parallel_size=2,

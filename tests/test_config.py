@@ -58,6 +58,7 @@ def test_defaults_are_complete() -> None:
         "prefill_chunk_size": 512,
         "prefill_chunk_buckets": [],
         "ctx_batch_size": 1,
+        "mixed_step": False,
         "context_buckets": [1024],
         "dtype": "auto",
         "on_device_sampling": True,

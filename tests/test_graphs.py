@@ -11,19 +11,14 @@ import torch
 from helpers import (
     ARCHITECTURES,
     CHUNK_SIZE,
-    DENSE,
     LENGTH,
     TRASH_ROW,
     VOCAB,
     Opener,
-    decode_tokens,
-    eager_runner,
     generate,
     load_model,
     mixed_spec,
-    prefill_pieces,
     random_tokens,
-    read_states,
     step_inputs,
     tiny_config,
 )
@@ -37,7 +32,6 @@ from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import export_graph, inspect_model
 from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, actual_tokens_mask
-from optimum_neuron.runtime.runner import Chunk
 
 
 @pytest.fixture(scope="module")
@@ -61,42 +55,6 @@ def test_logits_and_greedy_tokens_equal_transformers(
         expected = references[name](ids).logits[0, length - 1 :]
     assert (logits - expected).abs().max() < 1e-5
     assert tokens == expected.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_mixed_step_equals_a_decode_and_a_chunk_step(
-    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], name: str
-) -> None:
-    config, spec = tiny_config(), mixed_spec(tiny_config())
-    runner, prompt = eager_runner(tiny_models[name], config), random_tokens(9, seed=4)
-    prefill_pieces(runner, 0, random_tokens(11), [8, 3])
-    prefill_pieces(runner, 1, prompt[:5], [5])
-    prefill_pieces(runner, 2, random_tokens(6, seed=5), [6])
-    before = read_states(runner, tiny_specs[name])
-    expected_tokens, expected = decode_tokens(runner, {0: 7})
-    chunk = runner.prefill([Chunk(1, prompt[5:])])
-    assert chunk.chunk_logits is not None and chunk.chunk_tokens is not None
-    after = read_states(runner, tiny_specs[name])
-
-    def run(decode: dict[int, tuple[int, int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        cache = KVCache(state_specs(config, tiny_specs[name]))
-        for state, values in before.items():
-            cache.get_buffer(state.removeprefix("kv_cache.")).copy_(values)
-        with torch.no_grad():
-            tokens, logits, chunk_tokens, chunk_logits = StepModule(tiny_models[name], cache, spec)(
-                *step_inputs(spec, decode, {1: (5, prompt[5:])})
-            )
-        assert (int(tokens[0]), int(chunk_tokens[0])) == (int(expected_tokens[0]), int(chunk.chunk_tokens[0]))
-        return [logits[0], chunk_logits[0]], {f"kv_cache.{key}": value for key, value in cache.named_buffers()}
-
-    results, states = run({0: (11, 7)})
-    for result, alone in zip(results, [expected[0], chunk.chunk_logits[0]], strict=True):
-        assert (result - alone).abs().max() < 1e-5
-    assert all((states[key][:3] - after[key][:3]).abs().max() < 1e-5 for key in after)
-    busy, _ = run({0: (11, 7), 2: (6, 8)})
-    if name in DENSE:
-        assert all(map(torch.equal, busy, results))
-    assert all((left - right).abs().max() < 1e-6 for left, right in zip(busy, results, strict=True))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

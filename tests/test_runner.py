@@ -13,6 +13,7 @@ from helpers import (
     CHUNK_SIZE,
     LENGTH,
     VOCAB,
+    decode_rows,
     decode_tokens,
     eager_runner,
     export_tiny,
@@ -52,6 +53,9 @@ class Recorder:
         self.runs.append((spec, {name: tensor.clone() for name, tensor in zip(names, inputs, strict=True)}))
         return [torch.zeros(output.shape, dtype=getattr(torch, output.dtype)) for output in spec.outputs(VOCAB)]
 
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        raise NotImplementedError
+
     def read_state(self, name: str) -> Tensor:
         raise NotImplementedError
 
@@ -84,20 +88,32 @@ def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
             "slot 0 holds 61 tokens and cannot take 4 more: .*64",
         ),
         (lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(0, random_tokens(4))]), "slot 0 holds 61"),
-        (lambda runner: runner.prefill([Chunk(1, random_tokens(9))]), "1 to prefill_chunk_size=8 tokens, not 9"),
-        (lambda runner: runner.prefill([Chunk(1, random_tokens(0))]), "1 to prefill_chunk_size=8 tokens, not 0"),
+        (
+            lambda runner: runner.prefill([Chunk(1, random_tokens(17))]),
+            "1 to ctx_batch_size=2 rows of prefill_chunk_size=8 tokens, .* not 3 rows",
+        ),
+        (lambda runner: runner.prefill([Chunk(1, random_tokens(0))]), "slot 1 has no token"),
         (
             lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(1, random_tokens(2))]),
-            r"each once, not \[1, 1\]",
+            r"each slot once, not 2 rows of the slots \[1, 1\]",
         ),
         (
             lambda runner: runner.prefill([Chunk(slot, random_tokens(1)) for slot in range(3)]),
-            "1 to ctx_batch_size=2 slots",
+            "1 to ctx_batch_size=2 rows",
         ),
-        (lambda runner: runner.prefill([]), r"1 to ctx_batch_size=2 slots, each once, not \[\]"),
+        (lambda runner: runner.prefill([]), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
         (lambda runner: runner.prefill([Chunk(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
         (lambda runner: runner.prefill([Chunk(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
         (lambda runner: decode_tokens(runner, {0: 5, 2: 5}), "slot 2 is full: it holds sequence_length=64 tokens"),
+        (
+            lambda runner: runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {2: 5})),
+            "slot 2 is full: it holds sequence_length=64 tokens",
+        ),
+        (
+            lambda runner: runner.step([Chunk(0, random_tokens(2))], decode_rows(runner, {0: 5})),
+            "slot 0 cannot decode and take a chunk in the same step",
+        ),
+        (lambda runner: runner.reuse(1, 0, 62), "slot 0 holds 61 tokens: 62 of them cannot be reused"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -159,7 +175,7 @@ def test_a_chunk_runs_in_the_smallest_graph_that_fits(start: int, count: int) ->
     count = min(count, LENGTH - start)
     runner.lengths[1] = start
     runner.prefill([Chunk(1, random_tokens(count))])
-    chunk = min(size for size in CHUNKS if size >= count)
+    chunk = min(size for size in CHUNKS if 2 * size >= count)  # a chunk may take both rows of the step
     context = min(size for size in CONTEXTS if size >= max(start + count, chunk))
     assert dict(runner.graph_calls) == {f"chunked_prefill_chunk{chunk}_context{context}": 1}
     assert recorder.runs[0][0].name in runner.graph_calls
@@ -199,8 +215,12 @@ def test_a_step_sends_tokens_positions_slots_and_sampling_of_every_row() -> None
 def test_a_row_left_over_from_the_step_before_is_idle() -> None:
     runner, recorder = recorded_runner()
     runner.prefill([Chunk(0, random_tokens(3)), Chunk(1, random_tokens(4))])
-    runner.prefill([Chunk(2, random_tokens(3))])
-    assert recorder.runs[1][1]["position_ids"].tolist() == [[0, 1, 2, 2], [-1] * 4]
+    runner.prefill([Chunk(2, random_tokens(6))])
+    runner.lengths[2] = 0
+    runner.prefill([Chunk(2, random_tokens(1)), Chunk(1, random_tokens(3))])
+    runner.prefill([Chunk(2, random_tokens(2))])
+    assert recorder.runs[2][1]["position_ids"].tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
+    assert recorder.runs[3][1]["position_ids"].tolist() == [[1, 2], [-1, -1]]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +249,7 @@ def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama
     prompts = [random_tokens(length, seed=length) for length in (17, 3, 9)]
     tokens, logits = prefill(runner, prompts)
     assert tokens is not None and tokens.shape == (3,) and logits.shape == (3, VOCAB)
-    # Slots 0 and 1 share the first step; slot 2 takes the place of slot 1 and needs two steps of the remaining two.
+    # 3, 1 and 2 rows of 8 tokens: the first prompt fills a step and a half, the others fill what it leaves.
     assert sum(runner.graph_calls.values()) == 3
     assert runner.lengths.tolist() == [17, 3, 9]
     for row, prompt in enumerate(prompts):

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 COMPILED = ("llama", "qwen3")
 SAMPLED = SamplingParams(top_k=40, top_p=0.9, temperature=1.5)
-GRAPHS = ("chunked_prefill_chunk8_context64", "token_generation_context64")
+GRAPHS = ("chunked_prefill_chunk8_context64", "mixed_chunk8_context64", "token_generation_context64")
 PROMPT = random_tokens(21)
 GENERATE = """
 import sys

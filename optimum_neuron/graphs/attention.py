@@ -203,3 +203,50 @@ def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
     weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     return weights.to(values.dtype).flatten(2, 3) @ values
+
+
+def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins attention over two disjoint sets of keys into attention over both.
+
+    A side that saw no key has a log-sum-exp of minus infinity; plus infinity and NaN count as that too. Whatever its
+    output holds is not looked at, so the other side comes back to the bit; two such sides give 0 and minus infinity.
+    The rule is that of the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    Args:
+        out_a, out_b: `[..., value_dim]`, normalized outputs of each side.
+        lse_a, lse_b: `[...]` float32, natural logarithms of the sums of exponentials of each side's scores.
+
+    Returns:
+        The joint output, in the type of `out_a`, and its log-sum-exp in float32.
+    """
+    empty = -torch.inf
+    lse_a, lse_b = (torch.where(lse.isfinite(), lse.float(), empty) for lse in (lse_a, lse_b))
+    largest = torch.maximum(lse_a, lse_b)
+    reference = torch.where(largest == empty, 0.0, largest)  # -inf - (-inf) is NaN
+    weight_a, weight_b = torch.exp(lse_a - reference), torch.exp(lse_b - reference)
+    total = weight_a + weight_b
+    seen = total > 0
+    divisor = torch.where(seen, total, 1.0)
+    joint = sum(
+        torch.where(weight[..., None] > 0, out.float(), 0.0) * (weight / divisor)[..., None]
+        for out, weight in ((out_a, weight_a), (out_b, weight_b))
+    )
+    assert isinstance(joint, Tensor)
+    return joint.to(out_a.dtype), torch.where(seen, reference + torch.log(divisor), empty)
+
+
+def visible_groups(position_ids: Tensor, ratio: int, groups: int) -> Tensor:
+    """Which compressed keys a token may see, where one key stands for `ratio` consecutive positions.
+
+    A token sees the groups that end at or before its own position: `(position + 1) // ratio` of them. The bound is each
+    token's own, never that of its chunk, so what a token sees does not depend on how its prompt was cut.
+
+    Args:
+        position_ids: `[rows, tokens]`; an idle row has -1 and sees nothing.
+        groups: compressed keys that the cache has room for.
+
+    Returns:
+        `[rows, tokens, groups]`, bool.
+    """
+    complete = torch.div(position_ids + 1, ratio, rounding_mode="floor")
+    return torch.arange(groups, dtype=torch.int32) < complete[:, :, None]

@@ -70,3 +70,13 @@ def write_indices(
     row = torch.where(actual, seq_ids[:, None], trash_row)
     column = torch.where(actual, position_ids, own_index)
     return row.flatten(), column.flatten()
+
+
+def copy_slot(states: Iterable[Tensor], source: int, destination: int, length: int) -> None:
+    """Copies the first `length` columns of one slot into another, in place.
+
+    Args:
+        states: all layers' keys and values, each `[batch_size + 1, kv_heads, sequence_length, head_dim]`.
+    """
+    for state in states:
+        state[destination, :, :length] = state[source, :, :length]

@@ -5,13 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..config import NeuronConfig
 
 
 GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
+
+
+class SamplingParams(NamedTuple):
+    """How the on-device sampler chooses: one row of `sampling_params`, in its order. Temperature 0 is greedy."""
+
+    top_k: float = 1
+    top_p: float = 1.0
+    temperature: float = 0.0
+
+
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -125,16 +136,18 @@ class GraphSpec:
 
 
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
-    """All graphs of an artifact: token generation per context bucket, and chunked prefill per chunk size and bucket.
+    """All graphs of an artifact: token generation per context bucket; chunked prefill, and with `mixed_step` mixed
+    steps, per chunk size and context bucket.
 
     A context bucket shorter than the chunk it would serve is left out: such a chunk could not fill it.
     """
+    with_chunks: tuple[GraphKind, ...] = ("chunked_prefill", "mixed") if config.mixed_step else ("chunked_prefill",)
     specs = []
     for context in config.context_buckets:
         specs.append(_spec(config, "token_generation", 0, context))
         for chunk in config.chunk_sizes:
             if context >= chunk:
-                specs.append(_spec(config, "chunked_prefill", chunk, context))
+                specs += [_spec(config, kind, chunk, context) for kind in with_chunks]
     return tuple(specs)
 
 

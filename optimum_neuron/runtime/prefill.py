@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: whole prompts through chunk steps, `ctx_batch_size` of them at a time."""
+"""Prefill: whole prompts through chunk steps, packed into their `ctx_batch_size` rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .runner import GREEDY, Chunk, GraphRunner, SamplingParams
+from ..graphs.spec import GREEDY, SamplingParams
+from .runner import Chunk, GraphRunner
 
 
 def prefill(
@@ -33,28 +34,40 @@ def prefill(
     _check_lengths(runner, prompts)
     tokens: list[Tensor] = [torch.empty(0)] * len(prompts)
     logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-    waiting = list(range(len(prompts)))
-    running: list[int] = []
-    longest = runner.config.chunk_sizes[-1]
+    unfinished = list(range(len(prompts)))
     sampled = False
-    while waiting or running:
-        while waiting and len(running) < runner.config.ctx_batch_size:
-            running.append(waiting.pop(0))
-        chunks = []
-        for row in running:
-            start = runner.lengths[row]
-            draw = 0.0 if uniforms is None else float(uniforms[row])
-            chunks.append(Chunk(row, prompts[row][start : start + longest], sampling, draw))
+    while unfinished:
+        chunks = _next_chunks(runner, prompts, unfinished, sampling, uniforms)
         output = runner.prefill(chunks)
         assert output.chunk_logits is not None
-        for index, row in enumerate(running):
+        for index, chunk in enumerate(chunks):
             # Copied: a graph may use its output memory again in the next run.
-            logits[row] = output.chunk_logits[index].clone()
+            logits[chunk.slot] = output.chunk_logits[index].clone()
             if output.chunk_tokens is not None:
                 sampled = True
-                tokens[row] = output.chunk_tokens[index].clone()
-        running = [row for row in running if runner.lengths[row] < len(prompts[row])]
+                tokens[chunk.slot] = output.chunk_tokens[index].clone()
+        unfinished = [row for row in unfinished if runner.lengths[row] < len(prompts[row])]
     return torch.stack(tokens) if sampled else None, torch.stack(logits)
+
+
+def _next_chunks(
+    runner: GraphRunner,
+    prompts: Sequence[np.ndarray],
+    unfinished: Sequence[int],
+    sampling: SamplingParams,
+    uniforms: np.ndarray | None,
+) -> list[Chunk]:
+    """Fills the rows of one step in the order of the prompts; a long prompt takes as many rows as are left."""
+    size, rows = runner.config.prefill_chunk_size, runner.config.ctx_batch_size
+    chunks = []
+    for row in unfinished:
+        start = runner.lengths[row]
+        piece = prompts[row][start : start + rows * size]
+        chunks.append(Chunk(row, piece, sampling, 0.0 if uniforms is None else float(uniforms[row])))
+        rows -= -(-len(piece) // size)
+        if not rows:
+            break
+    return chunks
 
 
 def _check_lengths(runner: GraphRunner, prompts: Sequence[np.ndarray]) -> None:

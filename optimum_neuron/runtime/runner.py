@@ -16,27 +16,17 @@ import torch
 from torch import Tensor
 
 from ..config import NeuronConfig
-from ..graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
+from ..graphs.family import GraphFamily, rows_needed
+from ..graphs.spec import CHUNK, DECODE, GREEDY, GraphKind, GraphSpec, SamplingParams, TensorSpec
 from ..targets import Executable
 
 
 IDLE = -1
 
 
-class SamplingParams(NamedTuple):
-    """How the on-device sampler chooses; temperature 0 is greedy."""
-
-    top_k: float = 1
-    top_p: float = 1.0
-    temperature: float = 0.0
-
-
-GREEDY = SamplingParams()
-
-
 @dataclass(frozen=True)
 class Chunk:
-    """The next prompt tokens of one slot: at least one, at most the largest compiled chunk."""
+    """The next prompt tokens of one slot: at least one; a chunk longer than a graph's rows takes several of them."""
 
     slot: int
     token_ids: np.ndarray
@@ -44,10 +34,25 @@ class Chunk:
     uniform: float = 0.0
 
 
+class DecodeRows(NamedTuple):
+    """One token for each active slot. All arrays have a row per slot.
+
+    `token_ids [batch_size]` int32 are the tokens to process, `active [batch_size]` bool leaves the other slots alone,
+    `sampling_params [batch_size, 3]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
+    [0, 1); both are ignored without on-device sampling.
+    """
+
+    token_ids: np.ndarray
+    active: np.ndarray
+    sampling_params: np.ndarray
+    uniforms: np.ndarray
+
+
 class StepOutput(NamedTuple):
     """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them.
 
-    Decode rows are slots; chunk rows are in the order of the step's chunks, and stand for the last token of each.
+    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. A graph
+    may use the memory again in its next run.
     """
 
     decode_tokens: Tensor | None = None
@@ -69,28 +74,68 @@ class _GroupInputs:
         self.uniforms: np.ndarray | None = views.get("uniforms")
         self.position_ids.fill(IDLE)
 
+    def fill_decode(self, rows: DecodeRows, lengths: np.ndarray) -> None:
+        self.input_ids[:, 0] = rows.token_ids
+        self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
+        if self.sampling_params is not None and self.uniforms is not None:
+            self.sampling_params[:] = rows.sampling_params
+            self.uniforms[:] = rows.uniforms
+
+    def fill_chunks(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> list[int]:
+        """Cuts chunks into rows; returns the row of each chunk's last token."""
+        assert self.seq_ids is not None
+        self.position_ids.fill(IDLE)
+        size = self.input_ids.shape[1]
+        row, last_rows = 0, []
+        for chunk in chunks:
+            start, count = int(lengths[chunk.slot]), len(chunk.token_ids)
+            for offset in range(0, count, size):
+                real = min(size, count - offset)
+                self.input_ids[row, :real] = chunk.token_ids[offset : offset + real]
+                self.input_ids[row, real:] = chunk.token_ids[offset + real - 1]
+                self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
+                self.position_ids[row, real:] = start + offset + real - 1
+                self.seq_ids[row] = chunk.slot
+                row += 1
+            last_rows.append(row - 1)
+            if self.sampling_params is not None and self.uniforms is not None:
+                self.sampling_params[row - 1] = chunk.sampling
+                self.uniforms[row - 1] = chunk.uniform
+        return last_rows
+
 
 class GraphRunner:
     """Runs the step graphs of one artifact over its slots.
 
+    Args:
+        deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
+            bit whatever else is served, which graphs of different shapes cannot promise; every step costs the most.
+
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
         graph_calls: how often each graph ran.
+        family: the graphs, and which of them holds a step.
     """
 
-    def __init__(self, executable: Executable, config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
+    def __init__(
+        self, executable: Executable, config: NeuronConfig, graphs: Sequence[GraphSpec], *, deterministic: bool = False
+    ) -> None:
         self.executable = executable
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
         self.graph_calls: Counter[str] = Counter()
-        self._decode_graphs = sorted(
-            (g for g in graphs if g.kind == "token_generation"), key=lambda g: g.context_length
-        )
-        self._chunk_graphs = sorted(
-            (g for g in graphs if g.kind == "chunked_prefill"), key=lambda g: (g.chunk_size, g.context_length)
-        )
-        self._decode = _GroupInputs(self._decode_graphs[0].inputs())
-        self._chunks = {g.chunk_size: _GroupInputs(g.inputs()) for g in self._chunk_graphs}
+        self.family = GraphFamily(graphs)
+        self.deterministic = deterministic
+        if deterministic and not self.family.has_mixed:
+            raise ValueError(
+                "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
+                "--batch-size 2 or more and without --no-mixed-step"
+            )
+        self._warm: set[str] = set()
+        self._decode = _GroupInputs(self.family.kind("token_generation")[0].inputs())
+        self._chunks = {
+            graph.chunk_size: _GroupInputs(graph.inputs()) for graph in self.family.kind("chunked_prefill")
+        }
 
     def reset(self, slot: int) -> None:
         """Frees a slot. Its cache rows stay as they are: no mask ever shows them to the next request."""
@@ -100,92 +145,137 @@ class GraphRunner:
         """Frees all slots."""
         self.lengths.fill(0)
 
-    def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
-        """Advances up to `ctx_batch_size` prompts by one chunk each, all in one run.
+    def reuse(self, slot: int, source: int, length: int) -> None:
+        """Makes a slot hold the first `length` tokens of another, copied on the device, or of itself.
 
         Raises:
-            ValueError: too many chunks, a slot twice, or a chunk that fits no graph or no slot. No slot is changed.
+            ValueError: the source holds fewer tokens. No slot is changed.
         """
-        graph = self._chunk_graph(chunks)
-        group = self._chunks[graph.chunk_size]
-        assert group.seq_ids is not None
-        group.position_ids.fill(IDLE)
-        for row, chunk in enumerate(chunks):
-            count, start = len(chunk.token_ids), self.lengths[chunk.slot]
-            group.input_ids[row, :count] = chunk.token_ids
-            group.input_ids[row, count:] = chunk.token_ids[-1]
-            group.position_ids[row, :count] = np.arange(start, start + count)
-            group.position_ids[row, count:] = start + count - 1
-            group.seq_ids[row] = chunk.slot
-            if group.sampling_params is not None and group.uniforms is not None:
-                group.sampling_params[row] = chunk.sampling
-                group.uniforms[row] = chunk.uniform
-        outputs = self._run(graph, group)
-        for chunk in chunks:
-            self.lengths[chunk.slot] += len(chunk.token_ids)
-        return self._collect(graph, CHUNK, outputs)
+        if not 1 <= length <= self.lengths[source]:
+            raise ValueError(f"slot {source} holds {self.lengths[source]} tokens: {length} of them cannot be reused")
+        if source != slot:
+            self.executable.copy_slot(source, slot, length)
+        self.lengths[slot] = length
+
+    def warm_up(self) -> None:
+        """Runs every graph once with idle rows only, unless it ran before: the first run of a graph is slow."""
+        self._decode.position_ids.fill(IDLE)
+        for graph in self.family:
+            if graph.name in self._warm:
+                continue
+            inputs = list(self._decode.tensors) if graph.has_decode else []
+            if graph.has_chunk:
+                self._chunks[graph.chunk_size].fill_chunks((), self.lengths)
+                inputs += self._chunks[graph.chunk_size].tensors
+            self._execute(graph, inputs)
+
+    def _execute(self, graph: GraphSpec, inputs: list[Tensor]) -> Sequence[Tensor]:
+        self._warm.add(graph.name)
+        return self.executable.run(graph.name, inputs)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
+        """A step without decode rows."""
+        return self.step(chunks)
 
     def decode(
         self, token_ids: np.ndarray, active: np.ndarray, sampling_params: np.ndarray, uniforms: np.ndarray
     ) -> StepOutput:
-        """Advances the active slots by one token each.
+        """A step without chunks; the arguments are those of `DecodeRows`."""
+        return self.step((), DecodeRows(token_ids, active, sampling_params, uniforms))
 
-        Args:
-            token_ids: `[batch_size]`, the token to process per slot.
-            active: `[batch_size]` bool; the other slots are left alone.
-            sampling_params: `[batch_size, 3]` float32, a `SamplingParams` per row; ignored without on-device sampling.
-            uniforms: `[batch_size]` float32 in [0, 1).
+    def step(self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None) -> StepOutput:
+        """Advances prompts by a chunk each and active slots by one token each, all in one run of one graph.
+
+        Without chunks it is a token-generation graph, without decode rows a chunked-prefill graph, with both a mixed
+        one; of that kind, the smallest that fits.
 
         Raises:
-            ValueError: an active slot is full. No slot is changed.
+            ValueError: a slot twice, or chunks that fit no graph or no slot, or an active slot that is full, or both
+                groups and no mixed graph. No slot is changed.
         """
-        longest = int(self.lengths[active].max(initial=0)) + 1
-        if longest > self.config.sequence_length:
-            slot = int(np.argmax(np.where(active, self.lengths, IDLE)))
-            raise ValueError(f"slot {slot} is full: it holds sequence_length={self.config.sequence_length} tokens")
-        graph = next(graph for graph in self._decode_graphs if graph.context_length >= longest)
-        group = self._decode
-        group.input_ids[:, 0] = token_ids
-        group.position_ids[:, 0] = np.where(active, self.lengths, IDLE)
-        if group.sampling_params is not None and group.uniforms is not None:
-            group.sampling_params[:] = sampling_params
-            group.uniforms[:] = uniforms
-        outputs = self._run(graph, group)
-        self.lengths += active
-        return self._collect(graph, DECODE, outputs)
+        if decode is not None:
+            self._check_decode(decode, chunks)
+        if chunks or decode is None:
+            self._check_chunks(chunks)
+        graph = self._select(chunks, decode)
+        inputs: list[Tensor] = []
+        last_rows: list[int] = []
+        if graph.has_decode:
+            self._fill_decode(decode)
+            inputs += self._decode.tensors
+        if graph.has_chunk:
+            group = self._chunks[graph.chunk_size]
+            last_rows = group.fill_chunks(chunks, self.lengths)
+            inputs += group.tensors
+        self.graph_calls[graph.name] += 1
+        outputs = self._execute(graph, inputs)
+        for chunk in chunks:
+            self.lengths[chunk.slot] += len(chunk.token_ids)
+        if decode is not None:
+            self.lengths += decode.active
+        return self._collect(graph, outputs, last_rows)
 
-    def _chunk_graph(self, chunks: Sequence[Chunk]) -> GraphSpec:
-        slots = [chunk.slot for chunk in chunks]
-        if not 1 <= len(chunks) <= self.config.ctx_batch_size or len(set(slots)) != len(slots):
+    def _fill_decode(self, decode: DecodeRows | None) -> None:
+        if decode is None:
+            self._decode.position_ids.fill(IDLE)
+        else:
+            self._decode.fill_decode(decode, self.lengths)
+
+    def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None) -> GraphSpec:
+        if self.deterministic:
+            return self.family.kind("mixed")[-1]
+        context = 1
+        if decode is not None:
+            context = int(self.lengths[decode.active].max(initial=0)) + 1
+        for chunk in chunks:
+            context = max(context, int(self.lengths[chunk.slot]) + len(chunk.token_ids))
+        kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
+        return self.family.select(kind, context, [len(chunk.token_ids) for chunk in chunks])
+
+    def _check_decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> None:
+        if int(self.lengths[decode.active].max(initial=0)) >= self.config.sequence_length:
+            slot = int(np.argmax(np.where(decode.active, self.lengths, IDLE)))
+            raise ValueError(f"slot {slot} is full: it holds sequence_length={self.config.sequence_length} tokens")
+        if chunks and not self.family.has_mixed:
             raise ValueError(
-                f"a chunk step takes 1 to ctx_batch_size={self.config.ctx_batch_size} slots, each once, not {slots}"
+                "this artifact has no mixed graph: decode and take in chunks in steps of their own, or export it with "
+                "--batch-size 2 or more and without --no-mixed-step"
             )
         for chunk in chunks:
-            if not 0 <= chunk.slot < self.config.batch_size:
+            if 0 <= chunk.slot < self.config.batch_size and decode.active[chunk.slot]:
+                raise ValueError(f"slot {chunk.slot} cannot decode and take a chunk in the same step")
+
+    def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
+        sizes = self.config
+        slots = [chunk.slot for chunk in chunks]
+        rows = rows_needed((len(chunk.token_ids) for chunk in chunks), sizes.prefill_chunk_size)
+        if not chunks or rows > sizes.ctx_batch_size or len(set(slots)) != len(slots):
+            raise ValueError(
+                f"a step takes 1 to ctx_batch_size={sizes.ctx_batch_size} rows of prefill_chunk_size="
+                f"{sizes.prefill_chunk_size} tokens, each slot once, not {rows} rows of the slots {slots}"
+            )
+        for chunk in chunks:
+            if not 0 <= chunk.slot < sizes.batch_size:
                 raise ValueError(
-                    f"slot {chunk.slot} does not exist: the slots of batch_size={self.config.batch_size} start at 0"
+                    f"slot {chunk.slot} does not exist: the slots of batch_size={sizes.batch_size} start at 0"
                 )
             count, start = len(chunk.token_ids), int(self.lengths[chunk.slot])
-            if not 1 <= count <= self.config.chunk_sizes[-1]:
-                raise ValueError(
-                    f"a chunk has 1 to prefill_chunk_size={self.config.chunk_sizes[-1]} tokens, not {count}"
-                )
-            if start + count > self.config.sequence_length:
+            if count < 1:
+                raise ValueError(f"the chunk of slot {chunk.slot} has no token; give it at least 1")
+            if start + count > sizes.sequence_length:
                 raise ValueError(
                     f"slot {chunk.slot} holds {start} tokens and cannot take {count} more: "
-                    f"sequence_length={self.config.sequence_length}"
+                    f"sequence_length={sizes.sequence_length}"
                 )
-        largest = max(len(chunk.token_ids) for chunk in chunks)
-        context = max(int(self.lengths[chunk.slot]) + len(chunk.token_ids) for chunk in chunks)
-        return next(g for g in self._chunk_graphs if g.chunk_size >= largest and g.context_length >= context)
-
-    def _run(self, graph: GraphSpec, group: _GroupInputs) -> Sequence[Tensor]:
-        self.graph_calls[graph.name] += 1
-        return self.executable.run(graph.name, group.tensors)
 
     @staticmethod
-    def _collect(graph: GraphSpec, group: str, outputs: Sequence[Tensor]) -> StepOutput:
+    def _collect(graph: GraphSpec, outputs: Sequence[Tensor], last_rows: list[int]) -> StepOutput:
+        named = {}
         rest = iter(outputs)
-        tokens = next(rest) if graph.on_device_sampling else None
-        logits = next(rest) if graph.returns_logits(group) else None
-        return StepOutput(**{f"{group}_tokens": tokens, f"{group}_logits": logits})
+        in_order = last_rows == list(range(len(last_rows)))
+        for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)):
+            for name, returned in (("tokens", graph.on_device_sampling), ("logits", graph.returns_logits(group))):
+                if present and returned:
+                    tensor = next(rest)
+                    named[f"{group}_{name}"] = tensor if group == DECODE or in_order else tensor[last_rows]
+        return StepOutput(**named)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..config import NeuronConfig
-from .runner import GREEDY, SamplingParams
+from ..graphs.spec import GREEDY, SamplingParams
 
 
 # The warpers that the on-device sampler implements, in the order in which it applies them.

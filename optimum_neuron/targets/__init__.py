@@ -43,6 +43,9 @@ class Executable(Protocol):
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place."""
 
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        """Copies the first `length` cache columns of a slot into another, on the device."""
+
     def read_state(self, name: str) -> Tensor:
         """A copy of a state tensor."""
 

@@ -7,15 +7,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..artifact import Artifact
 from ..checkpoint import assign, empty_model
 from ..config import NeuronConfig
-from ..graphs.kv_cache import KVCache
+from ..graphs.kv_cache import KVCache, copy_slot
 from ..graphs.step import StepModule
 from ..weights import read_weights
 from . import CompileJob, check_one_device
+
+
+# Where several threads share a few rows, the matrix product of float32 sums some rows in another order than others,
+# unless their number is a multiple of 4: then a token's result would depend on its place in the step.
+_ROW_MULTIPLE = 4
+
+
+class _EqualRows(TorchFunctionMode):
+    """Pads the rows of linear layers, so that every row is computed alike."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.linear or len(args) < 2:
+            return func(*args, **kwargs)
+        x, *parameters = args
+        flat = x.reshape(-1, x.shape[-1])
+        padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
+        return func(padded, *parameters, **kwargs)[: len(flat)].view(*x.shape[:-1], -1)
 
 
 class EagerExecutable:
@@ -27,7 +46,11 @@ class EagerExecutable:
 
     @torch.no_grad()
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._steps[graph](*inputs)
+        with _EqualRows():
+            return self._steps[graph](*inputs)
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        copy_slot(self._states.values(), source, destination, length)
 
     def read_state(self, name: str) -> Tensor:
         return self._states[name].clone()

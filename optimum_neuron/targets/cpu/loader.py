@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._aoti import AOTIModelPackageLoader
 
 from ...artifact import WEIGHTS_NAME, Artifact, ArtifactError, is_graph_file
+from ...graphs.kv_cache import copy_slot
 from ...weights import allocate_states, read_weights
 from .. import CompileJob
 from . import kernels
@@ -34,6 +35,9 @@ class CpuExecutable:
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs: Sequence[Tensor] = self._packages[graph].run(list(inputs))
         return outputs
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        copy_slot(self._states.values(), source, destination, length)
 
     def read_state(self, name: str) -> Tensor:
         return self._states[name].clone()

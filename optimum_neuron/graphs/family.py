@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of one artifact, and which of them a step runs in. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..config import NeuronConfig
+from .spec import GraphKind, GraphSpec
+
+
+def rows_needed(counts: Iterable[int], chunk_size: int) -> int:
+    """Chunk rows that prompts take which advance by `counts` tokens each: a row never holds two prompts."""
+    return sum(-(-count // chunk_size) for count in counts)
+
+
+class GraphFamily:
+    """Finds the graph of a step: of the kind that the step needs, the smallest that fits.
+
+    Attributes:
+        has_mixed: whether a step can decode and take in a prompt at once.
+    """
+
+    def __init__(self, graphs: Sequence[GraphSpec]) -> None:
+        self._by_kind: dict[GraphKind, list[GraphSpec]] = {}
+        for graph in sorted(graphs, key=lambda graph: (graph.chunk_size, graph.context_length)):
+            self._by_kind.setdefault(graph.kind, []).append(graph)
+        self.has_mixed = "mixed" in self._by_kind
+
+    def __iter__(self) -> Iterator[GraphSpec]:
+        return (graph for graphs in self._by_kind.values() for graph in graphs)
+
+    def kind(self, kind: GraphKind) -> Sequence[GraphSpec]:
+        """All graphs of a kind, the smallest first."""
+        return self._by_kind.get(kind, ())
+
+    def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = ()) -> GraphSpec:
+        """The smallest graph of a kind that holds a step.
+
+        Args:
+            context_length: cache columns that the step's tokens see, the largest of its rows.
+            counts: tokens by which each prompt of the step advances.
+
+        Raises:
+            ValueError: no graph holds the step.
+        """
+        for graph in self.kind(kind):
+            # Chunk size 0 has no rows to count.
+            fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
+            if fits and graph.context_length >= context_length:
+                return graph
+        raise ValueError(
+            f"no {kind} graph holds prompt chunks of {list(counts)} tokens at a context of {context_length}; the artifact "
+            f"has {[graph.name for graph in self.kind(kind)]}"
+        )
+
+
+def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
+    """Proves, for all lengths of chunks and contexts, that whatever step a config allows finds a graph.
+
+    Raises:
+        RuntimeError: a step has none.
+    """
+    family = GraphFamily(graphs)
+    longest = config.ctx_batch_size * config.prefill_chunk_size
+    contexts = [1, *(bucket + 1 for bucket in config.context_buckets[:-1]), config.sequence_length]
+    kinds: list[GraphKind] = ["chunked_prefill", "mixed"] if config.mixed_step else ["chunked_prefill"]
+    try:
+        for context in contexts:
+            family.select("token_generation", context)
+            for kind in kinds:
+                for count in range(1, longest + 1):
+                    family.select(kind, max(context, count), [count])
+                # Rows of different prompts waste the most: each has a token in a row of its own.
+                family.select(kind, context, [config.prefill_chunk_size] * config.ctx_batch_size)
+    except ValueError as error:
+        raise RuntimeError(f"the graphs of {config} are incomplete: {error}") from error
