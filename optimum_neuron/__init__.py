@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import NeuronConfig as NeuronConfig
+    from .engine.policy import SchedulerOptions as SchedulerOptions
+    from .engine.request import Request as Request
     from .export import export_model as export_model
+    from .graphs.spec import SamplingParams as SamplingParams
     from .modeling import NeuronModelForCausalLM as NeuronModelForCausalLM
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"NeuronConfig": ".config", "NeuronModelForCausalLM": ".modeling", "export_model": ".export"}
-__all__ = ["NeuronConfig", "NeuronModelForCausalLM", "export_model"]
+_PUBLIC = {
+    "NeuronConfig": ".config",
+    "NeuronModelForCausalLM": ".modeling",
+    "Request": ".engine.request",
+    "SamplingParams": ".graphs.spec",
+    "SchedulerOptions": ".engine.policy",
+    "export_model": ".export",
+}
+__all__ = ["NeuronConfig", "NeuronModelForCausalLM", "Request", "SamplingParams", "SchedulerOptions", "export_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,20 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
@@ -21,7 +29,10 @@ from transformers.utils import PushToHubMixin
 from .artifact import Artifact, is_graph_file
 from .artifact_writer import copy_artifact, write_artifact
 from .config import NeuronConfig
+from .continuous_batching.surface import ContinuousBatching
+from .engine.engine import Engine
 from .loading import find_artifact
+from .refusals import check_fits, refuse_other_options, refuse_unsupported
 from .runtime.generation import GenerationLoop, unpad
 from .runtime.prefill import prefill
 from .runtime.runner import GraphRunner
@@ -29,7 +40,7 @@ from .runtime.token_choice import HostChoice, choose_how
 from .targets import Executable, get_target
 
 
-class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
+class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin):
     """A causal language model whose step graphs were compiled ahead of time.
 
     Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to
@@ -47,7 +58,13 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
     _is_stateful = True  # the KV cache lives in the graphs: transformers then refuses to rewind it
 
     def __init__(
-        self, artifact: Artifact, executable: Executable, config: Any, generation_config: GenerationConfig
+        self,
+        artifact: Artifact,
+        executable: Executable,
+        config: Any,
+        generation_config: GenerationConfig,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.artifact = artifact
         self.config = config
@@ -55,8 +72,10 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         self.neuron_config: NeuronConfig = artifact.config
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
-        self.runner = GraphRunner(executable, artifact.config, artifact.graphs)
+        self.runner = GraphRunner(executable, artifact.config, artifact.graphs, deterministic=deterministic)
         self._lock = threading.RLock()
+        self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
+        self._served = False  # a service has the slots
 
     @classmethod
     def from_pretrained(
@@ -71,6 +90,7 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         force_download: bool = False,
         local_files_only: bool = False,
         trust_remote_code: bool = False,
+        deterministic: bool = False,
         **options: Any,
     ) -> NeuronModelForCausalLM:
         """Loads an artifact, or exports a checkpoint first.
@@ -82,6 +102,8 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
             revision, token, cache_dir, force_download, local_files_only: as in transformers.
             trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
                 artifact are compiled again on this machine.
+            deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
+                whatever else is served; every step then costs as much as the largest.
             options: fields of `NeuronConfig`, for an export.
 
         Raises:
@@ -104,16 +126,21 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         }
         found = find_artifact(model_id, export=export, native_code=trust_remote_code, **hub)
         if found is None:
-            return cls._export(model_id, wanted, trust_remote_code=trust_remote_code, **hub)
+            return cls._export(
+                model_id, wanted, trust_remote_code=trust_remote_code, deterministic=deterministic, **hub
+            )
         artifact, from_hub = found
-        _refuse_other_options(artifact, options if config is None else config.to_dict())
+        refuse_other_options(artifact, options if config is None else config.to_dict())
         return cls._load(
-            artifact, trust_native_code=trust_remote_code or not from_hub, trust_remote_code=trust_remote_code
+            artifact,
+            trust_native_code=trust_remote_code or not from_hub,
+            trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
         )
 
     @classmethod
     def _export(
-        cls, model_id: str | Path, config: NeuronConfig, *, trust_remote_code: bool, **hub: Any
+        cls, model_id: str | Path, config: NeuronConfig, *, trust_remote_code: bool, deterministic: bool, **hub: Any
     ) -> NeuronModelForCausalLM:
         from .export import export_model
 
@@ -122,7 +149,12 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
             path = export_model(
                 model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **hub
             )
-            model = cls._load(Artifact.open(path), trust_native_code=True, trust_remote_code=trust_remote_code)
+            model = cls._load(
+                Artifact.open(path),
+                trust_native_code=True,
+                trust_remote_code=trust_remote_code,
+                deterministic=deterministic,
+            )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -130,7 +162,9 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         return model
 
     @classmethod
-    def _load(cls, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> NeuronModelForCausalLM:
+    def _load(
+        cls, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool, deterministic: bool
+    ) -> NeuronModelForCausalLM:
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = AutoConfig.from_pretrained(artifact.path, trust_remote_code=trust_remote_code)
@@ -141,7 +175,7 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         executable = get_target(artifact.target).load(
             artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code
         )
-        return cls(artifact, executable, config, generation_config)
+        return cls(artifact, executable, config, generation_config, deterministic=deterministic)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Writes the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
@@ -192,9 +226,9 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
             raise ValueError(
                 f"logits_to_keep={logits_to_keep}: the compiled graphs return the last token's logits only; use 1"
             )
-        with self._lock:
-            prompts = unpad(input_ids, attention_mask)
-            self._check_fits(prompts, 1)
+        prompts = unpad(input_ids, attention_mask)
+        check_fits(prompts, 1, self.neuron_config)
+        with self._slots():
             self.runner.reset_all()
             try:
                 _, logits = prefill(self.runner, prompts)
@@ -220,9 +254,9 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         **_: Any,  # what transformers prepares for models that it runs itself
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Greedy search and sampling, called by `generate`."""
-        _refuse_unsupported(generation_config, self.neuron_config)
+        refuse_unsupported(generation_config, self.neuron_config)
         prompts = unpad(input_ids, attention_mask)
-        self._check_fits(prompts, generation_config.max_length - input_ids.shape[1])
+        check_fits(prompts, generation_config.max_length - input_ids.shape[1], self.neuron_config)
         as_dict = generation_config.return_dict_in_generate
         choice = choose_how(
             logits_processor,
@@ -234,7 +268,7 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         )
         pad = generation_config._pad_token_tensor
         loop = GenerationLoop(self.runner, choice, stopping_criteria, None if pad is None else int(pad), streamer)
-        with self._lock:
+        with self._slots():
             sequences = loop.run(input_ids, prompts, generation_config.max_length)
         if not as_dict:
             return sequences
@@ -245,6 +279,19 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
             logits=tuple(host.logits) if host and host.logits is not None else None,
         )
 
+    @contextmanager
+    def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:
+        """The slots for one call: calls from several threads run one after another, a manager excludes them."""
+        with self._lock:
+            if self._served:
+                raise RuntimeError(
+                    "the model's slots are in use by a running service or continuous-batching manager; send the request to "
+                    "it, or close it first"
+                )
+            if not keep_engine:
+                self._engine = None  # its knowledge of the slots' contents is void
+            yield
+
     def _beam_search(self, *_: Any, **__: Any) -> None:
         raise ValueError(
             "beam search is not supported: a slot's cache cannot be copied between beams; use num_beams=1"
@@ -254,53 +301,4 @@ class NeuronModelForCausalLM(GenerationMixin, PushToHubMixin):
         raise ValueError(
             "assisted generation is not supported: the graphs advance one token per row and step; call generate() "
             "without assistant_model and prompt_lookup_num_tokens"
-        )
-
-    def _check_fits(self, prompts: list, new_tokens: int) -> None:
-        """Raises ValueError before any slot is touched where rows or tokens exceed the compiled sizes."""
-        sizes = self.neuron_config
-        if len(prompts) > sizes.batch_size:
-            raise ValueError(
-                f"{len(prompts)} rows (prompts times num_return_sequences) do not fit batch_size={sizes.batch_size}; pass "
-                f"fewer at a time, or export with a larger --batch-size"
-            )
-        longest = max(len(prompt) for prompt in prompts)
-        if longest > sizes.sequence_length:
-            raise ValueError(
-                f"a prompt of {longest:,} tokens does not fit sequence_length={sizes.sequence_length}; shorten it, or "
-                f"export with a larger --sequence-length"
-            )
-        # The last generated token is returned, but never processed: it needs no row of the cache.
-        if longest + new_tokens - 1 > sizes.sequence_length:
-            raise ValueError(
-                f"a prompt of {longest:,} tokens and {new_tokens:,} new tokens do not fit "
-                f"sequence_length={sizes.sequence_length}; lower max_new_tokens to "
-                f"{sizes.sequence_length - longest + 1:,}, or export with a larger --sequence-length"
-            )
-
-
-def _refuse_other_options(artifact: Artifact, options: dict[str, Any]) -> None:
-    """Raises ValueError where an option asks for something that the artifact was not compiled with."""
-    compiled = artifact.config.to_dict()
-    for name, wanted in NeuronConfig.from_dict(options).to_dict().items() if options else ():
-        if name in options and wanted != "auto" and wanted != compiled[name]:
-            raise ValueError(
-                f"{name}={wanted!r} differs from the {compiled[name]!r} that {artifact.path} was exported with; leave it "
-                f"out, or export the checkpoint again"
-            )
-
-
-def _refuse_unsupported(generation_config: GenerationConfig, sizes: NeuronConfig) -> None:
-    """Raises ValueError for options of `generate` that compiled graphs cannot honour; none is ignored."""
-    for name in ("output_attentions", "output_hidden_states"):
-        if generation_config.return_dict_in_generate and getattr(generation_config, name, None):
-            raise ValueError(f"{name}=True is not supported: the compiled graphs return tokens and logits only")
-    if (generation_config.guidance_scale or 1) != 1:
-        raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} is not supported: it needs a second cache per row; leave it out"
-        )
-    chunk = getattr(generation_config, "prefill_chunk_size", None)
-    if chunk is not None and chunk != sizes.prefill_chunk_size:
-        raise ValueError(
-            f"prefill_chunk_size={chunk} differs from the compiled {sizes.prefill_chunk_size}; leave it out of generate()"
         )

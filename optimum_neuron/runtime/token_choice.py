@@ -37,6 +37,7 @@ class HostChoice:
 
     Attributes:
         scores, logits: what `output_scores` and `output_logits` asked to keep, one `[rows, vocab]` a step.
+        generator: draws the tokens; None is torch's global one.
     """
 
     processors: LogitsProcessorList
@@ -44,6 +45,7 @@ class HostChoice:
     scores: list[Tensor] | None = None
     logits: list[Tensor] | None = None
     sampling: SamplingParams = GREEDY
+    generator: torch.Generator | None = None
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """`input_ids [rows, length]` and `logits [rows, vocab]` float32 to tokens `[rows]` int64."""
@@ -54,7 +56,7 @@ class HostChoice:
             self.scores.append(scores)
         if not self.do_sample:
             return scores.argmax(-1)
-        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)[:, 0]
+        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=self.generator)[:, 0]
 
 
 def choose_how(

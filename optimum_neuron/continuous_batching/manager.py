@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager of transformers' continuous batching over an engine's thread: requests in, outputs out, at any time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from ..engine.service import EngineService, Item
+from ..engine.step import TokenEvent
+from .requests import Outcome, RequestFactory
+
+
+logger = logging.getLogger(__name__)
+
+
+class ContinuousBatchingManager:
+    """Takes requests from any thread while others run. Made by `NeuronModelForCausalLM.init_continuous_batching`.
+
+    Its methods are those of the manager in transformers. Between `start` and `stop` the model's slots are the manager's:
+    `generate` refuses to run.
+    """
+
+    def __init__(self, factory: RequestFactory, serve: Callable[[], EngineService]) -> None:
+        self._factory = factory
+        self._serve = serve
+        self._service: EngineService | None = None
+        self._numbers = itertools.count()
+        self._arrived = threading.Condition()
+        self._ready: list[GenerationOutput] = []
+        self._open = 0
+
+    def start(self) -> None:
+        """Takes over the model's slots and lets requests in.
+
+        Raises:
+            RuntimeError: another manager or service runs.
+        """
+        if self._service is None:
+            self._service = self._serve()
+
+    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
+        """Lets the requests finish, unless `hard_stop`, and gives the slots back. Outputs can be read afterwards.
+
+        Args:
+            block: wait for that; otherwise the slots are given back when the last request finished.
+            timeout: seconds after which requests that still run are aborted.
+        """
+        service, self._service = self._service, None
+        if service is None:
+            return
+        closing = threading.Thread(target=self._close, args=(service, hard_stop), daemon=True)
+        closing.start()
+        if block:
+            closing.join(timeout)
+            if closing.is_alive():
+                logger.warning("requests were aborted: they did not finish in %s s", timeout)
+                service.close()
+                closing.join()
+
+    def _close(self, service: EngineService, hard_stop: bool) -> None:
+        service.close(finish=not hard_stop)
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._service is not None
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | Sequence[int] | None = None,
+        **processor_options: Any,
+    ) -> str:
+        """Queues a prompt and returns its id.
+
+        Args:
+            streaming: deliver an output per token; otherwise only the finished one.
+
+        Raises:
+            RuntimeError: the manager is not started.
+            TypeError: `processor_options`; they would need processors of each request's own.
+        """
+        if processor_options:
+            raise TypeError(
+                f"{', '.join(processor_options)}: all requests of a manager share its generation_config; set it there"
+            )
+        if self._service is None:
+            raise RuntimeError("the manager is not running; call start() first")
+        request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        eos = None if ids is None else frozenset(token for token in ids if token >= 0)
+        logprobs = self._factory.batching.return_logprobs
+        outcome = Outcome(request_id, input_ids, timed=record_timestamps, logprobs=logprobs)
+        with self._arrived:
+            self._open += 1
+        try:
+            request = self._factory.make(request_id, input_ids, max_new_tokens, eos)
+            self._service.subscribe(request, partial(self._deliver, outcome, streaming))
+        except (ValueError, TypeError) as error:
+            logger.error("%s", error)
+            outcome.fail(str(error))
+            self._put(outcome.output)
+        return request_id
+
+    def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Queues prompts; the options are those of `add_request`."""
+        return [self.add_request(prompt, **options) for prompt in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request soon; its output has an error."""
+        if self._service is not None:
+            self._service.abort(request_id)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next output, of one request where that is named; None after `timeout` seconds, or where none can come."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._find(request_id) is not None or self._is_over(), timeout)
+            index = self._find(request_id)
+            return None if index is None else self._ready.pop(index)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs as they come, until the manager is stopped and all are read."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """The outputs of one request, until it is finished."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished() or output.error is not None:
+                return
+
+    def _is_over(self) -> bool:
+        return self._service is None and not self._open
+
+    def _find(self, request_id: str | None) -> int | None:
+        wanted = (index for index, output in enumerate(self._ready) if request_id in (None, output.request_id))
+        return next(wanted, None)
+
+    def _deliver(self, outcome: Outcome, streaming: bool, item: Item) -> None:
+        """Called by the engine's thread."""
+        if isinstance(item, TokenEvent):
+            outcome.add(item)
+            if item.finish_reason is None:
+                if streaming:
+                    snapshot = copy(outcome.output)
+                    snapshot.generated_tokens = list(snapshot.generated_tokens)
+                    self._put(snapshot, ended=False)
+                return
+        else:
+            outcome.fail("the request was cancelled" if isinstance(item, str) else str(item))
+        self._put(outcome.output)
+
+    def _put(self, output: GenerationOutput, *, ended: bool = True) -> None:
+        with self._arrived:
+            self._ready.append(output)
+            self._open -= ended
+            self._arrived.notify_all()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between transformers' continuous-batching configs and outputs and the engine's requests and tokens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ..engine.policy import SchedulerOptions
+from ..engine.request import Request
+from ..engine.step import TokenEvent
+from ..runtime.token_choice import OnDeviceChoice, choose_how
+
+
+if TYPE_CHECKING:
+    from .surface import ContinuousBatching
+
+logger = logging.getLogger(__name__)
+
+# Fields of transformers' config that mean something here; the others size memory and CUDA graphs that do not exist.
+_HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "return_logprobs", "seed"}
+_POLICIES = {"fifo": "auto", "prefill_first": "prefill_first"}
+# Stopping criteria and searches that need more than the tokens of one request.
+_REFUSED = {
+    "num_beams": 1,
+    "stop_strings": None,
+    "max_time": None,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+}
+
+
+class RequestFactory:
+    """Makes engine requests from transformers' configs: one way for all requests of a batch or a manager.
+
+    Raises:
+        ValueError: a config asks for what the engine or the artifact cannot do; nothing is ignored silently.
+    """
+
+    def __init__(
+        self,
+        model: ContinuousBatching,
+        generation_config: GenerationConfig | None,
+        batching_config: ContinuousBatchingConfig | None,
+    ) -> None:
+        self.model = model
+        self.config = copy.deepcopy(generation_config or model.generation_config)
+        self.batching = batching_config or ContinuousBatchingConfig()
+        for name, neutral in _REFUSED.items():
+            asked = getattr(self.config, name, None)
+            if asked is not None and asked != neutral:
+                raise ValueError(
+                    f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
+                )
+        _warn_of_meaningless(self.batching)
+        eos = self.config.eos_token_id
+        if eos is None:
+            eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+        ids = [eos] if isinstance(eos, int) else list(eos or ())
+        self.eos_token_ids = frozenset(token for token in ids if token >= 0)
+        self.config.eos_token_id = sorted(self.eos_token_ids) or None
+        model._prepare_special_tokens(self.config, device="cpu")
+        self.make("", [0], None)  # what no request could have is refused before the first
+
+    def options(self) -> SchedulerOptions:
+        """The scheduler's options."""
+        kind = self.batching.scheduler_type
+        if kind not in _POLICIES:
+            raise ValueError(f"scheduler_type={kind!r} is not known; choose one of {', '.join(_POLICIES)}")
+        return SchedulerOptions(
+            policy=_POLICIES[kind],  # type: ignore[arg-type]
+            max_step_tokens=self.batching.max_batch_tokens,
+            prefix_reuse=self.batching.allow_block_sharing,
+        )
+
+    def make(
+        self,
+        request_id: str,
+        input_ids: Sequence[int] | np.ndarray,
+        max_new_tokens: int | None,
+        eos_token_ids: frozenset[int] | None = None,
+        seed: int | None = None,
+    ) -> Request:
+        """A request with this factory's way to choose tokens."""
+        model, config = self.model, self.config
+        processors = model._get_logits_processor(config, input_ids_seq_length=len(input_ids), device="cpu")
+        choice = choose_how(
+            processors,
+            model.neuron_config,
+            model.artifact.model.vocab_size,
+            do_sample=bool(config.do_sample),
+            keep_scores=self.batching.return_logprobs,
+            keep_logits=False,
+        )
+        on_device = isinstance(choice, OnDeviceChoice)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=input_ids,  # type: ignore[arg-type]
+            max_new_tokens=self._new_tokens(len(input_ids)) if max_new_tokens is None else max_new_tokens,
+            eos_token_ids=self.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            sampling=choice.sampling,
+            processors=None if on_device else processors,
+            do_sample=bool(config.do_sample),
+            seed=seed,
+        )
+
+    def _new_tokens(self, prompt: int) -> int | None:
+        if self.config.max_new_tokens is not None or self.config.max_length is None:
+            return self.config.max_new_tokens
+        return self.config.max_length - prompt
+
+
+def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:
+    plain = ContinuousBatchingConfig()
+    set_names = [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in _HONOURED and getattr(config, field.name) != getattr(plain, field.name)
+    ]
+    if set_names:
+        logger.warning("%s: no meaning for compiled graphs, whose cache was sized at export", ", ".join(set_names))
+
+
+class Outcome:
+    """A request's output as it grows, in transformers' form."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], *, timed: bool, logprobs: bool) -> None:
+        self._with_logprobs = logprobs
+        timestamps: list[float] | None = [] if timed else None
+        self.output = GenerationOutput(request_id=request_id, prompt_ids=list(prompt), timestamps=timestamps)
+
+    def add(self, event: TokenEvent) -> None:
+        """Takes a token."""
+        now, output = time.perf_counter(), self.output
+        if not output.generated_tokens:
+            output.status, output.lifespan = RequestStatus.DECODING, (now, -1)
+        output.generated_tokens.append(event.token_id)
+        if event.logprob is not None and self._with_logprobs:
+            output.logprobs.append(event.logprob)
+        if output.timestamps is not None:
+            output.timestamps.append(now)
+        if event.finish_reason is not None:
+            output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+
+    def fail(self, reason: str) -> None:
+        """Ends with an error."""
+        self.output.error, self.output.status = reason, RequestStatus.FAILED
+        self.output.lifespan = (self.output.lifespan[0], time.perf_counter())

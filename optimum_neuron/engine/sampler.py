@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tokens of one request are chosen: by the graphs, or by logits processors on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from ..config import NeuronConfig
+from ..graphs.spec import GREEDY, SamplingParams
+from ..runtime.token_choice import HostChoice
+from .request import Request
+
+
+def check_sampling(request: Request, config: NeuronConfig, vocab_size: int) -> None:
+    """Raises ValueError where neither the graphs nor the host could choose a request's tokens."""
+    top_k, top_p, temperature = request.sampling
+    who = f"request {request.request_id!r}"
+    if temperature < 0 or not 0 <= top_p <= 1 or top_k < 1:
+        raise ValueError(
+            f"{who} has top_k={top_k}, top_p={top_p}, temperature={temperature}; top_k must be at least 1, top_p between 0 "
+            f"and 1, temperature at least 0"
+        )
+    reason = _host_reason(request, config, vocab_size)
+    if reason is not None and not config.returns_decode_logits:
+        raise ValueError(
+            f"{who} {reason}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
+        )
+
+
+def _host_reason(request: Request, config: NeuronConfig, vocab_size: int) -> str | None:
+    """Why the host chooses the request's tokens, or None where the graphs do."""
+    if request.processors is not None:
+        return "brings logits processors, which run on the host"
+    if not config.on_device_sampling:
+        return "needs the host, since the artifact was exported without on-device sampling"
+    limit = min(config.max_topk, vocab_size)
+    if request.sampling.temperature > 0 and request.sampling.top_k > limit:
+        return f"has top_k={request.sampling.top_k}, above the max_topk={limit} of the on-device sampler"
+    return None
+
+
+class RequestSampler:
+    """The choice of one request's tokens. Its random numbers are its own: neighbours change none of them.
+
+    Attributes:
+        on_host: whether `choose` is asked, instead of the graphs.
+        draws: whether a step takes a random number from `uniform`.
+        params: what the graphs are told.
+        logprob: log probability of the last token that the host chose, among what the processors left.
+    """
+
+    def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
+        self.request = request
+        self.on_host = _host_reason(request, config, vocab_size) is not None
+        self.params = GREEDY if self.on_host else request.sampling
+        self.draws = self.params.temperature > 0
+        self.logprob: float | None = None
+        if self.draws:
+            self._random = np.random.default_rng(seed)
+        if self.on_host:
+            generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+            processors, do_sample = request.processors, request.do_sample
+            if processors is None:
+                processors, do_sample = _warpers(request.sampling, vocab_size), request.sampling.temperature > 0
+            self._choice = HostChoice(processors, do_sample, scores=[], generator=generator)
+
+    def uniform(self) -> float:
+        """The next random number in [0, 1), as float32 has it; 0 for greedy requests."""
+        return float(self._random.random(dtype=np.float32)) if self.draws else 0.0
+
+    def choose(self, output_token_ids: Sequence[int], logits: Tensor) -> int:
+        """The next token from `logits [vocab]` float32, by the processors."""
+        tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(output_token_ids, dtype=np.int32)])
+        token = int(self._choice.choose(torch.from_numpy(tokens).long()[None], logits[None])[0])
+        assert self._choice.scores is not None
+        scores = self._choice.scores.pop()
+        self.logprob = float(torch.log_softmax(scores[0], dim=-1)[token])
+        return token
+
+
+def _warpers(sampling: SamplingParams, vocab_size: int) -> LogitsProcessorList:
+    """What the on-device sampler does, in its order."""
+    warpers = LogitsProcessorList()
+    if sampling.temperature > 0:
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k < vocab_size:
+            warpers.append(TopKLogitsWarper(int(sampling.top_k)))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+    return warpers

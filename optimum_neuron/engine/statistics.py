@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine counts: how full its steps are, what prefixes saved, how long requests waited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..config import NeuronConfig
+from .step import Step
+
+
+@dataclass
+class Summary:
+    """Seconds of many requests, without a list of them."""
+
+    count: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total += seconds
+        self.largest = max(self.largest, seconds)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass
+class Statistics:
+    """Counted since the engine was made.
+
+    Attributes:
+        decode_tokens, idle_decode_rows: decode rows that advanced a request, and those that ran along empty.
+        prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and the padding beside them.
+        prefix_hit_tokens: prompt tokens that were reused instead of computed.
+        generated_tokens: tokens that requests got.
+        finished, aborted: requests that ended.
+        queue_seconds: from a request's arrival to its first step.
+        first_token_seconds: from a request's arrival to its first token (TTFT).
+    """
+
+    steps: int = 0
+    decode_tokens: int = 0
+    idle_decode_rows: int = 0
+    prompt_tokens: int = 0
+    padded_prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    queue_seconds: Summary = field(default_factory=Summary)
+    first_token_seconds: Summary = field(default_factory=Summary)
+
+    def count_step(self, step: Step, config: NeuronConfig) -> None:
+        """Adds the rows of a step."""
+        self.steps += 1
+        if step.kind != "chunked_prefill":
+            self.decode_tokens += len(step.decodes)
+            self.idle_decode_rows += config.batch_size - len(step.decodes)
+        if step.chunks:
+            real = sum(chunk.count for chunk in step.chunks)
+            self.prompt_tokens += real
+            self.padded_prompt_tokens += config.ctx_batch_size * step.chunk_size - real
+            self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)
