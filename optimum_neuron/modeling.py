@@ -33,8 +33,9 @@ from .continuous_batching.surface import ContinuousBatching
 from .engine.engine import Engine
 from .loading import find_artifact
 from .refusals import check_fits, refuse_other_options, refuse_unsupported
-from .runtime.generation import GenerationLoop, unpad
+from .runtime.generation import GenerationLoop
 from .runtime.prefill import prefill
+from .runtime.prompts import unpack, unpad
 from .runtime.runner import GraphRunner
 from .runtime.token_choice import HostChoice, choose_how
 from .targets import Executable, get_target
@@ -215,18 +216,30 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
         return self.forward(*args, **kwargs)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: int = 1
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 1,
+        cu_seq_lens_q: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Logits of each row's last real token, `[rows, 1, vocab]` float32: the graphs compute no others.
+        """Logits of each prompt's last real token, `[prompts, 1, vocab]` float32: the graphs compute no others.
+
+        Args:
+            input_ids: `[rows, tokens]`, or `[1, tokens]` with prompts packed one behind another.
+            attention_mask: which tokens of padded rows are real.
+            cu_seq_lens_q: where each packed prompt starts, and the number of tokens, as transformers names it.
 
         Raises:
-            ValueError: `logits_to_keep` is not 1, or the rows do not fit the compiled sizes.
+            ValueError: `logits_to_keep` is not 1, `cu_seq_lens_q` does not fit, or the prompts do not fit the compiled
+                sizes.
         """
         if logits_to_keep != 1:
             raise ValueError(
                 f"logits_to_keep={logits_to_keep}: the compiled graphs return the last token's logits only; use 1"
             )
-        prompts = unpad(input_ids, attention_mask)
+        if cu_seq_lens_q is not None and attention_mask is not None:
+            raise ValueError("attention_mask has no meaning for packed prompts; leave it or cu_seq_lens_q out")
+        prompts = unpad(input_ids, attention_mask) if cu_seq_lens_q is None else unpack(input_ids, cu_seq_lens_q)
         check_fits(prompts, 1, self.neuron_config)
         with self._slots():
             self.runner.reset_all()

@@ -84,24 +84,3 @@ class GenerationLoop:
     def _scores(self) -> tuple[Tensor, ...] | None:
         scores = self.choice.scores if isinstance(self.choice, HostChoice) else None
         return None if scores is None else tuple(scores)
-
-
-def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[np.ndarray]:
-    """The real tokens of each row, whichever side the padding is on, as int32.
-
-    Raises:
-        ValueError: a row has no token, or its mask has a hole.
-    """
-    if attention_mask is None:
-        return list(input_ids.numpy().astype(np.int32))
-    prompts = []
-    for row, (token_ids, mask) in enumerate(zip(input_ids.numpy(), attention_mask.numpy() != 0, strict=True)):
-        real = np.flatnonzero(mask)
-        if not len(real):
-            raise ValueError(f"row {row} of attention_mask masks every token; give each prompt at least one")
-        if real[-1] - real[0] + 1 != len(real):
-            raise ValueError(
-                f"row {row} of attention_mask has a hole; only padding on the left or right can be masked"
-            )
-        prompts.append(token_ids[real].astype(np.int32))
-    return prompts
