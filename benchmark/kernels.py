@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the two own CPU kernels against the torch operators they replace, interleaved, on the shapes of SmolLM2-135M.
 
-`linears` is bound by reading weights, so its weights are cycled through more copies than any cache holds; `attend` reads a
-KV cache in place and is compared with scaled_dot_product_attention over the same keys under an additive mask.
+`linears` with few rows is bound by reading weights, so its weights are cycled through more copies than any cache holds;
+`attend` reads a KV cache in place and is compared with scaled_dot_product_attention over the same keys under an additive
+mask.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from optimum_neuron.targets.cpu import kernels
 
 REPEATS = 25
 LINEAR_SHAPES = ((576, (576, 192, 192)), (576, (1536, 1536)), (1536, (576,)), (576, (49152,)))
-LINEAR_ROWS = (1, 8, 32)
+# Token generation, then steps that also take in a part of a prompt.
+LINEAR_ROWS = (1, 8, 40, 72, 136, 264)
 HEADS, KV_HEADS, HEAD_DIM, SLOTS, LENGTH = 9, 3, 64, 8, 2048
 # Rows, tokens per row, and the position behind the last token.
 ATTENTION_SHAPES = ((1, 1, 256), (1, 1, 2048), (8, 1, 256), (8, 1, 2048), (1, 256, 512), (1, 512, 512), (1, 512, 2048))

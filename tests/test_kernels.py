@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import load_model, mixed_spec, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -63,17 +65,22 @@ def test_graphs_call_the_kernels_only_where_they_are_used(
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package", lambda program, **_: programs.append(program), raising=True
     )
-    model, config = load_model(tiny_checkpoint), tiny_config()
+    # A step of many tokens: no number of rows is left to torch, which would round by it.
+    config = tiny_config(sequence_length=256, prefill_chunk_size=100, context_buckets=(256,))
+    model = load_model(tiny_checkpoint)
     cache = KVCache(state_specs(config, inspect_model(model)))
     job = {"graph": asdict(mixed_spec(config)), "output": "unused.pt2"}
     assert worker._compile(model, cache, job, own_kernels) == {}
     own = [str(node.target) for node in programs[0].graph.nodes if kernels.namespace() in str(node.target)]
     names = {name.split(".")[1] for name in own}
     assert names == ({"linears", "attend"} if own_kernels else set())
+    assert own_kernels != any(node.target is torch.ops.aten.linear.default for node in programs[0].graph.nodes)
 
 
-# No multiples of a vector, of a chunk of columns or of a tile; one layer, several, and an empty one.
+# No multiples of a vector, of a chunk of columns, of a panel or of a tile; one layer, several, and an empty one.
 LINEARS = [(1, [1]), (31, [5, 3]), (33, [4]), (100, [37]), (576, [192, 64, 64]), (64, [0, 6]), (2050, [130, 7])]
+# Of one tile, of one block and of several, each with tiles of even and uneven heights.
+ROWS = (1, 2, 5, 6, 7, 13, 24, 25, 32, 72, 145)
 
 
 class TestLinears:
@@ -84,8 +91,8 @@ class TestLinears:
     def test_linears_match_float64(self, ops: Any, dtype: torch.dtype, columns: int, outputs: list[int]) -> None:
         weights = [random(size, columns, dtype=dtype) for size in outputs]
         biases = [random(size, dtype=dtype) if index % 2 == 0 else None for index, size in enumerate(outputs)]
-        x = random(32, columns, dtype=dtype)
-        for rows in (1, 2, 5, 6, 7, 13, 32):
+        x = random(max(ROWS), columns, dtype=dtype)
+        for rows in ROWS:
             results = ops.linears(x[:rows], weights, biases)
             for result, weight, bias in zip(results, weights, biases, strict=True):
                 exact = linear(x[:rows].double(), weight.double(), None if bias is None else bias.double())
@@ -101,11 +108,11 @@ class TestLinears:
     ) -> None:
         weights = [random(size, columns, dtype=dtype) for size in outputs]
         biases = [random(outputs[0], dtype=dtype), None]
-        x = random(32, columns, dtype=dtype)
+        x = random(300, columns, dtype=dtype)
         whole = ops.linears(x, weights, biases)
-        for rows in range(1, 32):
+        for rows in range(1, 300) if columns < 100 else (*range(1, 50, 6), *ROWS, 299):
             assert all_equal(ops.linears(x[:rows], weights, biases), [result[:rows] for result in whole])
-        order = torch.randperm(32)
+        order = torch.randperm(300)
         assert all_equal(ops.linears(x[order], weights, biases), [result[order] for result in whole])
         for index in range(2):
             assert torch.equal(ops.linears(x, weights[index : index + 1], biases[index : index + 1])[0], whole[index])
@@ -115,6 +122,20 @@ class TestLinears:
             assert result[3].isnan().all()
             assert torch.equal(result[4:], clean[4:]) and torch.equal(result[:3], clean[:3])
 
+    @settings(max_examples=100, deadline=None)
+    @given(st.sampled_from([torch.bfloat16, torch.float32]), st.data())
+    def test_no_size_changes_a_row_of_linears(self, ops: Any, dtype: torch.dtype, data: st.DataObject) -> None:
+        columns = data.draw(st.one_of(st.integers(1, 200), st.integers(1, 3000)), "columns")
+        outputs = data.draw(st.integers(1, 150), "outputs")
+        rows = data.draw(st.integers(1, 300), "rows")
+        first = data.draw(st.integers(0, rows - 1), "first")
+        stop = data.draw(st.integers(first + 1, rows), "stop")
+        begin = data.draw(st.integers(0, outputs - 1), "begin")
+        x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((rows, columns), (outputs, columns), (outputs,)))
+        (whole,) = ops.linears(x, [weight], [bias])
+        (part,) = ops.linears(x[first:stop], [weight[begin:]], [bias[begin:]])
+        assert torch.equal(part, whole[first:stop, begin:])
+
     @with_dtypes
     def test_linears_take_any_view_of_rows_and_refuse_the_rest(self, ops: Any, dtype: torch.dtype) -> None:
         x, weight = random(2, 3, 64, dtype=dtype), random(40, 64, dtype=dtype)
@@ -123,8 +144,7 @@ class TestLinears:
         assert torch.equal(ops.linears(x.transpose(0, 1), [weight], [None])[0], result.transpose(0, 1))
         assert torch.equal(ops.linears(x[1, 2], [weight], [None])[0], result[1, 2])
         refused: list[tuple[Tensor, Tensor, Tensor | None, str]] = [
-            (random(33, 64, dtype=dtype), weight, None, "1 to 32 rows"),
-            (x[:0], weight, None, "1 to 32 rows"),
+            (x[:0], weight, None, "input \\[0, 3, 64\\] is empty"),
             (x.half(), weight.half(), None, "bfloat16 or float32 expected, not Half"),
             (x, weight.double(), None, "contiguous and"),
             (x, weight.T.contiguous().T, None, "contiguous and"),

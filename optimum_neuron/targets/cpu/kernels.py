@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The own CPU kernels, built from C++ at export and loaded as torch operators: `linears` and `attend`.
 
-at::linear reaches half of the memory bandwidth when a few rows meet weights in their natural layout, and prepacked
-weights cannot be shared between graphs. torch's attention cannot read a slot of the cache in place, nor skip the keys
-that a mask hides. Measurements are in ARCHITECTURE.md.
+at::linear reaches half of the memory bandwidth when a few rows meet weights in their natural layout, prepacked weights
+cannot be shared between graphs, and how it rounds depends on the number of rows. torch's attention cannot read a slot
+of the cache in place, nor skip the keys that a mask hides. Measurements are in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .host import host_requirements
 
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "attention.cpp"))
-# The largest number of rows that linear.cpp takes; up to there it is faster than at::linear.
-ROW_LIMITS = {torch.bfloat16: 32, torch.float32: 32}
+# The element types that the kernels take.
+DTYPES = (torch.bfloat16, torch.float32)
 # The kernels are written for these; elsewhere torch's own operators stay in the graphs.
 REQUIRED_ISA = ("avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl")
 

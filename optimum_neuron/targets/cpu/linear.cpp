@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // linears(x, weights, biases): y_i = x @ weights[i].T + biases[i] for several weights that share their input, in one
-// parallel region. Made for token generation: few rows of x, weights in their natural [N, K] layout, read from memory
-// once at full bandwidth. bfloat16 and float32, accumulated in float32.
+// parallel region. Weights are in their natural [N, K] layout: they are read from memory once, at full bandwidth, so a
+// few rows of x (token generation) cost what reading costs, and many rows (prompts) what the arithmetic costs.
+// bfloat16 and float32, accumulated in float32.
 //
 // Contracts:
-// - x has 1 to kMaxRows rows, weights and biases are contiguous, all are of one type; anything else is an error.
+// - x has at least 1 row, weights and biases are contiguous, all are of one type; anything else is an error.
 // - A row's result depends on that row, the weight and the bias only, to the bit: not on the number of rows, the other
 //   rows, the number of threads, or the weights computed by the same call. Every output is summed over K in one order:
-//   lane by lane in one vector, then addLanes().
+//   lane by lane in one vector, then addLanes(). So graphs of all sizes compute the same.
 // - In bfloat16, subnormal numbers count as zero, as the hardware instruction has it.
 // - No autograd formula: for inference. The macro OPTIMUM_NEURON_NAMESPACE names the operator's torch namespace.
 #include <ATen/Parallel.h>
@@ -19,6 +20,7 @@
 #include <optional>
 #include <vector>
 
+#include "linear_tile.h"
 #include "simd.h"
 
 #ifndef OPTIMUM_NEURON_NAMESPACE
@@ -27,16 +29,32 @@
 
 namespace {
 
-constexpr int64_t kMaxRows = 32;
-// 4 weight rows of this length stay in the first-level cache while all rows of x pass over them.
-constexpr int64_t kChunkBytes = 4096;
+// A panel of weight rows stays in the second-level cache while all rows of x pass over it, block by block.
+constexpr int64_t kPanelOutputs = 64;
+// A chunk of columns of a block of rows stays in the first-level cache while the panel passes over it, beside the
+// weights of two tiles.
+constexpr int64_t kBlockTiles = 4;
+constexpr int64_t kChunkBytes = 28 * 1024;
 // What one thread reads in about 20 us; less is not worth waking another. Above kFreeRows the arithmetic is what costs.
 constexpr int64_t kGrainBytes = 512 * 1024;
 constexpr int64_t kFreeRows = 8;
+constexpr int64_t kVectorBytes = sizeof(__m512);
 
+struct Range {
+  int64_t begin, end;
+};
+
+// Part `i` of `count` even parts of a range that begins at 0.
+Range part(int64_t size, int64_t i, int64_t count) { return {size * i / count, size * (i + 1) / count}; }
+
+// The rows of x, packed tile by tile. Tiles have even heights: 8 rows are 4 + 4, not 6 + 2.
 struct Input {
-  const void* x;
+  void* packed;
   int64_t rows, columns;
+  int64_t stride;  // columns, rounded up to whole vectors
+
+  int64_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+  Range tileRows(int64_t tile) const { return part(rows, tile, tiles()); }
 };
 
 struct Linear {
@@ -46,106 +64,87 @@ struct Linear {
   int64_t outputs;
 };
 
-using Sums = __m512[kTileVectors];  // of one row of x, one vector for each weight row of the tile
-
 template <class Type>
-struct Tile {
-  const typename Type::Element* x;
-  const typename Type::Element* weights[kTileVectors];
-  int64_t columns;
-};
-
-// Columns from k on: a vector of each row of x times a vector of each weight row. `count...` is empty or, where less
-// than a vector is left, the number of columns.
-template <class Type, int Rows, class... Count>
-INLINE_AVX512 void multiplyStep(Sums (&sums)[Rows], const Tile<Type>& tile, int64_t k, Count... count) {
-  __m512i vectors[kTileVectors];
-  UNROLL for (int j = 0; j < kTileVectors; ++j) {
-    vectors[j] = Type::loadWords(tile.weights[j] + k, count...);
-    // The same place in the next tile: the hardware alone stops at the end of each page, and so of short rows.
-    _mm_prefetch(reinterpret_cast<const char*>(tile.weights[j] + (k + kTileVectors * tile.columns)), _MM_HINT_T0);
-  }
-  UNROLL for (int m = 0; m < Rows; ++m) {
-    const __m512i row = Type::loadWords(tile.x + m * tile.columns + k, count...);
-    UNROLL for (int j = 0; j < kTileVectors; ++j) {
-      sums[m][j] = Type::multiplyAdd(row, vectors[j], sums[m][j]);
-    }
-  }
-}
-
-// Columns [begin, end) of Rows rows of x times the weight rows, added to `total` (set, where begin is 0).
-template <class Type, int Rows>
-TARGET_AVX512 void multiplyTile(Sums* total, const Tile<Type>& tile, int64_t begin, int64_t end) {
-  constexpr int64_t kStep = kLanes * Type::kPerWord;
-  Sums sums[Rows];
-  UNROLL for (int m = 0; m < Rows; ++m) {
-    UNROLL for (int j = 0; j < kTileVectors; ++j) {
-      sums[m][j] = begin == 0 ? _mm512_setzero_ps() : total[m][j];
-    }
-  }
-  int64_t k = begin;
-  for (; k + kStep <= end; k += kStep) {
-    multiplyStep(sums, tile, k);
-  }
-  if (k < end) {
-    multiplyStep(sums, tile, k, end - k);
-  }
-  UNROLL for (int m = 0; m < Rows; ++m) {
-    UNROLL for (int j = 0; j < kTileVectors; ++j) {
-      total[m][j] = sums[m][j];
-    }
-  }
-}
-
-// The sum of the lanes of each of four vectors.
-INLINE_AVX512 __m128 addLanes(const Sums& v) {
-  const __m512 v01 = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  const __m512 v23 = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  const __m512 quarters = _mm512_add_ps(_mm512_shuffle_ps(v01, v23, 0x44), _mm512_shuffle_ps(v01, v23, 0xee));
-  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-}
-
-// Outputs [n, n + count) of every row, count <= kTileVectors.
-template <class Type>
-TARGET_AVX512 void computeOutputs(const Input& input, const Linear& linear, int64_t n, int64_t count) {
+void packInput(const Input& input, const void* x) {
   using Element = typename Type::Element;
-  static constexpr void (*kTiles[kTileRows])(Sums*, const Tile<Type>&, int64_t, int64_t) = {
-      multiplyTile<Type, 1>, multiplyTile<Type, 2>, multiplyTile<Type, 3>,
-      multiplyTile<Type, 4>, multiplyTile<Type, 5>, multiplyTile<Type, 6>};
-  constexpr int64_t kChunk = kChunkBytes / sizeof(Element);
+  const int64_t bytes = kTileRows * input.stride * sizeof(Element);
+  at::parallel_for(0, input.tiles(), (kGrainBytes + bytes - 1) / bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto [first, last] = input.tileRows(i);
+      packRows<Type>(
+          static_cast<Element*>(input.packed) + first * input.stride,
+          static_cast<const Element*>(x) + first * input.columns, last - first, input.columns);
+    }
+  });
+}
 
-  const auto [x, rows, columns] = input;
-  Tile<Type> tile{nullptr, {}, columns};
-  // A short tile repeats its last row; the store leaves the copies out.
+// A tile of `count` outputs from n on, its columns beginning at `column`; which rows of x it meets is open.
+template <class Type>
+TARGET_AVX512 Tile<Type> makeTile(const Input& input, const Linear& linear, int64_t n, int64_t count, int64_t column) {
+  using Element = typename Type::Element;
+  Tile<Type> tile;
+  // A short tile repeats its last row; the mask leaves the copies out.
   for (int64_t j = 0; j < kTileVectors; ++j) {
-    tile.weights[j] = static_cast<const Element*>(linear.weight) + (n + std::min(j, count - 1)) * columns;
+    tile.weights[j] =
+        static_cast<const Element*>(linear.weight) + (n + std::min(j, count - 1)) * input.columns + column;
   }
-  Sums sums[kMaxRows];
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t begin = 0; begin < columns; begin += kChunk) {
-    const int64_t end = std::min(begin + kChunk, columns);
-    for (int64_t i = 0; i < tiles; ++i) {
-      // Even heights: 8 rows are 4 + 4, not 6 + 2.
-      const int64_t first = rows * i / tiles;
-      const int64_t last = rows * (i + 1) / tiles;
-      tile.x = static_cast<const Element*>(x) + first * columns;
-      kTiles[last - first - 1](sums + first, tile, begin, end);
+  const auto* bias = static_cast<const Element*>(linear.bias);
+  tile.mask = static_cast<__mmask8>((1 << count) - 1);
+  // Adding -0 changes no value, adding +0 would make +0 of -0.
+  tile.bias = bias ? Type::load4(bias + n, tile.mask) : _mm_set1_ps(-0.0f);
+  tile.outputStride = linear.outputs;
+  return tile;
+}
+
+// Outputs of a panel for the rows of some tiles.
+template <class Type>
+TARGET_AVX512 void computeBlock(const Input& input, const Linear& linear, Range panel, Range tiles) {
+  using Element = typename Type::Element;
+  const int64_t firstRow = input.tileRows(tiles.begin).begin;
+  const int64_t rows = input.tileRows(tiles.end - 1).end - firstRow;
+  const int64_t vectors = input.stride / kStep<Type>;
+  const int64_t fitting = kChunkBytes / kVectorBytes / rows;
+  const int64_t chunks = (vectors + fitting - 1) / fitting;
+  Sums sums[kPanelOutputs / kTileVectors][kBlockTiles * kTileRows];
+  for (int64_t i = 0; i < chunks; ++i) {
+    const int64_t begin = part(vectors, i, chunks).begin * kStep<Type>;
+    const int64_t end = std::min(part(vectors, i, chunks).end * kStep<Type>, input.columns);
+    const Chunk chunk{end - begin, i == 0, i == chunks - 1};
+    for (int64_t n = panel.begin; n < panel.end; n += kTileVectors) {
+      Tile<Type> tile = makeTile<Type>(input, linear, n, std::min(panel.end - n, kTileVectors), begin);
+      // After the panel its next chunk, or else another panel: after the last block, that is right.
+      const bool again = n + kTileVectors >= panel.end && !chunk.last;
+      tile.ahead = again ? (panel.begin - n) * input.columns + chunk.columns : kTileVectors * input.columns;
+      for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+        const auto [first, last] = input.tileRows(t);
+        tile.x = static_cast<const Element*>(input.packed) + first * input.stride + begin * (last - first);
+        tile.output = static_cast<Element*>(linear.output) + first * linear.outputs + n;
+        multiplyTile(last - first, tile, chunk, sums[(n - panel.begin) / kTileVectors] + (first - firstRow));
+      }
     }
   }
-  const auto mask = static_cast<__mmask8>((1 << count) - 1);
-  const auto* bias = static_cast<const Element*>(linear.bias);
-  // Adding -0 changes no value, adding +0 would make +0 of -0.
-  const __m128 offset = bias ? Type::load4(bias + n, mask) : _mm_set1_ps(-0.0f);
-  for (int64_t m = 0; m < rows; ++m) {
-    auto* output = static_cast<Element*>(linear.output) + m * linear.outputs + n;
-    Type::store4(output, _mm_add_ps(addLanes(sums[m]), offset), mask);
+}
+
+// The outputs in a range, of every row.
+template <class Type>
+void computeOutputs(const Input& input, const Linear& linear, Range outputs) {
+  const int64_t tiles = input.tiles();
+  const int64_t blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
+  for (int64_t n = outputs.begin; n < outputs.end; n += kPanelOutputs) {
+    for (int64_t i = 0; i < blocks; ++i) {
+      computeBlock<Type>(input, linear, {n, std::min(n + kPanelOutputs, outputs.end)}, part(tiles, i, blocks));
+    }
   }
 }
 
 // The outputs of all weights are one range, split evenly: all weight rows have the same length.
 template <class Type>
-void computeAll(const Input& input, const std::vector<Linear>& linears) {
+void computeAll(const at::Tensor& x, const std::vector<Linear>& linears) {
+  const int64_t columns = x.size(-1), rows = x.numel() / columns;
+  const int64_t stride = (columns + kStep<Type> - 1) / kStep<Type> * kStep<Type>;
+  const at::Tensor packed = at::empty({rows, stride}, x.options());
+  const Input input{packed.mutable_data_ptr(), rows, columns, stride};
+  packInput<Type>(input, x.const_data_ptr());
   int64_t total = 0;
   for (const Linear& linear : linears) {
     total += linear.outputs;
@@ -154,9 +153,7 @@ void computeAll(const Input& input, const std::vector<Linear>& linears) {
   at::parallel_for(0, total, (kGrainBytes + cost - 1) / cost, [&](int64_t begin, int64_t end) {
     for (const Linear& linear : linears) {
       const int64_t last = std::min(end, linear.outputs);
-      for (int64_t n = std::max<int64_t>(begin, 0); n < last; n += kTileVectors) {
-        computeOutputs<Type>(input, linear, n, std::min(kTileVectors, last - n));
-      }
+      computeOutputs<Type>(input, linear, {std::max<int64_t>(begin, 0), last});
       begin -= linear.outputs;
       end -= linear.outputs;
     }
@@ -166,9 +163,7 @@ void computeAll(const Input& input, const std::vector<Linear>& linears) {
 void checkInput(const at::Tensor& x) {
   const auto type = x.scalar_type();
   TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "linears: bfloat16 or float32 expected, not ", type);
-  TORCH_CHECK(
-      x.dim() > 0 && x.numel() > 0 && x.numel() / x.size(-1) <= kMaxRows, "linears: input ", x.sizes(),
-      " has not 1 to ", kMaxRows, " rows");
+  TORCH_CHECK(x.dim() > 0 && x.numel() > 0, "linears: input ", x.sizes(), " is empty");
 }
 
 void checkParameters(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
@@ -202,8 +197,7 @@ std::vector<at::Tensor> linears(
                       outputs.back().mutable_data_ptr(), weight.size(0)});
   }
   const at::Tensor rows = x.contiguous();
-  const Input input{rows.const_data_ptr(), rows.numel() / rows.size(-1), rows.size(-1)};
-  x.scalar_type() == at::kFloat ? computeAll<Float32>(input, layers) : computeAll<BFloat16>(input, layers);
+  x.scalar_type() == at::kFloat ? computeAll<Float32>(rows, layers) : computeAll<BFloat16>(rows, layers);
   return outputs;
 }
 

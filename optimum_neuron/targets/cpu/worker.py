@@ -35,6 +35,8 @@ INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "cpp.dynamic_threads": True,  # else the code has this machine's number of cores built in
 }
+# With one token there is nothing but a sum's terms to share out: several threads would round it unlike other graphs do.
+ONE_TOKEN_OPTIONS = INDUCTOR_OPTIONS | {"cpp.threads": 1, "cpp.dynamic_threads": False}
 
 
 def main() -> None:
@@ -69,7 +71,8 @@ def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], own_kern
         constants = {
             name: value for name, value in program.constants.items() if not name.startswith(("model.", "kv_cache."))
         }
-        torch._inductor.aoti_compile_and_package(program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS)
+        options = ONE_TOKEN_OPTIONS if _tokens(spec) == 1 else INDUCTOR_OPTIONS
+        torch._inductor.aoti_compile_and_package(program, package_path=str(output), inductor_configs=options)
         if constants:
             save_file(
                 {name: value.contiguous() for name, value in constants.items()}, output.with_suffix(".safetensors")
@@ -78,6 +81,11 @@ def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], own_kern
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
+
+
+def _tokens(spec: GraphSpec) -> int:
+    """Tokens of a step."""
+    return spec.batch_size * spec.has_decode + spec.ctx_batch_size * spec.chunk_size * spec.has_chunk
 
 
 def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
