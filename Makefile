@@ -14,10 +14,10 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench bench-serving clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
@@ -39,6 +39,10 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python benchmark/generate.py --artifacts build/artifacts --json build/benchmark/generate.json
+
+bench-serving: $(DEMO_MODEL) ## measure how long prompts stall decoding, by policy and in transformers
+	@$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python benchmark/stall.py --artifacts build/artifacts --json build/benchmark/stall.json
 
 clean: ## remove what was built, but not the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -66,12 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     add_option(what, "--peers", nargs="*", choices=PEERS, default=list(PEERS), help=peers_help)
     size = parser.add_argument_group("sizes")
     add_option(
-        size, "--batch-sizes", type=_positive, nargs="+", metavar="ROWS", default=[1, 4, 8], help="prompts per call"
+        size, "--batch-sizes", type=positive, nargs="+", metavar="ROWS", default=[1, 4, 8], help="prompts per call"
     )
     add_option(
         size,
         "--prompt-lengths",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="TOKENS",
         default=[128, 512, 2048],
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     add_option(
         size,
         "--new-tokens",
-        type=_at_least_two,
+        type=at_least_two,
         metavar="TOKENS",
         default=32,
         help="generated per row, no fewer and no more",
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add_option(
         size,
         "--repeats",
-        type=_positive,
+        type=positive,
         metavar="ROUNDS",
         default=5,
         help="measured calls per system and case, in turn",
@@ -109,15 +109,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
+def positive(text: str) -> int:
+    return at_least(text, 1)
 
 
-def _at_least_two(text: str) -> int:
-    return _at_least(text, 2)  # the first new token comes from prefill
+def at_least_two(text: str) -> int:
+    return at_least(text, 2)  # the first new token comes from prefill
 
 
-def _at_least(text: str, least: int) -> int:
+def at_least(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)

@@ -117,7 +117,12 @@ def artifact_config(dtype: str, target: str, batch_size: int, longest: int) -> N
     """Sizes that hold `longest` tokens: one context length, chunks of up to 512 tokens and of 128."""
     length = -(-longest // 256) * 256
     config = NeuronConfig(
-        batch_size=batch_size, sequence_length=length, context_buckets=(length,), dtype=dtype, target=target
+        batch_size=batch_size,
+        sequence_length=length,
+        mixed_step=False,  # generate() takes in all prompts first
+        context_buckets=(length,),
+        dtype=dtype,
+        target=target,
     )
     assert config.prefill_chunk_size is not None
     return replace(config, prefill_chunk_buckets=(SMALL_CHUNK,)) if config.prefill_chunk_size > SMALL_CHUNK else config
@@ -125,7 +130,8 @@ def artifact_config(dtype: str, target: str, batch_size: int, longest: int) -> N
 
 def export(model: str, config: NeuronConfig, folder: Path) -> Export:
     """Exports to `folder`, unless the same code, versions and options have exported there before."""
-    path = folder / f"{_stem(model)}-{config.target}-{config.dtype}-b{config.batch_size}-{_fingerprint(model, config)}"
+    sizes = f"b{config.batch_size}-c{config.ctx_batch_size}x{config.prefill_chunk_size}"
+    path = folder / f"{_stem(model)}-{config.target}-{config.dtype}-{sizes}-{_fingerprint(model, config)}"
     if (path / "neuron_config.json").is_file():
         return Export(path, None, "reused")
     folder.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,8 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
             trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
                 artifact are compiled again on this machine.
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
-                whatever else is served; every step then costs as much as the largest.
+                whatever else is served, also where graphs of different shapes round differently (the cpu target's do
+                not, as a rule); every step then costs as much as the largest.
             options: fields of `NeuronConfig`, for an export.
 
         Raises:

@@ -109,7 +109,8 @@ class GraphRunner:
 
     Args:
         deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
-            bit whatever else is served, which graphs of different shapes cannot promise; every step costs the most.
+            bit whatever else is served, also where graphs of different shapes round differently; every step costs the
+            most.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects and shows what serving measured: tables, ratios, a plot of the steps, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measure import OtherProcesses
+from report import describe_machine
+from rich.console import Console
+from rich.table import Table
+from serving import LONG, PromptSource, Stall, Trace, Workload
+from serving_systems import OurServer, Server
+
+from optimum_neuron import progress
+
+
+COLORS = {"token_generation": "#4c72b0", "chunked_prefill": "#dd8452", "mixed": "#55a868"}
+
+
+@dataclass
+class Results:
+    """All results of one run.
+
+    Attributes:
+        numbers: by scenario and system, medians over the rounds.
+        padding: by scenario and system, the share of chunk tokens that were padding, and the calls of each graph.
+        traces: of the last round, by scenario and system.
+        other_cores: cores that other processes kept busy, by scenario.
+        steps: median times of the last round's steps, as `simulate.py --calibration` takes them.
+    """
+
+    model: str
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    numbers: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    padding: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    other_cores: dict[str, float | None] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    traces: dict[str, dict[str, Trace]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: str, args: argparse.Namespace) -> Results:
+        options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        return cls(Path(checkpoint).name, options, describe_machine())
+
+    def measure(self, scenario: str, workload: Workload, servers: Sequence[Server]) -> None:
+        """Lets each server run the workload once to warm up and then, round after round, all in turn."""
+        rounds: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
+        self.traces[scenario] = {}
+        repeats = self.options["repeats"]
+        ours = next(server for server in servers if isinstance(server, OurServer))
+        vocab_size = ours.model.artifact.model.vocab_size
+        with progress.stage(f"Measuring {scenario}", len(servers) * (repeats + 1)) as advance:
+            others = OtherProcesses()
+            for number in range(repeats + 1):
+                # Each round begins with another system: what runs after a slow one finds colder caches.
+                for server in [*servers[number % len(servers) :], *servers[: number % len(servers)]]:
+                    prompts = PromptSource(vocab_size, self.options["seed"] + number)
+                    trace = server.serve(workload.jobs(prompts))
+                    advance(server.name)
+                    if number:
+                        rounds[server.name].append(workload.results(trace))
+                    self.traces[scenario][server.name] = trace
+        self.other_cores[scenario] = others.cores()
+        for server in servers:
+            if isinstance(server, OurServer):
+                self.steps += _step_times(server, self.traces[scenario][server.name])
+        self.workloads[scenario] = asdict(workload)
+        self.numbers[scenario] = {name: _medians(results) for name, results in rounds.items()}
+        self.padding[scenario] = {
+            name: _padding(trace.counters) for name, trace in self.traces[scenario].items() if trace.counters
+        }
+
+    def ratios(self) -> dict[str, float]:
+        """What mixed steps are worth in the scenario stall; empty without it."""
+        found = self.numbers.get("stall", {})
+        if "mixed" not in found:
+            return {}
+        mixed = found["mixed"]
+        ratios = {"mixed ITL p99 / decode-only ITL": mixed["itl_p99_ms"] / mixed["decode_itl_ms"]}
+        for name, other in found.items():
+            if name != "mixed":
+                ratios[f"mixed TTFT / {name} TTFT"] = mixed["ttft_ms"] / other["ttft_ms"]
+                ratios[f"mixed tok/s / {name} tok/s"] = mixed["tok_s"] / other["tok_s"]
+                ratios[f"{name} ITL max / mixed ITL max"] = other["itl_max_ms"] / mixed["itl_max_ms"]
+        return ratios
+
+    def to_json(self) -> str:
+        """One line."""
+        fields = {key: value for key, value in vars(self).items() if key != "traces"}
+        return json.dumps({"benchmark": "stall", **fields, "ratios": self.ratios()}, default=str)
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def _step_times(server: OurServer, trace: Trace) -> list[dict[str, Any]]:
+    sizes = server.model.neuron_config
+    times: dict[str, list[float]] = {}
+    for kind, start, end in trace.steps:
+        times.setdefault(kind, []).append((end - start) * 1e3)
+    return [
+        {
+            "kind": kind,
+            "batch_size": sizes.batch_size,
+            "ctx_batch_size": sizes.ctx_batch_size,
+            "chunk_size": 0 if kind == "token_generation" else sizes.prefill_chunk_size,
+            "ms": statistics.median(of_kind),
+        }
+        for kind, of_kind in times.items()
+    ]
+
+
+def _padding(counters: dict[str, Any]) -> dict[str, Any]:
+    real, padded = counters["prompt_tokens"], counters["padded_prompt_tokens"]
+    share = padded / (real + padded) if real + padded else 0.0
+    return {"padded_share": share, "graph_calls": counters["graph_calls"]}
+
+
+def print_tables(results: Results) -> None:
+    """One table per scenario, then the ratios."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    machine = results.machine
+    console.print(
+        f"{results.model}, {results.options['dtype']}, {machine['cpu']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, transformers {machine['transformers']}, medians of {results.options['repeats']} rounds"
+    )
+    for scenario, systems in results.numbers.items():
+        sizes = ", ".join(f"{key} {value}" for key, value in results.workloads[scenario].items())
+        table = Table(title=f"{scenario}: {sizes}", title_justify="left")
+        table.add_column("system", no_wrap=True)
+        for name in next(iter(systems.values())):
+            table.add_column(name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " "), justify="right")
+        table.add_column("padding", justify="right")
+        for system, numbers in systems.items():
+            padding = results.padding[scenario].get(system)
+            share = f"{padding['padded_share']:.0%}" if padding else ""
+            table.add_row(system, *(f"{value:,.1f}" for value in numbers.values()), share)
+        console.print(table)
+    table = Table(title="What mixed steps are worth", title_justify="left")
+    table.add_column("ratio")
+    table.add_column("", justify="right")
+    for name, value in results.ratios().items():
+        table.add_row(name, f"{value:.2f}")
+    console.print(table)
+
+
+def plot(results: Results, path: Path) -> None:
+    """A line per system: its steps around the arrival of the long prompt, by kind, and the newcomer's first token."""
+    traces = {name: trace for name, trace in results.traces.get("stall", {}).items() if LONG in trace.submitted}
+    if not traces:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.6 * len(traces)), layout="constrained")
+    before = 0.3
+    until = max(trace.ttft(LONG) for trace in traces.values()) * 1.1
+    for row, trace in enumerate(traces.values()):
+        came = trace.submitted[LONG]
+        for kind, color in COLORS.items():
+            spans = [(start - came, end - start) for step, start, end in trace.steps if step == kind]
+            axes.broken_barh(
+                [span for span in spans if -before < span[0] < until], (row - 0.3, 0.6), color=color, ec="w", lw=0.3
+            )
+        if not trace.steps:  # no steps are told: a mark per token of one decoding request
+            times = [time - came for time in trace.tokens["decode0"]]
+            axes.plot(
+                [time for time in times if -before < time < until],
+                [row] * sum(-before < t < until for t in times),
+                "|",
+                color="0.3",
+                ms=12,
+            )
+        axes.plot([trace.ttft(LONG)], [row], marker="v", color="k", ms=8)
+    axes.axvline(0, color="k", lw=1)
+    axes.set_yticks(range(len(traces)), list(traces))
+    axes.invert_yaxis()
+    axes.set_xlim(-before, until)
+    stall = Stall(**results.workloads["stall"])
+    axes.set(
+        xlabel=f"seconds from the arrival of a prompt of {stall.long_prompt:,} tokens beside {stall.decodes} decoding requests"
+    )
+    names = {"token_generation": "decode", "chunked_prefill": "prompt chunk", "mixed": "both"}
+    handles = [Patch(color=color, label=names[kind]) for kind, color in COLORS.items()]
+    first = pyplot.Line2D([], [], marker="v", color="k", ls="", label="its first token")
+    axes.legend(handles=[*handles, first], frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
