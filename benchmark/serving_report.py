@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -59,6 +60,9 @@ class Results:
         repeats = self.options["repeats"]
         ours = next(server for server in servers if isinstance(server, OurServer))
         vocab_size = ours.model.artifact.model.vocab_size
+        # As servers do: or else the collector looks through all that was loaded, in the middle of a step.
+        gc.collect()
+        gc.freeze()
         with progress.stage(f"Measuring {scenario}", len(servers) * (repeats + 1)) as advance:
             others = OtherProcesses()
             for number in range(repeats + 1):

@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add_option(what, "--no-peer", action="store_true", help="leave out transformers' continuous batching")
     size = parser.add_argument_group("sizes")
     add_option(size, "--slots", type=at_least_three, metavar="ROWS", default=4, help="requests at a time")
-    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=28, help="prompt tokens of a step")
+    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=24, help="prompt tokens of a step")
     add_option(size, "--long-prompt", type=positive, metavar="TOKENS", default=2048, help="of the newcomer")
     add_option(size, "--short-prompt", type=positive, metavar="TOKENS", default=512, help="of those that decode")
     add_option(size, "--users", type=positive, metavar="USERS", default=8, help="of the scenario users")

@@ -81,8 +81,10 @@ def _compile_missing(
         def compile_one(spec: GraphSpec) -> None:
             worker = workers.get()
             output = scratch / (spec.name + PACKAGE_SUFFIX)
-            worker.compile(spec, output)
-            workers.put(worker)
+            try:
+                worker.compile(spec, output)
+            finally:
+                workers.put(worker)  # else the next graph would wait for ever for a worker
             # The package last: where it is present, its constants are.
             for file in sorted(scratch.glob(spec.name + ".*"), key=lambda file: file.suffix == PACKAGE_SUFFIX):
                 os.replace(file, cache / (keys[spec.name] + file.suffix))
