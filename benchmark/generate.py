@@ -21,6 +21,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from output import publish, warn
+
 from optimum_neuron.cli import add_option, reported_errors
 
 
@@ -133,16 +135,8 @@ def main() -> int:
         with nullcontext(args.artifacts) if args.artifacts else tempfile.TemporaryDirectory() as folder:
             report = run(args, Path(folder))
         print_tables(report)
-        try:
-            plot(report, args.plot)
-        except ImportError:
-            warn("no plot: pip install matplotlib")
-        text = report.to_json()
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(json.loads(text), indent=2) + "\n", encoding="utf-8")
         equal = warn_of_results(report)
-        print(text, flush=True)
+        publish(report.to_json(), lambda: plot(report, args.plot), args.json)
     return 0 if equal or args.dtype != "float32" else 1
 
 
@@ -247,11 +241,6 @@ def warn_of_results(report: Report) -> bool:
                         f"{where}: {agreement.tokens - agreement.equal_tokens} of {agreement.tokens} greedy tokens differ from {name}"
                     )
     return equal
-
-
-def warn(message: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(f"warning: {message}\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ replicas on one instance take from each other. Read differences between rows, no
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from output import publish
 from simulate_report import Check, Objective, Report, Row, Setting, plot, print_report
 from simulation import Simulation, Workload
 from step_costs import Calibration
@@ -180,15 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         objective = Objective(args.itl_p99_ms, args.ttft_p99_ms)
         report = Report(calibration, checks, _workload(args, 1), rows, objective)
         print_report(report)
-        try:
-            plot(report, args.plot)
-        except ImportError:
-            sys.stderr.write("warning: no plot: pip install matplotlib\n")
-        text = report.to_json()
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(json.loads(text), indent=2) + "\n", encoding="utf-8")
-        print(text, flush=True)
+        publish(report.to_json(), lambda: plot(report, args.plot), args.json)
     return 0
 
 

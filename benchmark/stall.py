@@ -16,14 +16,14 @@ prefill_first takes in all prompts before it decodes; all_chunks takes in a whol
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from generate import at_least, positive, warn, warn_if_busy
+from generate import at_least, positive, warn_if_busy
+from output import publish
 
 from optimum_neuron.cli import add_option, reported_errors
 
@@ -93,15 +93,7 @@ def main() -> int:
         with nullcontext(args.artifacts) if args.artifacts else tempfile.TemporaryDirectory() as folder:
             results = run(args, Path(folder))
         print_tables(results)
-        try:
-            plot(results, args.plot)
-        except ImportError:
-            warn("no plot: pip install matplotlib")
-        text = results.to_json()
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(json.loads(text), indent=2) + "\n", encoding="utf-8")
-        print(text, flush=True)
+        publish(results.to_json(), lambda: plot(results, args.plot), args.json)
     return 0
 
 
