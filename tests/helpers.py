@@ -22,7 +22,7 @@ from optimum_neuron.export import export_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import inspect_model
-from optimum_neuron.graphs.spec import GraphSpec, ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import Chunk, DecodeRows, GraphRunner, SamplingParams
@@ -57,6 +57,30 @@ def tiny_config(**changes: Any) -> NeuronConfig:
 def load_model(folder: Path) -> nn.Module:
     """A checkpoint in float32 with the cached attention, as an export loads it."""
     return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
+
+
+class Recorder:
+    """An executable that keeps the inputs of each run and returns zeros."""
+
+    def __init__(self, graphs: Sequence[GraphSpec]) -> None:
+        self.specs = {graph.name: graph for graph in graphs}
+        self.runs: list[tuple[GraphSpec, dict[str, Tensor]]] = []
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        spec = self.specs[graph]
+        assert [tuple(tensor.shape) for tensor in inputs] == [tensor.shape for tensor in spec.inputs()]
+        names = [tensor.name.split(".")[1] for tensor in spec.inputs()]
+        self.runs.append((spec, {name: tensor.clone() for name, tensor in zip(names, inputs, strict=True)}))
+        return [torch.zeros(output.shape, dtype=getattr(torch, output.dtype)) for output in spec.outputs(VOCAB)]
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        raise NotImplementedError
+
+    def read_state(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        raise NotImplementedError
 
 
 def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool = False) -> GraphRunner:
@@ -98,7 +122,7 @@ def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: S
 def decode_rows(
     runner: GraphRunner,
     tokens: dict[int, int],
-    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    sampling: SamplingParams = GREEDY,
     uniform: float = 0.0,
 ) -> DecodeRows:
     """Decode rows of one step: slot to the token that it processes."""
@@ -113,7 +137,7 @@ def decode_rows(
 def decode_tokens(
     runner: GraphRunner,
     tokens: dict[int, int],
-    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    sampling: SamplingParams = GREEDY,
     uniform: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Advances the named slots by one token each; returns the tokens and logits of all slots."""
@@ -126,7 +150,7 @@ def generate(
     runner: GraphRunner,
     prompt: np.ndarray,
     new_tokens: int,
-    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    sampling: SamplingParams = GREEDY,
     uniforms: Sequence[float] | None = None,
 ) -> tuple[list[int], Tensor]:
     """Runs one request in slot 0; returns its tokens and logits `[new_tokens, vocab]` that they come from."""

@@ -131,6 +131,7 @@ def test_a_prompt_that_cannot_be_served_fails_alone(model: NeuronModelForCausalL
     ("config", "batching", "words"),
     [
         ({"num_beams": 2}, {}, "num_beams=2 is not supported"),
+        ({"guidance_scale": 2.0}, {}, "guidance_scale=2.0 is not supported"),
         ({"stop_strings": ["x"]}, {}, r"stop_strings=\['x'\] is not supported"),
         (
             {},
@@ -220,6 +221,27 @@ def test_a_stop_with_a_timeout_or_a_hard_one_ends_what_runs(
         outputs = list(manager)
         assert len(outputs) == 6 and all(output.error for output in outputs[3:])
         manager.stop()
+    assert len(by_generate(model, prompts[0])) == 8
+
+
+def test_a_manager_whose_engine_failed_ends_every_request_with_an_error(
+    model: NeuronModelForCausalLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = model.init_continuous_batching(generation_config=GREEDY)
+    manager.start()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.runner, "step", fails)
+        manager.add_request(prompts[0])
+        failed = manager.get_result(timeout=30)
+    assert failed is not None and "device lost" in str(failed.error)
+    assert not manager.is_running()
+    manager.add_request(prompts[1])
+    assert ["closed" in str(output.error) for output in manager] == [True]
+    manager.stop()
     assert len(by_generate(model, prompts[0])) == 8
 
 

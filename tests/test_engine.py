@@ -245,6 +245,9 @@ def test_the_host_chooses_what_the_sampler_cannot(open_runner: Opener) -> None:
         ({"sampling": SamplingParams(temperature=-1)}, {}, r"temperature=-1; top_k must be"),
         ({"sampling": SamplingParams(top_p=2.0)}, {}, r"top_p=2.0"),
         ({"sampling": SamplingParams(top_k=0)}, {}, "top_k=0"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, {}, "temperature=nan"),
+        ({"sampling": SamplingParams(top_k=float("nan"))}, {}, "top_k=nan"),
+        ({"seed": -1}, {}, "seed=-1; give a whole number of at least 0"),
         (
             {"sampling": SamplingParams(top_k=300, temperature=1.0)},
             {"output_logits": False},
@@ -290,6 +293,30 @@ def test_abort_all_frees_every_slot_and_the_engine_goes_on(open_runner: Opener) 
     request = Request(request_id="0", prompt_token_ids=random_tokens(7), max_new_tokens=4)
     engine.add_request(request)
     assert finish(engine)["0"] == alone(open_runner("llama"), request)
+
+
+def test_a_step_that_fails_ends_all_requests_and_voids_what_the_slots_held(
+    open_runner: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner("llama")
+    engine = engine_over(runner)
+    long = Request(request_id="long", prompt_token_ids=random_tokens(40), max_new_tokens=6)
+    engine.add_request(long)
+    expected = finish(engine)["long"]
+
+    def fails_after_the_run(*_: object) -> list[int]:
+        raise RuntimeError("device lost")
+
+    engine.add_request(Request(request_id="other", prompt_token_ids=random_tokens(40, seed=1), max_new_tokens=6))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_chosen", fails_after_the_run)
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.step()
+    assert not engine.has_work and engine.statistics.aborted == 1
+    assert not any(len(engine.scheduler.slots.contents(slot)) for slot in range(3))
+    engine.add_request(long)
+    assert finish(engine)["long"] == expected
 
 
 @pytest.mark.parametrize("target", [1e-6, 1e9])

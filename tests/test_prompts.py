@@ -27,6 +27,7 @@ def test_packed_prompts_are_taken_apart(lengths: list[int]) -> None:
     ("bounds", "words"),
     [
         ([1, 5], r"cu_seqlens=\[1, 5\] must be one row that starts at 0"),
+        ([[0, 5]], "must be one row that starts at 0"),
         ([0], "starts at 0 and names each prompt's end"),
         ([0, 3, 3, 5], "must rise"),
         ([0, 4, 3, 5], "must rise"),

@@ -13,6 +13,7 @@ from helpers import (
     CHUNK_SIZE,
     LENGTH,
     VOCAB,
+    Recorder,
     decode_rows,
     decode_tokens,
     eager_runner,
@@ -30,37 +31,13 @@ from torch import Tensor, nn
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.graphs.model import inspect_model
-from optimum_neuron.graphs.spec import GraphSpec, graph_specs
+from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import Chunk, GraphRunner, SamplingParams
 
 
 CHUNKS, CONTEXTS = (2, 4, 8), (6, 16, LENGTH)
 SAMPLED = SamplingParams(top_k=20, top_p=0.9, temperature=0.8)
-
-
-class Recorder:
-    """An executable that keeps the inputs of each run and returns zeros."""
-
-    def __init__(self, graphs: Sequence[GraphSpec]) -> None:
-        self.specs = {graph.name: graph for graph in graphs}
-        self.runs: list[tuple[GraphSpec, dict[str, Tensor]]] = []
-
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        spec = self.specs[graph]
-        assert [tuple(tensor.shape) for tensor in inputs] == [tensor.shape for tensor in spec.inputs()]
-        names = [tensor.name.split(".")[1] for tensor in spec.inputs()]
-        self.runs.append((spec, {name: tensor.clone() for name, tensor in zip(names, inputs, strict=True)}))
-        return [torch.zeros(output.shape, dtype=getattr(torch, output.dtype)) for output in spec.outputs(VOCAB)]
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        raise NotImplementedError
-
-    def read_state(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,8 @@ def test_a_failing_step_reaches_everyone_who_waits(runner: GraphRunner, monkeypa
         ) as failure:
             list(stream)
         assert isinstance(failure.value.__cause__, RuntimeError)
+        with pytest.raises(EngineStoppedError):  # not a wait for ever
+            next(stream)
     with pytest.raises(EngineStoppedError) as failure:
         service.submit(request(9))
     assert str(failure.value.__cause__) == "device lost"

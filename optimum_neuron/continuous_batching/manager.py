@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from ..engine.service import EngineService, Item
+from ..engine.service import EngineService, EngineStoppedError, Item
 from ..engine.step import TokenEvent
 from .requests import Outcome, RequestFactory
 
@@ -72,7 +72,7 @@ class ContinuousBatchingManager:
 
     def is_running(self) -> bool:
         """Whether requests are taken."""
-        return self._service is not None
+        return self._service is not None and not self._service.is_closed
 
     def add_request(
         self,
@@ -97,7 +97,8 @@ class ContinuousBatchingManager:
             raise TypeError(
                 f"{', '.join(processor_options)}: all requests of a manager share its generation_config; set it there"
             )
-        if self._service is None:
+        service = self._service
+        if service is None:
             raise RuntimeError("the manager is not running; call start() first")
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
         ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
@@ -108,8 +109,8 @@ class ContinuousBatchingManager:
             self._open += 1
         try:
             request = self._factory.make(request_id, input_ids, max_new_tokens, eos)
-            self._service.subscribe(request, partial(self._deliver, outcome, streaming))
-        except (ValueError, TypeError) as error:
+            service.subscribe(request, partial(self._deliver, outcome, streaming))
+        except (ValueError, TypeError, EngineStoppedError) as error:
             logger.error("%s", error)
             outcome.fail(str(error))
             self._put(outcome.output)
@@ -144,7 +145,7 @@ class ContinuousBatchingManager:
                 return
 
     def _is_over(self) -> bool:
-        return self._service is None and not self._open
+        return not self.is_running() and not self._open
 
     def _find(self, request_id: str | None) -> int | None:
         wanted = (index for index, output in enumerate(self._ready) if request_id in (None, output.request_id))

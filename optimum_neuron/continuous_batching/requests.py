@@ -14,9 +14,10 @@ import numpy as np
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..engine.policy import SchedulerOptions
+from ..engine.policy import Policy, SchedulerOptions
 from ..engine.request import Request
 from ..engine.step import TokenEvent
+from ..refusals import refuse_unsupported
 from ..runtime.token_choice import OnDeviceChoice, choose_how
 
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of transformers' config that mean something here; the others size memory and CUDA graphs that do not exist.
 _HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "return_logprobs", "seed"}
-_POLICIES = {"fifo": "auto", "prefill_first": "prefill_first"}
+_POLICIES: dict[str, Policy] = {"fifo": "auto", "prefill_first": "prefill_first"}
 # Stopping criteria and searches that need more than the tokens of one request.
 _REFUSED = {
     "num_beams": 1,
@@ -60,6 +61,7 @@ class RequestFactory:
                 raise ValueError(
                     f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
                 )
+        refuse_unsupported(self.config, model.neuron_config)
         _warn_of_meaningless(self.batching)
         eos = self.config.eos_token_id
         if eos is None:
@@ -76,7 +78,7 @@ class RequestFactory:
         if kind not in _POLICIES:
             raise ValueError(f"scheduler_type={kind!r} is not known; choose one of {', '.join(_POLICIES)}")
         return SchedulerOptions(
-            policy=_POLICIES[kind],  # type: ignore[arg-type]
+            policy=_POLICIES[kind],
             max_step_tokens=self.batching.max_batch_tokens,
             prefix_reuse=self.batching.allow_block_sharing,
         )
@@ -87,7 +89,6 @@ class RequestFactory:
         input_ids: Sequence[int] | np.ndarray,
         max_new_tokens: int | None,
         eos_token_ids: frozenset[int] | None = None,
-        seed: int | None = None,
     ) -> Request:
         """A request with this factory's way to choose tokens."""
         model, config = self.model, self.config
@@ -103,13 +104,12 @@ class RequestFactory:
         on_device = isinstance(choice, OnDeviceChoice)
         return Request(
             request_id=request_id,
-            prompt_token_ids=input_ids,  # type: ignore[arg-type]
+            prompt_token_ids=np.asarray(input_ids),
             max_new_tokens=self._new_tokens(len(input_ids)) if max_new_tokens is None else max_new_tokens,
             eos_token_ids=self.eos_token_ids if eos_token_ids is None else eos_token_ids,
             sampling=choice.sampling,
             processors=None if on_device else processors,
             do_sample=bool(config.do_sample),
-            seed=seed,
         )
 
     def _new_tokens(self, prompt: int) -> int | None:

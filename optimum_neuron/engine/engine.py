@@ -104,10 +104,21 @@ class Engine:
             self.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Runs one step; returns the tokens that requests got from it, none where there is nothing to do."""
+        """Runs one step; returns the tokens that requests got from it, none where there is nothing to do.
+
+        Whatever fails in it ends all requests and voids all slots: how far the cache was written is then unknown.
+        """
         step = self.scheduler.schedule()
         if step is None:
             return []
+        try:
+            return self._run(step)
+        except BaseException:
+            self.abort_all()
+            self.scheduler.slots.clear()
+            raise
+
+    def _run(self, step: Step) -> list[TokenEvent]:
         start = time.perf_counter()
         chunks = [self._chunk(chunk, start) for chunk in step.chunks]
         output = self.runner.step(chunks, self._decode_rows(step.decodes) if step.decodes else None)

@@ -20,11 +20,14 @@ def check_sampling(request: Request, config: NeuronConfig, vocab_size: int) -> N
     """Raises ValueError where neither the graphs nor the host could choose a request's tokens."""
     top_k, top_p, temperature = request.sampling
     who = f"request {request.request_id!r}"
-    if temperature < 0 or not 0 <= top_p <= 1 or top_k < 1:
+    # Written so that NaN is refused too.
+    if not (0 <= temperature < np.inf and 0 <= top_p <= 1 and top_k >= 1):
         raise ValueError(
             f"{who} has top_k={top_k}, top_p={top_p}, temperature={temperature}; top_k must be at least 1, top_p between 0 "
-            f"and 1, temperature at least 0"
+            f"and 1, temperature finite and at least 0"
         )
+    if request.seed is not None and (not isinstance(request.seed, int) or request.seed < 0):
+        raise ValueError(f"{who} has seed={request.seed!r}; give a whole number of at least 0, or leave it out")
     reason = _host_reason(request, config, vocab_size)
     if reason is not None and not config.returns_decode_logits:
         raise ValueError(

@@ -64,6 +64,7 @@ class TokenStream:
             self.finish_reason = item.finish_reason
             return item.token_id
         if isinstance(item, BaseException):
+            self._items.put(item)  # whoever reads on is told again, instead of waiting for ever
             raise item
         self.finish_reason = item
         return None
@@ -142,6 +143,11 @@ class EngineService:
     def is_running(self) -> bool:
         """Whether the thread runs: from the first request until the service is closed."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more requests are taken: the service was closed, or its engine failed."""
+        return self._closed
 
     def submit(self, request: Request) -> TokenStream:
         """Queues a request and returns its tokens to come.

@@ -92,6 +92,10 @@ class SlotTable:
         """Forgets the contents beyond `length`."""
         self._lengths[slot] = min(length, int(self._lengths[slot]))
 
+    def clear(self) -> None:
+        """Forgets the contents of all slots."""
+        self._lengths.fill(0)
+
     def may_share(self, prompt: np.ndarray, length: int) -> bool:
         """False where no slot shares `length` tokens with a prompt. Looks at the last of them only: far cheaper than
         `match`."""

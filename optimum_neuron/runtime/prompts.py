@@ -41,7 +41,7 @@ def unpack(input_ids: Tensor, cu_seqlens: Tensor) -> list[np.ndarray]:
     Raises:
         ValueError: `cu_seqlens` does not start at 0, does not rise, or does not end with the number of tokens.
     """
-    starts, tokens = [int(start) for start in cu_seqlens], input_ids.numel()
+    starts, tokens = cu_seqlens.flatten().tolist(), input_ids.numel()
     if cu_seqlens.dim() != 1 or len(starts) < 2 or starts[0] != 0:
         raise ValueError(f"cu_seqlens={starts} must be one row that starts at 0 and names each prompt's end")
     if any(later <= earlier for earlier, later in pairwise(starts)):

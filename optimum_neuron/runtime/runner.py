@@ -132,7 +132,7 @@ class GraphRunner:
                 "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
                 "--batch-size 2 or more and without --no-mixed-step"
             )
-        self._warm: set[str] = set()
+        self._warm = False
         self._decode = _GroupInputs(self.family.kind("token_generation")[0].inputs())
         self._chunks = {
             graph.chunk_size: _GroupInputs(graph.inputs()) for graph in self.family.kind("chunked_prefill")
@@ -159,20 +159,17 @@ class GraphRunner:
         self.lengths[slot] = length
 
     def warm_up(self) -> None:
-        """Runs every graph once with idle rows only, unless it ran before: the first run of a graph is slow."""
+        """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow."""
+        if self._warm:
+            return
+        self._warm = True
         self._decode.position_ids.fill(IDLE)
         for graph in self.family:
-            if graph.name in self._warm:
-                continue
             inputs = list(self._decode.tensors) if graph.has_decode else []
             if graph.has_chunk:
                 self._chunks[graph.chunk_size].fill_chunks((), self.lengths)
                 inputs += self._chunks[graph.chunk_size].tensors
-            self._execute(graph, inputs)
-
-    def _execute(self, graph: GraphSpec, inputs: list[Tensor]) -> Sequence[Tensor]:
-        self._warm.add(graph.name)
-        return self.executable.run(graph.name, inputs)
+            self.executable.run(graph.name, inputs)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
         """A step without decode rows."""
@@ -209,7 +206,7 @@ class GraphRunner:
             last_rows = group.fill_chunks(chunks, self.lengths)
             inputs += group.tensors
         self.graph_calls[graph.name] += 1
-        outputs = self._execute(graph, inputs)
+        outputs = self.executable.run(graph.name, inputs)
         for chunk in chunks:
             self.lengths[chunk.slot] += len(chunk.token_ids)
         if decode is not None:
