@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
-from optimum_neuron.graphs import kv_cache, step
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import export_graph, inspect_model
+from optimum_neuron.graphs.ops import StepOps
 from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, actual_tokens_mask
 
@@ -110,21 +110,20 @@ def test_no_step_writes_a_cache_cell_twice(
     tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
 ) -> None:
     config, spec = tiny_config(), mixed_spec(tiny_config())
-    module = StepModule(tiny_models["llama"], KVCache(state_specs(config, tiny_specs["llama"])), spec)
+    writes: list[list[tuple[int, int]]] = []
+
+    def record(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        writes.append(list(zip(rows.tolist(), columns.tolist(), strict=True)))
+
+    cache = KVCache(state_specs(config, tiny_specs["llama"]))
+    module = StepModule(tiny_models["llama"], cache, spec, StepOps(write_cache=record))
 
     @settings(max_examples=40, deadline=None)
     @given(steps())
     def check(planned: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, np.ndarray]]]) -> None:
         decode, chunks = planned
-        writes: list[list[tuple[int, int]]] = []
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(
-                kv_cache,
-                "write",
-                lambda cache, states, rows, columns: writes.append(
-                    list(zip(rows.tolist(), columns.tolist(), strict=True))
-                ),
-            )
+        writes.clear()
+        with torch.no_grad():
             module(*step_inputs(spec, decode, chunks))
         live = {(slot, position) for slot, (position, _) in decode.items()}
         live |= {(slot, start + i) for slot, (start, tokens) in chunks.items() for i in range(len(tokens))}
@@ -155,12 +154,13 @@ def test_every_input_and_state_of_an_exported_graph_is_used(
 
 
 def test_an_input_that_a_graph_would_ignore_stops_the_export(
-    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
 ) -> None:
     config = tiny_config()
-    monkeypatch.setattr(step, "sample", lambda logits, params, uniforms, max_topk: logits[:, 0] + params[:, 0])
+    cache = KVCache(state_specs(config, tiny_specs["llama"]))
+    ops = StepOps(sample=lambda logits, params, uniforms, max_topk: logits[:, 0] + params[:, 0])
     with pytest.raises(RuntimeError, match=r"graph token_generation_context64: input decode.uniforms has no user"):
-        export_graph(tiny_models["llama"], KVCache(state_specs(config, tiny_specs["llama"])), graph_specs(config)[0])
+        export_graph(tiny_models["llama"], cache, graph_specs(config)[0], ops)
 
 
 def test_a_model_is_asked_for_its_own_sizes(tiny_specs: dict[str, ModelSpec]) -> None:

@@ -125,6 +125,8 @@ class AttentionRows:
 
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
 CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]
+# As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the row and column of each token.
+CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass
@@ -134,7 +136,7 @@ class CachedAttention:
     Attributes:
         write_rows, write_columns: `[tokens]`, where each token of the step goes in the cache.
         groups: the row groups, in the order of their tokens in the step.
-        attend_cache: how a row group attends over a layer's cache; a target may bring its own.
+        attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
     """
 
     cache: kv_cache.KVCache
@@ -142,11 +144,12 @@ class CachedAttention:
     write_columns: Tensor
     groups: list[AttentionRows]
     attend_cache: CacheAttention
+    write_cache: CacheWrite
 
     def attend(self, call: AttentionCall) -> Tensor:
         keys, values = self.cache.layer(call.layer_idx)
-        kv_cache.write(keys, call.key[0].transpose(0, 1), self.write_rows, self.write_columns)
-        kv_cache.write(values, call.value[0].transpose(0, 1), self.write_rows, self.write_columns)
+        self.write_cache(keys, call.key[0].transpose(0, 1), self.write_rows, self.write_columns)
+        self.write_cache(values, call.value[0].transpose(0, 1), self.write_rows, self.write_columns)
         outputs, start = [], 0
         for group in self.groups:
             rows, tokens = group.position_ids.shape

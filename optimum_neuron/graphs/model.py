@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import CacheAttention, LayerRecorder, attend_cache
+from .attention import LayerRecorder
 from .kv_cache import KVCache
+from .ops import DEFAULT_OPS, StepOps
 from .spec import GraphSpec, ModelSpec
 from .step import StepModule, example_inputs
 
@@ -40,7 +41,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 
 
 def export_graph(
-    model: nn.Module, cache: KVCache, spec: GraphSpec, attention: CacheAttention = attend_cache
+    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS
 ) -> torch.export.ExportedProgram:
     """The step graph as one `torch.export` program, the source of every compiled target.
 
@@ -49,7 +50,7 @@ def export_graph(
     Raises:
         RuntimeError: an input has no user in the exported graph, so that it would be silently ignored.
     """
-    module = StepModule(model, cache, spec, attention).eval()
+    module = StepModule(model, cache, spec, ops).eval()
     with torch.no_grad():
         program = torch.export.export(module, example_inputs(spec.inputs()), strict=False)
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionRows, CacheAttention, CachedAttention, attend_cache
+from .attention import AttentionRows, CachedAttention
 from .kv_cache import KVCache, write_indices
-from .sampling import sample
+from .ops import DEFAULT_OPS, StepOps
 from .spec import GraphSpec, TensorSpec
 
 
@@ -40,14 +40,12 @@ class StepModule(nn.Module):
     Args:
         model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
         cache: shared by all graphs of the model.
-        attention: how rows attend over the cache; a target may replace the reference.
+        ops: how the step attends, writes and samples; a target may replace the reference.
     """
 
-    def __init__(
-        self, model: nn.Module, cache: KVCache, spec: GraphSpec, attention: CacheAttention = attend_cache
-    ) -> None:
+    def __init__(self, model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS) -> None:
         super().__init__()
-        self.attention = attention
+        self.ops = ops
         self.model = model
         self.kv_cache = cache
         self.spec = spec
@@ -83,13 +81,15 @@ class StepModule(nn.Module):
             last_tokens.append(row_starts + (actual.sum(-1, dtype=torch.int32) - 1).clamp(min=0))
             offset += rows * tokens
         write_rows, write_columns = (torch.cat(parts) for parts in zip(*writes, strict=True))
-        attention = CachedAttention(self.kv_cache, write_rows, write_columns, rows_of_groups, self.attention)
+        attention = CachedAttention(
+            self.kv_cache, write_rows, write_columns, rows_of_groups, self.ops.attend_cache, self.ops.write_cache
+        )
         return attention, torch.cat(last_tokens)
 
     def _logits(
         self, input_ids: Tensor, position_ids: Tensor, output_rows: Tensor, attention: CachedAttention
     ) -> Tensor:
-        """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping."""
+        """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
         # An idle row's position is -1: a learned position table has no such row, and nobody reads the result.
         position_ids = position_ids.clamp(min=0)
         kwargs = {"attention_backend": attention, "use_cache": False}
@@ -101,9 +101,9 @@ class StepModule(nn.Module):
     def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
         outputs = []
         if group.sampling_params is not None and group.uniforms is not None:
-            outputs.append(sample(logits, group.sampling_params, group.uniforms, self.spec.max_topk))
+            outputs.append(self.ops.sample(logits, group.sampling_params, group.uniforms, self.spec.max_topk))
         if self.spec.returns_logits(name):
-            outputs.append(logits)
+            outputs.append(self.ops.full_logits(logits))
         return outputs
 
 

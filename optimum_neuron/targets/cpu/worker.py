@@ -21,15 +21,16 @@ from torch import nn
 from ...artifact import WEIGHTS_NAME
 from ...checkpoint import assign, empty_model
 from ...config import NeuronConfig
-from ...graphs.attention import attend_cache
 from ...graphs.kv_cache import KVCache
 from ...graphs.model import export_graph
+from ...graphs.ops import DEFAULT_OPS, StepOps
 from ...graphs.spec import GraphSpec, ModelSpec, state_specs
 from . import kernels
 from .attention import attend_cache_on_cpu
 from .rewrite import use_linear_kernel
 
 
+OWN_OPS = StepOps(attend_cache=attend_cache_on_cpu)
 # Weights and KV state stay outside the package and are bound at load: one copy for all graphs.
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -64,7 +65,7 @@ def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
 def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], own_kernels: bool) -> dict[str, Any]:
     try:
         spec, output = GraphSpec(**request["graph"]), Path(request["output"])
-        program = export_graph(model, cache, spec, attend_cache_on_cpu if own_kernels else attend_cache)
+        program = export_graph(model, cache, spec, OWN_OPS if own_kernels else DEFAULT_OPS)
         if own_kernels:
             use_linear_kernel(program)
         # What torch.export lifted out of the model's code as literal tensors belongs to this graph alone.

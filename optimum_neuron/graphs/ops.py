@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of a step that a target may replace by its own: all else is transformers' modelling code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import kv_cache
+from .attention import CacheAttention, CacheWrite, attend_cache
+from .sampling import sample
+
+
+# From `logits [rows, vocab]`, `sampling_params [rows, 3]`, `uniforms [rows]` and max_topk to `tokens [rows]` int32.
+Sampler = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """How a step attends, writes the cache and chooses tokens; the defaults are the reference.
+
+    Attributes:
+        attend_cache: attention of one row group over a layer's cache.
+        write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
+        sample: the on-device sampler, from what the model's head returns.
+        full_logits: the logits of the whole vocabulary, from what the model's head returns.
+    """
+
+    attend_cache: CacheAttention = attend_cache
+    write_cache: CacheWrite = kv_cache.write
+    sample: Sampler = sample
+    full_logits: Callable[[Tensor], Tensor] = _as_they_are
+
+
+DEFAULT_OPS = StepOps()
