@@ -4,7 +4,8 @@
 config.json generation_config.json tokenizer files     verbatim from the checkpoint
 neuron_config.json                                      the manifest, written last
 graphs/<name>.<suffix>                                  compiled graphs, if the target has files
-weights/model.safetensors                               parameters and constant buffers, by name
+weights/model.safetensors                               parameters and constant buffers, by name;
+weights/tp<rank>.safetensors                            or each rank's shards of them
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from .graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, state_sp
 
 
 MANIFEST_NAME = "neuron_config.json"
+WEIGHTS_FOLDER = "weights"
 WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
 FORMAT_VERSION = 1
 # Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
-OWNED_FOLDERS = (GRAPHS_FOLDER, "weights")
+OWNED_FOLDERS = (GRAPHS_FOLDER, WEIGHTS_FOLDER)
 _MANIFEST_TYPES = {
     "config": dict, "model": dict, "target": str, "task": str, "versions": dict, "graphs": dict, "tied_weights": dict,
     "target_data": dict, "files": dict,
@@ -124,7 +126,7 @@ class Artifact:
             ArtifactError: a file differs.
         """
         for name in self.manifest["files"] if names is None else names:
-            if name != WEIGHTS_NAME:
+            if not is_weight_file(name):
                 self.check_digest(name, file_sha256(self.file(name)))
 
     def check_digest(self, name: str, digest: str) -> None:
@@ -216,6 +218,11 @@ def _config(manifest: dict[str, Any]) -> NeuronConfig:
 def is_graph_file(name: str) -> bool:
     """Whether a manifest name is that of a compiled graph or its code."""
     return name.startswith(GRAPHS_FOLDER + "/")
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a manifest name is that of a file of weights, which is verified while it is read."""
+    return name.startswith(WEIGHTS_FOLDER + "/")
 
 
 def check_member(name: str, where: Path) -> None:

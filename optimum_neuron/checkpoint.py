@@ -179,9 +179,12 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
 def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Binds tensors, named as in `weights.named_tensors`, to a model's parameters and buffers without copying.
 
+    Names that share a tensor share a parameter: torch.export then gives it one input.
+
     Raises:
         ValueError: the model has a parameter or buffer that `tensors` lacks.
     """
+    parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for members in (module._parameters, module._buffers):
             for name, member in members.items():
@@ -191,9 +194,10 @@ def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 if full not in tensors:
                     raise ValueError(f"the artifact's weights lack {full}; export the model again")
                 tensor = tensors[full]
-                members[name] = (
-                    nn.Parameter(tensor, requires_grad=False) if isinstance(member, nn.Parameter) else tensor
-                )
+                if isinstance(member, nn.Parameter):
+                    members[name] = parameters.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
+                else:
+                    members[name] = tensor
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 
 
 NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
-TARGETS = ("auto", "cpu", "eager", *NEURON_TARGETS)
+# Their graphs are lowered to HLO: hlo runs that on this CPU, the others compile it for the device.
+HLO_TARGETS = ("hlo", *NEURON_TARGETS)
+TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # The Neuron compiler accepts no larger top-k.
@@ -102,7 +104,7 @@ class NeuronConfig:
 
     def _default_context_buckets(self) -> tuple[int, ...]:
         buckets = [self.sequence_length]
-        while self.target in NEURON_TARGETS and buckets[0] % 4 == 0 and buckets[0] // 4 >= DEFAULT_SMALLEST_CONTEXT:
+        while self.target in HLO_TARGETS and buckets[0] % 4 == 0 and buckets[0] // 4 >= DEFAULT_SMALLEST_CONTEXT:
             buckets.insert(0, buckets[0] // 4)
         return tuple(buckets)
 

@@ -22,7 +22,7 @@ from .graphs.family import check_every_step_has_a_graph
 from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .targets import CompileJob, Target, get_target, resolve_target
-from .weights import named_tensors, write_weights
+from .weights import named_tensors
 
 
 logger = logging.getLogger(__name__)
@@ -92,15 +92,13 @@ def export_model(
     check_every_step_has_a_graph(config, graphs)
     _warn_of_host_sampling(loaded, config)
     spec = inspect_model(loaded)
-    tensors = named_tensors(loaded)
-    _check_disk(output, tensors)
-    return _write(checkpoint, loaded, tensors, config, spec, graphs, target, output, overwrite)
+    _check_disk(output, named_tensors(loaded))
+    return _write(checkpoint, loaded, config, spec, graphs, target, output, overwrite)
 
 
 def _write(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
-    tensors: dict[str, Tensor],
     config: NeuronConfig,
     spec: ModelSpec,
     graphs: tuple[GraphSpec, ...],
@@ -111,7 +109,7 @@ def _write(
     with write_artifact(output, overwrite=overwrite) as writer:
         checkpoint.write_verbatim(model, writer.path)
         with progress.stage("Writing weights"):
-            tied = write_weights(tensors, writer.path)
+            tied = target.write_model(model, config, writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
         target_data = target.compile(job)
         with progress.stage("Hashing files"):

@@ -7,13 +7,15 @@ import hashlib
 import json
 import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .artifact import WEIGHTS_NAME, Artifact, ArtifactError
+from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from .graphs.spec import TensorSpec
 
 
 _DTYPES = {
@@ -48,13 +50,18 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     return tied
 
 
-def read_weights(artifact: Artifact) -> dict[str, Tensor]:
-    """All tensors by name, tied names included, as views of one block of memory.
+def rank_weights_name(rank: int, world_size: int) -> str:
+    """The manifest name of one rank's weights."""
+    return WEIGHTS_NAME if world_size == 1 else f"{WEIGHTS_FOLDER}/tp{rank}.safetensors"
+
+
+def read_weights(artifact: Artifact, name: str = WEIGHTS_NAME) -> dict[str, Tensor]:
+    """All tensors of a file of weights by name, tied names included, as views of one block of memory.
 
     Raises:
         ArtifactError: the file was changed, or is no safetensors file.
     """
-    path = artifact.file(WEIGHTS_NAME)
+    path = artifact.file(name)
     with path.open("rb") as file:
         digest = hashlib.sha256()
         head = file.read(8)
@@ -72,17 +79,16 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
             piece = view[start : start + _PIECE]
             file.readinto(piece)
             digest.update(piece)
-    artifact.check_digest(WEIGHTS_NAME, digest.hexdigest())
+    artifact.check_digest(name, digest.hexdigest())
     tensors = _views(path, json.loads(header), block[:size])
-    lacking = next((name for name in artifact.tied_weights.values() if name not in tensors), None)
+    lacking = next((stored for stored in artifact.tied_weights.values() if stored not in tensors), None)
     if lacking is not None:
         raise ArtifactError(f"{path} lacks {lacking}, which the manifest ties weights to; export the model again")
-    return tensors | {alias: tensors[name] for alias, name in artifact.tied_weights.items()}
+    return tensors | {alias: tensors[stored] for alias, stored in artifact.tied_weights.items()}
 
 
-def allocate_states(artifact: Artifact) -> dict[str, Tensor]:
+def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Zeroed KV state tensors by name, in one block."""
-    specs = artifact.states()
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
     sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
     block, states, start = _allocate(sum(sizes)), {}, 0

@@ -90,7 +90,7 @@ def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
 
 
 def test_states_are_zeroed_views_of_one_block(artifact: Path) -> None:
-    states = allocate_states(Artifact.open(artifact))
+    states = allocate_states(Artifact.open(artifact).states())
     assert {name: tuple(state.shape) for name, state in states.items()} == {
         "kv_cache.key_0": (4, 2, 64, 16),
         "kv_cache.value_0": (4, 2, 64, 16),

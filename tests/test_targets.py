@@ -26,7 +26,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from optimum_neuron.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact, ArtifactError
+from optimum_neuron.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
@@ -190,12 +190,12 @@ def test_weights_and_states_are_one_copy_for_all_graphs(
     bound: dict[str, Tensor] = {}
     read_weights, allocate_states = loader.read_weights, loader.allocate_states
 
-    def remember(make: Callable[[Artifact], dict[str, Tensor]], artifact: Artifact) -> dict[str, Tensor]:
-        bound.update(make(artifact))
+    def remember(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        bound.update(tensors)
         return dict(bound)
 
-    monkeypatch.setattr(loader, "read_weights", lambda artifact: remember(read_weights, artifact))
-    monkeypatch.setattr(loader, "allocate_states", lambda artifact: remember(allocate_states, artifact))
+    monkeypatch.setattr(loader, "read_weights", lambda artifact: remember(read_weights(artifact)))
+    monkeypatch.setattr(loader, "allocate_states", lambda specs: remember(allocate_states(specs)))
     runner = artifact_runner(cpu_artifact("llama"))
     _, logits = generate(runner, PROMPT, 2)
     assert bound["kv_cache.key_0"].any() and torch.equal(

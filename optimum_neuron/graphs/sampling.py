@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The on-device sampler: logits and per-row parameters to tokens. Randomness comes from outside, one number a row."""
+"""The on-device sampler: from logits and per-row parameters to tokens. Randomness comes from outside, one number a row.
+
+Written with what every target can lower: no cumulative sum, no sort but top-k, no 64-bit index.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from torch import Tensor
 
 
 TOP_K, TOP_P, TEMPERATURE = range(3)
+# A difference of two scores whose exponential is exactly 0 in float32.
+_NO_WEIGHT = -3e4
 
 
 def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, max_topk: int) -> Tensor:
@@ -26,25 +31,49 @@ def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, max_topk: 
     Returns:
         `[rows]` int32.
     """
+    scores, candidates = torch.topk(logits, min(max_topk, logits.shape[-1]), dim=-1)
+    return choose(scores, candidates.to(torch.int32), first_largest(logits), sampling_params, uniforms)
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """`[rows, 1]` int32: the argmax of `[rows, vocab]`, the lowest index on a tie."""
+    size = logits.shape[-1]
+    index = torch.arange(size, dtype=torch.int32)
+    found = torch.where(logits == logits.amax(-1, keepdim=True), index, size).amin(-1, keepdim=True)
+    return found.clamp(max=size - 1)  # NaN equals nothing: the token must exist all the same
+
+
+def choose(
+    scores: Tensor, candidates: Tensor, greedy_tokens: Tensor, sampling_params: Tensor, uniforms: Tensor
+) -> Tensor:
+    """Draws one of the candidates, or takes the greedy token where the temperature is 0.
+
+    Args:
+        scores: `[rows, k]` float32, the largest logits of each row, falling.
+        candidates: `[rows, k]` int32, their tokens.
+        greedy_tokens: `[rows, 1]` int32.
+        sampling_params, uniforms: as in `sample`.
+
+    Returns:
+        `[rows]` int32.
+    """
     top_k, top_p, temperature = (sampling_params[:, i, None] for i in (TOP_K, TOP_P, TEMPERATURE))
     greedy = temperature <= 0
-    scores, candidates = torch.topk(logits, min(max_topk, logits.shape[-1]), dim=-1)
     rank = torch.arange(scores.shape[-1], dtype=torch.float32)
     scores = scores / torch.where(greedy, 1.0, temperature)
-    probs = torch.softmax(torch.where(rank < top_k, scores, -3e4), dim=-1)
-    cumulative = _cumulative(probs)
+    weights = torch.exp(torch.where(rank < top_k, scores - scores[:, :1], _NO_WEIGHT))
+    probs = weights / weights.sum(-1, keepdim=True)
     # A token is kept while the probability before it is below top_p, so the first one always is (also at top_p = 0).
-    kept = (rank == 0) | ((cumulative - probs < top_p) & (rank < top_k))
+    kept = (rank == 0) | ((_cumulative(probs) - probs < top_p) & (rank < top_k))
     cumulative = _cumulative(torch.where(kept, probs, 0.0))
     beyond = cumulative <= uniforms[:, None] * cumulative[:, -1:]
     # Rounding can leave the last kept token short of the total: never step past it.
-    index = torch.minimum(beyond.sum(-1, keepdim=True), kept.sum(-1, keepdim=True) - 1)
-    drawn = candidates.gather(-1, index)
-    return torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)[:, 0].to(torch.int32)
+    index = torch.minimum(beyond.float().sum(-1, keepdim=True), kept.float().sum(-1, keepdim=True) - 1)
+    drawn = torch.where(rank == index, candidates, 0).amax(-1, keepdim=True)
+    return torch.where(greedy, greedy_tokens, drawn)[:, 0]
 
 
 def _cumulative(probs: Tensor) -> Tensor:
     """Running sum as a product with a triangle of ones: the Neuron compiler takes no cumsum."""
-    size = probs.shape[-1]
-    order = torch.arange(size)
+    order = torch.arange(probs.shape[-1], dtype=torch.int32)
     return probs @ (order[:, None] <= order[None, :]).to(probs.dtype)

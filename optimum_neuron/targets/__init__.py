@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..config import NEURON_TARGETS, NeuronConfig
+from ..config import HLO_TARGETS, NeuronConfig
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from ..artifact import Artifact
     from ..graphs.spec import GraphSpec, ModelSpec
@@ -59,6 +60,13 @@ class Target(Protocol):
     def check(self, config: NeuronConfig) -> None:
         """Raises before anything is written where this machine cannot compile `config` for this target."""
 
+    def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
+        """Writes what `load` wants of the model itself, its weights above all, into an artifact's folder.
+
+        Returns:
+            The tied names: alias to stored name.
+        """
+
     def compile(self, job: CompileJob) -> dict[str, Any]:
         """Writes compiled graphs; returns what `load` wants to find in the manifest's `target_data`."""
 
@@ -75,7 +83,9 @@ def check_one_device(config: NeuronConfig) -> None:
         )
 
 
-_TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")}
+_TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")} | dict.fromkeys(
+    HLO_TARGETS, (".neuron.target", "NeuronTarget")
+)
 
 
 def resolve_target(name: str) -> str:
@@ -87,13 +97,8 @@ def get_target(name: str) -> Target:
     """Finds a target by name, importing it now.
 
     Raises:
-        ValueError: there is no such target, or it is not available yet.
+        ValueError: there is no such target.
     """
-    if name in NEURON_TARGETS:
-        raise ValueError(
-            f"target={name!r} needs the Neuron lowering and compiler, which this version does not have; "
-            f"use target='cpu', which compiles the same graphs for the host"
-        )
     if name not in _TARGETS:
         raise ValueError(f"target={name!r} is not known; choose one of {', '.join(_TARGETS)}")
     module, attribute = _TARGETS[name]

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from ..artifact import Artifact
 from ..checkpoint import assign, empty_model
 from ..config import NeuronConfig
 from ..graphs.kv_cache import KVCache, copy_slot
 from ..graphs.step import StepModule
-from ..weights import read_weights
+from ..weights import named_tensors, read_weights, write_weights
 from . import CompileJob, check_one_device
 
 
@@ -64,6 +66,9 @@ class EagerTarget:
 
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
+
+    def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
+        return write_weights(named_tensors(model), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         return {}

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from ...artifact import Artifact
 from ...config import NeuronConfig
+from ...weights import named_tensors, write_weights
 from .. import CompileJob, Executable, check_one_device
 from .compiler import check_compiler, compile_graphs
 from .loader import load_executable
@@ -18,6 +22,9 @@ class CpuTarget:
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
         check_compiler()
+
+    def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
+        return write_weights(named_tensors(model), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         return compile_graphs(job)

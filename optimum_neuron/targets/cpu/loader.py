@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._C._aoti import AOTIModelPackageLoader
 
-from ...artifact import WEIGHTS_NAME, Artifact, ArtifactError, is_graph_file
+from ...artifact import Artifact, ArtifactError
 from ...graphs.kv_cache import copy_slot
 from ...weights import allocate_states, read_weights
-from .. import CompileJob
+from ..recompile import compiled_again
 from . import kernels
 from .compiler import KERNEL_LIBRARY, PACKAGE_SUFFIX, compile_graphs
 from .host import unmet_requirement
@@ -67,35 +65,14 @@ def load_executable(artifact: Artifact, *, trust_native_code: bool, trust_remote
             f"the compiled code of {artifact.path} cannot be used ({reason}), and compiling it again needs a C++ "
             f"compiler; install g++, or export the model on a machine like this one"
         )
-    artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        data = _compile_again(artifact, folder, trust_remote_code)
+    with compiled_again(artifact, compile_graphs, trust_remote_code=trust_remote_code) as (folder, data):
         return _bind(artifact, folder / "graphs", data["kernel_namespace"])
-
-
-def _compile_again(artifact: Artifact, folder: Path, trust_remote_code: bool) -> dict:
-    (folder / "graphs").mkdir()
-    (folder / "weights").mkdir()
-    for path in artifact.path.iterdir():
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    (folder / WEIGHTS_NAME).symlink_to(artifact.file(WEIGHTS_NAME).absolute())
-    job = CompileJob(
-        folder=folder,
-        config=artifact.config,
-        model=artifact.model,
-        graphs=artifact.graphs,
-        tied_weights=artifact.tied_weights,
-        trust_remote_code=trust_remote_code,
-    )
-    return compile_graphs(job)
 
 
 def _bind(artifact: Artifact, folder: Path, namespace: str | None) -> CpuExecutable:
     if namespace is not None:
         kernels.load(folder / KERNEL_LIBRARY, namespace)
-    states = allocate_states(artifact)
+    states = allocate_states(artifact.states())
     shared = read_weights(artifact) | states
     packages = {}
     for spec in artifact.graphs:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parameters and results of a lowered graph are, as data: enough to bind it without torch or this program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+Role = Literal["weight", "state", "input"]
+
+
+@dataclass(frozen=True)
+class InputBinding:
+    """One parameter of the HLO module, in the order of its parameter numbers.
+
+    Attributes:
+        role: a weight is bound by name once, a state is also updated in place, an input comes with every step.
+        dtype: torch's name of the type.
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OutputBinding:
+    """One element of the module's result tuple; `alias_of` names the state that it is the new value of."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    alias_of: str | None
+
+
+@dataclass(frozen=True)
+class GraphIO:
+    """Parameters and results of one lowered graph.
+
+    Attributes:
+        unused_inputs: names that the step has, and no instruction needed.
+        world_size: ranks that run the module together; all run the same bytes.
+    """
+
+    inputs: tuple[InputBinding, ...]
+    outputs: tuple[OutputBinding, ...]
+    unused_inputs: tuple[str, ...]
+    hlo_sha256: str
+    world_size: int
+
+    def names(self, role: Role) -> tuple[str, ...]:
+        """Names of the parameters of one role, in order."""
+        return tuple(binding.name for binding in self.inputs if binding.role == role)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> GraphIO:
+        return cls(
+            inputs=tuple(InputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["inputs"]),
+            outputs=tuple(OutputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["outputs"]),
+            unused_inputs=tuple(data["unused_inputs"]),
+            hlo_sha256=data["hlo_sha256"],
+            world_size=data["world_size"],
+        )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks lowered graphs against what the Neuron compiler and device take, before the slow compiler is asked.
+
+Every rule looks at HLO alone, so it holds for any model. What is known to fail is an error and stops an export; what is
+only not documented as supported is a warning, unless the installed compiler's own list of operators decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import hlo
+from .graph_io import GraphIO
+from .lint_graph import Graph, Severity
+from .lint_rules import RULES
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place in a graph that breaks a rule.
+
+    Attributes:
+        rule: the rule's name.
+        code: the compiler's or runtime's own code for it, as far as it has one.
+        instruction: name of the HLO instruction; empty where the whole graph is meant.
+        module: dotted name of the module in the model, as far as it is known.
+        problem, remedy: a sentence each.
+    """
+
+    graph: str
+    rule: str
+    code: str
+    severity: Severity
+    instruction: str
+    module: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = " of ".join(part for part in (self.instruction, self.module) if part)
+        code = f" ({self.code})" if self.code else ""
+        return f"{self.graph}: {where + ': ' if where else ''}{self.problem}{code}; {self.remedy}"
+
+
+def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[str] | None = None) -> list[Finding]:
+    """Checks one graph by all rules.
+
+    Args:
+        name: of the graph, for the findings.
+        data: the serialized HloModuleProto.
+        operators: from `neuronx-cc list-operators`, if there is a compiler: see `normalize_operators`.
+
+    Raises:
+        ValueError: `data` is no HLO module.
+    """
+    graph = Graph(name, hlo.parse(data), io, target, operators)
+    findings = []
+    for rule in RULES:
+        for instruction, problem, remedy, severity in rule.check(graph):
+            where, module = ("", "") if instruction is None else (instruction.name, graph.module_path(instruction))
+            findings.append(Finding(name, rule.name, rule.code, severity, where, module, problem, remedy))
+    return findings

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the graphs of an artifact again, where its own cannot be used on this machine or are not trusted."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..artifact import Artifact, is_graph_file, is_weight_file
+from . import CompileJob
+
+
+@contextmanager
+def compiled_again(
+    artifact: Artifact, compile_graphs: Callable[[CompileJob], dict[str, Any]], *, trust_remote_code: bool
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yields a folder whose `graphs/` holds newly compiled graphs until the context ends, and their `target_data`.
+
+    Raises:
+        ArtifactError: what they are compiled from was changed.
+        RuntimeError: a graph cannot be compiled here.
+    """
+    artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for name in ("graphs", "weights"):
+            (folder / name).mkdir()
+        for path in artifact.path.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        for name in filter(is_weight_file, artifact.manifest["files"]):
+            (folder / name).symlink_to(artifact.file(name).absolute())
+        job = CompileJob(
+            folder=folder,
+            config=artifact.config,
+            model=artifact.model,
+            graphs=artifact.graphs,
+            tied_weights=artifact.tied_weights,
+            trust_remote_code=trust_remote_code,
+        )
+        yield folder, compile_graphs(job)
