@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: which part of a model each rank holds, and how its modules compute on it."""
+
+from .modules import apply_plan
+from .plan import RANK_TENSOR, ShardPlan
+from .planner import shard_plan
+from .sampling import sharded_ops
+from .weights import write_sharded_weights
+
+
+__all__ = ["RANK_TENSOR", "ShardPlan", "apply_plan", "shard_plan", "sharded_ops", "write_sharded_weights"]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules by which layers are cut. Each fills a part of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .heads import HeadLayout, head_layout
+from .plan import ShardedHeads, ShardPlan
+from .rules import Section, by_heads, even, first_rank_only, packed
+from .styles import COLUMN, PACKED, ROW, WHOLE_COLUMN, WHOLE_ROW
+from .trace import HeadSizes, Trace
+
+
+def share_vocabulary(plan: ShardPlan, model: PreTrainedModel) -> None:
+    """Rows of the input embedding and of the output layer."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plan.embedding = names[id(embedding)]
+    plan.cut(f"{plan.embedding}.weight", 0, even(embedding.num_embeddings, plan.world_size))
+    cut_columns(plan, names[id(head)], even(head.out_features, plan.world_size))
+
+
+def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
+    """Each expert's intermediate values, laid out as transformers' experts interface tells; outputs are summed."""
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    into, out_of = (-1, -2) if experts.is_transposed else (-2, -1)
+    up_size, down_size = experts.get_parameter(up_name).shape[into], experts.get_parameter("down_proj").shape[out_of]
+    if experts.has_gate and experts.is_concatenated:
+        up = packed(up_size, 2, plan.world_size)
+    else:
+        up = (even(up_size, plan.world_size, unit=up_size // down_size),)  # gate and up values of one place are a pair
+    cuts = {
+        up_name: (into, up),
+        f"{up_name}_bias": (-1, up),
+        "down_proj": (out_of, (even(down_size, plan.world_size),)),
+        "down_proj_bias": (0, (first_rank_only(experts.num_experts, plan.world_size),)),
+    }
+    for parameter, _ in experts.named_parameters():
+        if parameter not in cuts:
+            raise plan.refusal(
+                f"{name} has a parameter {parameter} that transformers' experts interface does not know"
+            )
+        dim, sections = cuts[parameter]
+        plan.cut(f"{name}.{parameter}", dim, *sections)
+    plan.reduced.append(name)
+
+
+def share_attention(plan: ShardPlan, trace: Trace, name: str, styles: Mapping[str, str]) -> None:
+    """Projections by heads: keys and values by theirs, all else (queries, gates, sinks) by query heads."""
+    sizes, values = trace.attention[name], trace.values[name]
+    try:
+        layout = head_layout(sizes.heads, sizes.kv_heads, plan.world_size)
+    except ValueError as error:
+        raise plan.refusal(f"{name}: {error}") from error
+    for layer, style in styles.items():
+        size = _cut_size(plan, layer, style)
+        if style in (*COLUMN, *WHOLE_COLUMN):
+            sections = _head_sections(size, style, sizes, layout, values.offset if values.source == layer else 0)
+            if not sections:
+                raise plan.refusal(
+                    f"{layer} has {size} outputs, which are not those of {sizes.heads} query or {sizes.kv_heads} "
+                    f"key/value heads of {sizes.key_dim} and {sizes.value_dim} values"
+                )
+            cut_columns(plan, layer, *sections)
+        elif size == sizes.heads * sizes.value_dim:
+            cut_rows(plan, layer, by_heads(size, sizes.heads, layout.query))
+        else:
+            raise plan.refusal(f"{layer} has {size} inputs for {sizes.heads} heads of {sizes.value_dim} values")
+    plan.attention[name] = ShardedHeads(sizes, layout)
+
+
+def _head_sections(
+    size: int, style: str, sizes: HeadSizes, layout: HeadLayout, value_offset: int
+) -> tuple[Section, ...]:
+    """How a projection of some size is cut; empty where it is of no known kind, or of two.
+
+    Args:
+        value_offset: where in its output values are taken from, as they are.
+    """
+    heads, kv_heads = sizes.heads, sizes.kv_heads
+    query, key, value = heads * sizes.key_dim, kv_heads * sizes.key_dim, kv_heads * sizes.value_dim
+    of_queries = (query, heads * sizes.value_dim, heads)
+    if size in (key, value):
+        ambiguous = heads != kv_heads and size in of_queries
+        return () if ambiguous else (by_heads(size, kv_heads, layout.key_value),)
+    if style in WHOLE_COLUMN and size == query + key + value:  # whole, because transformers cannot cut the three apart
+        if value_offset != query + key:
+            return ()
+        return (
+            by_heads(query, heads, layout.query),
+            by_heads(key, kv_heads, layout.key_value, start=query),
+            by_heads(value, kv_heads, layout.key_value, start=query + key),
+        )
+    # What transformers cuts evenly is a stretch per head; what it keeps whole may be anything of another size.
+    known = size % heads == 0 if style == "colwise" else size in of_queries
+    return (by_heads(size, heads, layout.query),) if known else ()
+
+
+def share_siblings(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> None:
+    """Layers of one module that is no attention, such as gate, up and down of a feed-forward layer."""
+    whole = {name: style for name, style in styles.items() if style in (*WHOLE_COLUMN, *WHOLE_ROW)}
+    halves = _halves(plan, trace, whole)
+    for layer, style in styles.items():
+        if layer in whole and layer not in halves:
+            continue
+        parts = 2 if style in (*PACKED, *WHOLE_COLUMN) else 1
+        sections = packed(_cut_size(plan, layer, style), parts, plan.world_size)
+        if style in (*COLUMN, *WHOLE_COLUMN):
+            cut_columns(plan, layer, *sections)
+        else:
+            cut_rows(plan, layer, *sections)
+
+
+def _halves(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> Collection[str]:
+    """Sibling layers that transformers' plan keeps whole, and that can be cut all the same; none where not all can.
+
+    It keeps gate and up whole where one projection gives both, which it cannot cut apart. Seen by one layer that takes n
+    values and others that give 2 n, of which a module, the activation, is given a half in one piece.
+    """
+    outer = [name for name, style in styles.items() if style in WHOLE_ROW]
+    if len(outer) != 1 or any(f"model.{name}.weight" not in plan.shapes for name in styles):
+        return ()
+    taken = _cut_size(plan, outer[0], styles[outer[0]])
+    halved = {
+        call.first.source
+        for call in trace.calls
+        if call.first
+        and call.first.shape[-1:] == (taken,)
+        and call.first.step == 1
+        and call.first.offset in (0, taken)
+    }
+    given = {name: _cut_size(plan, name, style) for name, style in styles.items() if name != outer[0]}
+    if not given or any(size != 2 * taken or name not in halved for name, size in given.items()):
+        return ()
+    return styles.keys()
+
+
+def cut_columns(plan: ShardPlan, layer: str, *sections: Section) -> None:
+    """Cuts what a layer gives: the rows of a linear layer's weight and its bias, or a parameter's dimension for it."""
+    if not _is_module(plan, layer):
+        plan.cut(layer, max(-2, -len(plan.shapes[f"model.{layer}"])), *sections)
+        return
+    plan.cut(f"{layer}.weight", 0, *sections)
+    if f"model.{layer}.bias" in plan.shapes:
+        plan.cut(f"{layer}.bias", 0, *sections)
+
+
+def cut_rows(plan: ShardPlan, layer: str, *sections: Section) -> None:
+    """Cuts what a layer takes: its output is a partial sum, to which a linear layer's whole bias is added once."""
+    if _is_module(plan, layer):
+        plan.cut(f"{layer}.weight", 1, *sections)
+        plan.row_linears.append(layer)
+    else:
+        plan.cut(layer, -1, *sections)
+
+
+def _cut_size(plan: ShardPlan, layer: str, style: str) -> int:
+    """The size of the dimension that a style cuts."""
+    shape = plan.shapes[f"model.{layer}.weight" if _is_module(plan, layer) else f"model.{layer}"]
+    return shape[-1] if style in (*ROW, *WHOLE_ROW) else shape[max(-2, -len(shape))]
+
+
+def _is_module(plan: ShardPlan, layer: str) -> bool:
+    return f"model.{layer}" not in plan.shapes
+
+
+def share_norms(plan: ShardPlan, model: nn.Module, trace: Trace) -> None:
+    """Modules with weights that come right after a cut projection, and are no part of the model's plan.
+
+    A weight per head is cut with the heads. A weight as long as the whole projection, of a norm over all heads, needs all
+    of them: such a module gets its input gathered, and a rank goes on with its own part.
+    """
+    for call in trace.calls:
+        rule = plan.rules.get(f"model.{call.first.source}.weight") if call.first else None
+        if call.first is None or rule is None or rule.dim != 0 or len(rule.sections) != 1:
+            continue
+        (section,), module = rule.sections, model.get_submodule(call.name)
+        if isinstance(module, nn.Linear) or call.first.source == plan.embedding:
+            continue
+        heads = (section.size // section.block, section.block)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.shape == heads == call.first.shape[-2:]:
+                plan.cut(f"{call.name}.{name}", 0, Section(0, heads[0], 1, section.order))
+            elif parameter.shape[-1:] == call.first.shape[-1:] == (section.size,) and section.size > section.block:
+                plan.whole_inputs[call.name] = section

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the modules of a model compute on a rank's part of it: transformers' own code, with collectives around it.
+
+A rank is never known here: it is read from the buffer RANK_BUFFER, so all ranks have one graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ....graphs.collectives import all_gather, all_reduce
+from .heads import PADDING
+from .plan import RANK_BUFFER, ShardedHeads, ShardPlan
+from .rules import Section
+
+
+Forward = Callable[..., Any]
+# Names under which attention modules and configs keep their numbers of heads.
+_QUERY_HEADS = ("num_heads", "num_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_GROUPS = ("num_key_value_groups",)
+
+
+def apply_plan(model: PreTrainedModel, plan: ShardPlan) -> None:
+    """Turns a whole model into a rank's, in place.
+
+    Tensors that are cut get their local shapes and lose their values; `checkpoint.assign` binds those of a rank's file.
+    The model gains the buffer RANK_BUFFER. Its logits are a rank's part, of `plan.local_vocab_size`.
+    """
+    model.register_buffer(RANK_BUFFER, next(model.parameters()).new_zeros(1, dtype=torch.int32))
+    _cut_tensors(model, plan)
+    ranks = plan.world_size
+    embedding: Any = model.get_submodule(plan.embedding)
+    embedding.padding_idx = None  # for gradients only, and not a row of every rank
+    embedding.forward = partial(_look_up, model, embedding.forward, embedding.weight.shape[0], ranks)
+    for name in plan.row_linears:
+        linear = model.get_submodule(name)
+        linear.forward = partial(_row_linear, linear, ranks)
+    for name in plan.reduced:
+        module = model.get_submodule(name)
+        module.forward = partial(_reduced, module.forward, ranks)
+    for name, section in plan.whole_inputs.items():
+        module = model.get_submodule(name)
+        module.forward = partial(_on_whole_input, model, module.forward, section, ranks)
+    for name, heads in plan.attention.items():
+        _set_heads(model.get_submodule(name), heads)
+
+
+def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
+    """Gives tensors their local shapes; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # an object's id is its own while it lives
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for members in (module._parameters, module._buffers):
+            for name, member in members.items():
+                full = ".".join(part for part in ("model", prefix, name) if part)
+                if member is None or full not in plan.rules:
+                    continue
+                if id(member) not in made:
+                    kept.append(member)
+                    part = member.new_empty(plan.local_shape(full))
+                    made[id(member)] = (
+                        nn.Parameter(part, requires_grad=False) if isinstance(member, nn.Parameter) else part
+                    )
+                members[name] = made[id(member)]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+def _look_up(model: nn.Module, forward: Forward, rows: int, ranks: int, input_ids: Tensor) -> Tensor:
+    """Rows that other ranks hold count as zero, so the sum is the one rank's row to the bit, in any type."""
+    local = input_ids - getattr(model, RANK_BUFFER) * rows
+    own = (local >= 0) & (local < rows)
+    found = forward(torch.where(own, local, 0))
+    return all_reduce(torch.where(own[..., None], found, 0.0), ranks)
+
+
+def _row_linear(linear: nn.Linear, ranks: int, x: Tensor) -> Tensor:
+    total = _sum(nn.functional.linear(x, linear.weight), ranks)
+    return total if linear.bias is None else total + linear.bias
+
+
+def _reduced(forward: Forward, ranks: int, *args: Any, **kwargs: Any) -> Tensor:
+    return _sum(forward(*args, **kwargs), ranks)
+
+
+def _sum(x: Tensor, ranks: int) -> Tensor:
+    """Adds the ranks' partial sums in float32, as the Neuron SDK's layers do: one rounding, whatever their number."""
+    return all_reduce(x.float(), ranks).to(x.dtype)
+
+
+def _on_whole_input(model: nn.Module, forward: Forward, section: Section, ranks: int, x: Tensor) -> Tensor:
+    """Gathers the input's last dimension, runs a module that keeps its shape, and takes the rank's part of the result."""
+    slots, blocks = section.order, -(-section.size // section.block)
+    gathered = all_gather(x, x.dim() - 1, ranks).unflatten(-1, (len(slots), section.block))
+    whole = _select(gathered, [slots.index(block) for block in range(blocks)]).flatten(-2)[..., : section.size]
+    # To whole blocks, and one of zeros for slots of padding.
+    result = nn.functional.pad(forward(whole), (0, (blocks + 1) * section.block - section.size))
+    held = _select(result.unflatten(-1, (-1, section.block)), [blocks if slot == PADDING else slot for slot in slots])
+    return held.flatten(-2).unflatten(-1, (ranks, -1)).index_select(-2, getattr(model, RANK_BUFFER)).squeeze(-2)
+
+
+def _select(blocks: Tensor, order: list[int]) -> Tensor:
+    """Blocks `[..., blocks, size]` in an order; where that is their own, no gather."""
+    if order == list(range(len(order))):
+        return blocks[..., : len(order), :]
+    return blocks.index_select(-2, torch.tensor(order, dtype=torch.int32))
+
+
+def _set_heads(attention: Any, heads: ShardedHeads) -> None:
+    """Code that names its heads, instead of leaving them to a view's -1, finds the rank's."""
+    sizes, layout = heads.sizes, heads.layout
+    local = dict.fromkeys(_QUERY_HEADS, (sizes.heads, layout.local_query))
+    local |= dict.fromkeys(_KV_HEADS, (sizes.kv_heads, layout.local_key_value))
+    groups = sizes.heads // sizes.kv_heads, layout.local_query // layout.local_key_value
+    local |= dict.fromkeys(_GROUPS, groups)
+    owners = [attention]
+    if hasattr(attention, "config"):
+        attention.config = copy.copy(attention.config)  # other modules read the same config's sizes
+        owners.append(attention.config)
+    for owner in owners:
+        for name, (whole, part) in local.items():
+            if vars(owner).get(name) == whole:  # a config of unlike layers refuses to be asked by getattr
+                setattr(owner, name, part)

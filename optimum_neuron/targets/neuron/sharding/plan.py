@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a model's shards: which part of every tensor a rank holds, and which modules have to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .heads import HeadLayout
+from .rules import Section, ShardRule
+from .styles import generic_name
+from .trace import HeadSizes
+
+
+RANK_BUFFER = "tensor_parallel_rank"
+# The rank's own number, `[1]` int32: the one tensor that differs between ranks without being a shard.
+RANK_TENSOR = f"model.{RANK_BUFFER}"
+
+
+@dataclass(frozen=True)
+class ShardedHeads:
+    """One attention layer: its heads in the whole model, and where they went."""
+
+    sizes: HeadSizes
+    layout: HeadLayout
+
+
+@dataclass
+class ShardPlan:
+    """How a model is shared by `world_size` ranks.
+
+    Tensors have the names that `weights.named_tensors` gives them, modules those of the model.
+
+    Attributes:
+        vocab_size: logits of the whole model.
+        shapes: of all tensors of the whole model.
+        rules: tensors that are cut; a rank holds all others whole.
+        row_linears: linear layers whose outputs are partial sums.
+        reduced: other modules whose outputs are partial sums.
+        whole_inputs: modules between sharded layers that need their whole input, such as a norm over all heads; and how
+            its last dimension is cut.
+        attention: attention layers of which a rank has some heads.
+        embedding: the input embedding, of whose rows a rank has some.
+    """
+
+    model_type: str
+    world_size: int
+    vocab_size: int
+    shapes: dict[str, tuple[int, ...]]
+    rules: dict[str, ShardRule] = field(default_factory=dict)
+    row_linears: list[str] = field(default_factory=list)
+    reduced: list[str] = field(default_factory=list)
+    whole_inputs: dict[str, Section] = field(default_factory=dict)
+    attention: dict[str, ShardedHeads] = field(default_factory=dict)
+    embedding: str = ""
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Logits of one rank; the last rank's may be more than the vocabulary has."""
+        return -(-self.vocab_size // self.world_size)
+
+    @property
+    def replicated(self) -> list[str]:
+        """Matrices that every rank holds whole, with stars for the numbers of layers: no plan or rule cuts them."""
+        whole = (name for name, shape in self.shapes.items() if len(shape) > 1 and name not in self.rules)
+        return list(dict.fromkeys(generic_name(name) for name in whole))
+
+    def cut(self, name: str, dim: int, *sections: Section) -> None:
+        """Adds the rule of a tensor, named as in the model; a negative `dim` counts from the end."""
+        tensor = f"model.{name}"
+        self.rules[tensor] = ShardRule(dim % len(self.shapes[tensor]), sections)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a rank's part of a tensor, the same for all ranks."""
+        shape = list(self.shapes[name])
+        if name in self.rules:
+            rule = self.rules[name]
+            shape[rule.dim] = rule.local_size(self.world_size)
+        return tuple(shape)
+
+    def shard(self, tensor: Tensor, name: str, rank: int) -> Tensor:
+        """A rank's part of a whole tensor: a view of it, or a copy of the part's size."""
+        return self.rules[name].shard(tensor, rank, self.world_size) if name in self.rules else tensor
+
+    def refusal(self, reason: object) -> ValueError:
+        """The one way in which a model is refused."""
+        return ValueError(
+            f"{self.model_type} cannot be shared by tensor_parallel_size={self.world_size} ranks: {reason}; use "
+            f"tensor_parallel_size=1"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the manifest: rules are listed once, since all layers have the same."""
+        rules = {rule: index for index, rule in enumerate(dict.fromkeys(self.rules.values()))}
+        return {
+            "world_size": self.world_size,
+            "vocab_size": self.vocab_size,
+            "rules": [rule.to_dict() for rule in rules],
+            "tensors": {name: rules[rule] for name, rule in self.rules.items()},
+            "replicated": self.replicated,
+        }

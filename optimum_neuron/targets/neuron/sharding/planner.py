@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model to its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import zip_longest
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ....weights import named_tensors
+from .layers import share_attention, share_experts, share_norms, share_siblings, share_vocabulary
+from .modules import apply_plan
+from .plan import ShardPlan
+from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_experts, is_linear, planned_styles
+from .trace import Trace, data_free_copy, no_data, trace_model
+
+
+def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
+    """Decides how a causal language model is shared by ranks: by its own plan and by what its modules are.
+
+    The plan is tried on a copy without data, so that whatever a rank's code cannot do is known now.
+
+    Args:
+        model: with the cached attention; no parameter is read, so all may be on the meta device.
+        world_size: ranks, 2 or more.
+
+    Raises:
+        ValueError: a layer cannot be shared exactly; it is named, with the reason.
+    """
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size} shares nothing; a plan is for 2 ranks or more")
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    head = model.get_output_embeddings()
+    plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
+    if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
+        raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+    with no_data():
+        twin = data_free_copy(model)
+        whole = _trace(plan, twin, "its code cannot be followed without data")
+        _fill(plan, twin, whole)
+        apply_plan(twin, plan)
+        _check(plan, whole, _trace(plan, twin, "its code does not run on a rank's part of it"))
+    return plan
+
+
+def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
+    try:
+        return trace_model(model)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise plan.refusal(f"{complaint}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
+    """Applies each rule to the layers that it is for."""
+    share_vocabulary(plan, model)
+    styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
+    if not styles:
+        try:
+            styles = derived_styles(model, trace)
+        except ValueError as error:
+            raise plan.refusal(error) from error
+    for name, module in model.named_modules():
+        if is_experts(module):
+            share_experts(plan, name, module)
+            styles = {each: style for each, style in styles.items() if each != name and not _is_below(each, name)}
+    reduced = [name for name, style in styles.items() if style in REDUCED]
+    styles = {name: style for name, style in styles.items() if _is_to_cut(plan, model, name, style)}
+    matrices = [name for name in styles if len(plan.shapes.get(f"model.{name}", ())) > 1]
+    for name in trace.attention:
+        inside = {each: style for each, style in styles.items() if _is_below(each, name)}
+        if inside:
+            share_attention(plan, trace, name, inside)
+        styles = {each: style for each, style in styles.items() if each not in inside}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in styles):
+        siblings = {name: style for name, style in styles.items() if name.rpartition(".")[0] == parent}
+        share_siblings(plan, trace, siblings)
+    share_norms(plan, model, trace)
+    _sum_once(plan, reduced, matrices)
+
+
+def _is_to_cut(plan: ShardPlan, model: PreTrainedModel, name: str, style: str) -> bool:
+    """Whether a style is one of a parameter or a plain linear layer; other layers stay whole where their style is."""
+    if style in (*REDUCED, *REPLICATED):
+        return False
+    if style not in (*CUT, *WHOLE):
+        raise plan.refusal(f"{name} has the style {style}, for which there is no rule")
+    if f"model.{name}" in plan.shapes or is_linear(model.get_submodule(name)):
+        return True
+    if style in WHOLE:
+        return False
+    kind = type(model.get_submodule(name)).__name__
+    raise plan.refusal(f"{name} has the style {style}, and is a {kind} instead of a plain linear layer")
+
+
+def _sum_once(plan: ShardPlan, modules: list[str], matrices: list[str]) -> None:
+    """Sums the outputs of `modules` that hold cut matrices other than those of linear layers, which sum their own."""
+    plan.reduced += [name for name in modules if any(_is_below(each, name) for each in matrices)]
+    for matrix in matrices:
+        sums = sum(_is_below(matrix, name) for name in plan.reduced)
+        if sums != 1:
+            raise plan.refusal(f"{matrix} is cut, and {sums} modules of its plan sum what comes of it instead of one")
+    for linear in plan.row_linears:
+        around = next((name for name in plan.reduced if _is_below(linear, name)), None)
+        if around is not None:
+            raise plan.refusal(f"{linear} is cut and sums its own outputs, and its plan sums those of {around} again")
+
+
+def _check(plan: ShardPlan, whole: Trace, part: Trace) -> None:
+    """A rank runs the same modules as often, over the same sizes, on the heads and to the logits of the plan."""
+    runs, rank_runs = (Counter(call.name for call in trace.calls) for trace in (whole, part))
+    for name in [*runs, *rank_runs]:
+        if runs[name] != rank_runs[name]:
+            raise plan.refusal(f"on a rank's heads, {name} runs {rank_runs[name]} times instead of {runs[name]}")
+    for before, after in zip_longest(whole.reductions, part.reductions):
+        if before != after:
+            raise plan.refusal(f"its code mixes values of several ranks: {before} becomes {after}")
+    for name, heads in plan.attention.items():
+        seen, layout = part.attention[name], heads.layout
+        if (seen.heads, seen.kv_heads) != (layout.local_query, layout.local_key_value):
+            raise plan.refusal(
+                f"{name} computes {seen.heads} query and {seen.kv_heads} key/value heads instead of "
+                f"{layout.local_query} and {layout.local_key_value}"
+            )
+    if part.logits_size != plan.local_vocab_size:
+        raise plan.refusal(f"its output layer gives {part.logits_size} logits instead of {plan.local_vocab_size}")
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name.startswith(parent + ".")
