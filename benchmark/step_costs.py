@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.hardware import LLAMA_8B_INF2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Calibration:
     """
 
     weights_ms: float = 20.0
-    row_ms: float = (24.6 - 20.0) / 32
-    token_ms: float = (148.0 - 20.0) / 1024
+    row_ms: float = (LLAMA_8B_INF2.decode_ms - 20.0) / LLAMA_8B_INF2.batch_size
+    token_ms: float = (LLAMA_8B_INF2.chunk_ms - 20.0) / LLAMA_8B_INF2.chunk_size
     mixed_ms: float = 3.0
     launch_ms: float = 0.0
     attention_ms: float = 0.0

@@ -73,6 +73,24 @@ class Checkpoint:
             raise ValueError(f"{self.source} is quantized ({method}); export an unquantized or a GGUF checkpoint")
         return config
 
+    def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
+        """Raises ValueError where a sequence is longer than the model's positions."""
+        text_config = model_config.get_text_config(decoder=True)
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if longest is not None and sequence_length > longest:
+            raise ValueError(
+                f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
+                f"lower --sequence-length"
+            )
+
+    def resolve_dtype(self, model_config: PreTrainedConfig, dtype: str) -> str | None:
+        """torch's name of the type of the weights: as asked, or for "auto" the config's; None where it names none."""
+        if dtype != "auto":
+            return dtype
+        if self.gguf_file is not None or model_config.dtype is None:
+            return None
+        return str(model_config.dtype).removeprefix("torch.")
+
     def load_model(self, dtype: str) -> PreTrainedModel:
         """The model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one."""
         options = self._options() | {
@@ -141,6 +159,23 @@ def find_checkpoint(
     patterns = [*VERBATIM, *WEIGHT_FILES, *(CODE_FILES if trust_remote_code else ())]
     folder = download(str(model), patterns, revision=revision, token=token, **hub)
     return Checkpoint(folder, None, str(model), trust_remote_code)
+
+
+def find_config(
+    model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
+) -> Checkpoint:
+    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded.
+
+    Raises:
+        FileNotFoundError: nothing of that name exists, here or on the Hub.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or path.suffix == ".gguf":
+        return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    patterns = ["config.json", *(CODE_FILES if trust_remote_code else ())]
+    return Checkpoint(
+        download(str(model), patterns, revision=revision, token=token), None, str(model), trust_remote_code
+    )
 
 
 def download(repo_id: str, patterns: list[str], *, revision: str | None, token: str | bool | None, **hub: Any) -> Path:

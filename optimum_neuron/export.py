@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from . import __version__, progress
+from . import __version__, golden, progress
 from .artifact_writer import check_output, write_artifact
 from .checkpoint import Checkpoint, find_checkpoint
-from .config import NeuronConfig
+from .config import HLO_TARGETS, NeuronConfig
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
@@ -84,7 +84,7 @@ def export_model(
         force_download=force_download,
         local_files_only=local_files_only,
     )
-    _check_checkpoint(checkpoint.load_config(), config)
+    checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     with progress.stage("Loading the checkpoint"):
         loaded = checkpoint.load_model(config.dtype)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
@@ -110,6 +110,9 @@ def _write(
         checkpoint.write_verbatim(model, writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
+        if config.target in HLO_TARGETS:
+            with progress.stage("Recording golden tokens"):
+                golden.record(model, config, spec).write(writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
         target_data = target.compile(job)
         with progress.stage("Hashing files"):
@@ -136,16 +139,6 @@ def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:
         "inputs": [dataclasses.asdict(tensor) for tensor in graph.inputs()],
         "outputs": [dataclasses.asdict(tensor) for tensor in graph.outputs(model.vocab_size)],
     }
-
-
-def _check_checkpoint(model_config: PreTrainedConfig, config: NeuronConfig) -> None:
-    text_config = model_config.get_text_config(decoder=True)
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and config.sequence_length > longest:
-        raise ValueError(
-            f"sequence_length={config.sequence_length} is longer than the model's max_position_embeddings={longest}; "
-            f"lower --sequence-length"
-        )
 
 
 def _warn_of_host_sampling(model: PreTrainedModel, config: NeuronConfig) -> None:

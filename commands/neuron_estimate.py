@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron estimate: what a model needs and may reach on Neuron hardware. The estimates are made elsewhere."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import add_option, reported_errors, size_list
+from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig
+
+
+DESCRIPTION = """\
+Tell what a model needs on AWS Neuron hardware, and how fast it may be, before it is exported or anything is rented. Only
+the model's config is read: no weights, and no Neuron software or device.
+
+Memory, per core: weights and KV cache to the byte; the most that a step needs for its activations; and a reserve for the
+code of each graph. The KV cache has batch_size + 1 rows, the last one for padding, and key/value heads are repeated where
+there are more cores than heads.
+Speed: the peak is a roofline, which nothing exceeds: a decode step reads all weights and the cache once at full bandwidth;
+a chunk of a prompt takes its arithmetic at full rate. The expected speed has the efficiency that published runs reached on
+the same chips.
+
+Sizes mean what they mean in optimum-cli export neuron. Without --tensor-parallel-size, all sizes that fit a host are
+compared: cores that share one copy of the model. A core is a logical NeuronCore, of which trn2 and trn3 chips have four."""
+
+EXAMPLES = """\
+examples:
+  optimum-cli neuron estimate --model meta-llama/Llama-3.1-8B --batch-size 32 --sequence-length 4096
+  optimum-cli neuron estimate --model checkpoint/ --target trn2 --sequence-length 32768 --context-length 8000
+  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1 --plot estimate.png
+  optimum-cli neuron estimate --model artifact/ --target trn2 --tensor-parallel-size 4 --json estimate.json
+
+then:
+  optimum-cli export neuron --model ... --target trn2 --tensor-parallel-size 4 ... artifact/
+"""
+
+# Help by option; a size that is left out has export's default, or the artifact's value.
+SIZES = {
+    "--batch-size": ("ROWS", "requests served at the same time (default: 1)"),
+    "--sequence-length": ("TOKENS", "prompt and answer of one request together (default: 1024)"),
+    "--prefill-chunk-size": ("TOKENS", "prompt tokens that one step takes in (default: a power of two up to 512)"),
+    "--ctx-batch-size": ("ROWS", "chunk rows of a step (default: 1)"),
+}
+SIZE_LISTS = {
+    "--prefill-chunk-buckets": "smaller chunk sizes compiled as well, as in 32,128 or 32 128 (default: none)",
+    "--context-buckets": "cache lengths that attention reads (default: the sequence length and its quarters down to 256)",
+}
+
+
+class NeuronEstimateCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron estimate`."""
+
+    COMMAND = CommandInfo(name="estimate", help="Tell which Neuron instances hold a model, and how fast it may be.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        parser.formatter_class = RawDescriptionHelpFormatter
+        parser.description = DESCRIPTION
+        parser.epilog = EXAMPLES
+        parser.allow_abbrev = False
+        add_model_options(parser.add_argument_group("model"), required=True)
+        _add_hardware_options(parser.add_argument_group("hardware"))
+        group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
+        add_size_options(group)
+        _add_context_option(group)
+        group = parser.add_argument_group("files")
+        group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the estimates; needs matplotlib")
+        group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
+
+    def run(self) -> None:
+        with reported_errors():
+            _estimate(self.args)
+
+
+def add_model_options(group: Any, *, required: bool) -> None:
+    """Options that name a model; shared by the commands that read its config alone."""
+    group.add_argument(
+        "-m", "--model", required=required, help="Hub id, folder with a config.json, .gguf file, or exported artifact"
+    )
+    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
+    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
+    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+
+
+def _add_hardware_options(group: Any) -> None:
+    group.add_argument(
+        "--target",
+        choices=NEURON_TARGETS,
+        nargs="+",
+        default=list(NEURON_TARGETS),
+        help="chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3 (default: all)",
+    )
+    add_option(
+        group,
+        "--tensor-parallel-size",
+        type=int,
+        metavar="CORES",
+        help="cores that share one copy of the model (default: compare all)",
+    )
+
+
+def add_size_options(group: Any) -> None:
+    """Sizes of NeuronConfig, None where they are not given."""
+    for flag, (metavar, text) in SIZES.items():
+        add_option(group, flag, type=int, metavar=metavar, help=text)
+    for flag, text in SIZE_LISTS.items():
+        add_option(group, flag, type=size_list, nargs="+", metavar="TOKENS", help=text)
+    no_mixed = (
+        "leave out the graphs that decode and take in a prompt in the same step (default: where batch size is 1)"
+    )
+    add_option(group, "--no-mixed-step", dest="mixed_step", action="store_false", default=None, help=no_mixed)
+    add_option(
+        group,
+        "--no-on-device-sampling",
+        dest="on_device_sampling",
+        action="store_false",
+        default=None,
+        help="graphs return logits instead of tokens",
+    )
+    add_option(group, "--output-logits", action="store_true", default=None, help="graphs return logits beside tokens")
+    add_option(
+        group, "--dtype", choices=DTYPES, help="of weights, activations and KV cache (default: the checkpoint's)"
+    )
+
+
+def _add_context_option(group: Any) -> None:
+    add_option(
+        group,
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
+        "(default: the sequence length)",
+    )
+
+
+def given_options(args: Namespace) -> dict[str, Any]:
+    """What was given of a NeuronConfig."""
+    names = set(NeuronConfig.option_names()) - {"target", "tensor_parallel_size"}
+    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    for name in ("prefill_chunk_buckets", "context_buckets"):
+        if name in options:
+            options[name] = tuple(size for sizes in options[name] for size in sizes)
+    return options
+
+
+def _estimate(args: Namespace) -> None:
+    from rich.console import Console
+
+    from optimum_neuron.targets.neuron.estimate import estimate_model
+    from optimum_neuron.targets.neuron.estimate_report import check_plot, plot, print_report, to_json
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    report = estimate_model(
+        args.model,
+        given_options(args),
+        list(dict.fromkeys(args.target)),
+        tensor_parallel_size=args.tensor_parallel_size,
+        context_length=args.context_length,
+        revision=args.revision,
+        token=args.token,
+        trust_remote_code=args.trust_remote_code,
+    )
+    print_report(report, Console())
+    if args.plot is not None:
+        plot(report, args.plot)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(to_json(report), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden tokens: what the model answers to a fixed prompt on the exporting host, kept to judge a device by.
+
+A device is judged teacher-forced: whatever it would choose, it is fed the golden tokens, so that one near-tie does not
+change all that follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from .config import NeuronConfig
+from .graphs.kv_cache import KVCache
+from .graphs.spec import ModelSpec, graph_specs, state_specs
+from .graphs.step import StepModule
+from .runtime.runner import Chunk, DecodeRows, GraphRunner
+from .targets.eager import EagerExecutable
+
+
+GOLDEN_NAME = "golden.json"
+NEW_TOKENS = 8
+LONGEST_PROMPT = 768
+# Logits kept per token: the chosen one and its rivals.
+KEPT_LOGITS = 8
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A prompt, the greedy tokens that follow it, and per token the largest logits that it was chosen from.
+
+    Attributes:
+        tokens: `NEW_TOKENS` tokens; the first one follows the prompt.
+        candidates, logits: `[tokens][KEPT_LOGITS]`, the most probable tokens and their logits, falling.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    candidates: list[list[int]]
+    logits: list[list[float]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Golden:
+        """Raises FileNotFoundError where an artifact has none: the cpu and eager targets record none."""
+        return cls(**json.loads((folder / GOLDEN_NAME).read_text(encoding="utf-8")))
+
+    def write(self, folder: Path) -> None:
+        (folder / GOLDEN_NAME).write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+
+def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
+    """Runs a loaded model with the eager target on a prompt of more than one chunk, where the sizes allow one."""
+    own = dataclasses.replace(
+        config,
+        batch_size=1,
+        ctx_batch_size=1,
+        mixed_step=False,
+        output_logits=True,
+        tensor_parallel_size=1,
+        target="eager",
+    )
+    cache, graphs = KVCache(state_specs(own, spec)), graph_specs(own)
+    steps = {graph.name: StepModule(model, cache, graph).eval() for graph in graphs}
+    runner = GraphRunner(EagerExecutable(steps, cache), own, graphs)
+    length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - NEW_TOKENS + 1)
+    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, max(length, 1)).astype(np.int32)
+    steps_taken = replay(runner, prompt, None)
+    rows = [row for _, row in steps_taken if row is not None]
+    top = [row.topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
+    return Golden(
+        prompt=prompt.tolist(),
+        tokens=[int(row.argmax()) for row in rows],
+        candidates=[each.indices.tolist() for each in top],
+        logits=[each.values.tolist() for each in top],
+    )
+
+
+def replay(
+    runner: GraphRunner, prompt: np.ndarray, tokens: list[int] | None, slot: int = 0
+) -> list[tuple[int, Tensor | None]]:
+    """Feeds a prompt and then tokens to a slot.
+
+    Args:
+        tokens: what is fed whatever the runner would choose; None feeds what it chooses. The last is not fed.
+
+    Returns:
+        What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
+        decode graphs return none.
+    """
+    runner.reset(slot)
+    size = runner.config.prefill_chunk_size
+    for start in range(0, len(prompt), size):
+        output = runner.prefill([Chunk(slot, prompt[start : start + size])])
+    steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
+    for index in range(NEW_TOKENS - 1):
+        token = steps[-1][0] if tokens is None else tokens[index]
+        output = runner.step((), one_row(runner, slot, token))
+        steps.append(_chosen(output.decode_tokens, output.decode_logits, slot))
+    return steps
+
+
+def one_row(runner: GraphRunner, slot: int, token: int) -> DecodeRows:
+    """Decode rows of a step in which one slot takes a token, greedily."""
+    count = runner.config.batch_size
+    token_ids, active = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=bool)
+    token_ids[slot], active[slot] = token, True
+    sampling = np.tile(np.asarray([1.0, 1.0, 0.0], dtype=np.float32), (count, 1))
+    return DecodeRows(token_ids, active, sampling, np.zeros(count, dtype=np.float32))
+
+
+def _chosen(tokens: Tensor | None, logits: Tensor | None, row: int) -> tuple[int, Tensor | None]:
+    kept = None if logits is None else logits[row].clone()  # a graph may use its output memory again
+    if tokens is not None:
+        return int(tokens[row]), kept
+    assert kept is not None
+    return int(kept.argmax()), kept
