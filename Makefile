@@ -5,19 +5,23 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 export PROMPT
 
 VENV ?= .venv
+EXTRAS ?= dev,gguf
 BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
+# what depends on torch most, besides the tests that need torch-xla
+TESTS_ON_OLDEST_TORCH := tests/test_graphs.py tests/test_mixed_step.py tests/test_sampling.py tests/test_targets.py \
+  tests/test_modeling.py
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
 SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format bench bench-serving clean
+.PHONY: help install demo test test-neuron lint format bench bench-serving clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
@@ -26,6 +30,11 @@ demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be
 
 test: lint $(DEMO_MODEL) ## lint, then run all tests
 	$(BIN)/python -m pytest
+
+# torch-xla, which lowers graphs to HLO, needs an older torch: an environment of its own
+test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
+	$(MAKE) --no-print-directory install VENV=.venv-neuron TORCH=2.9.0 EXTRAS=dev,gguf,neuron
+	.venv-neuron/bin/python -m pytest tests/neuron $(TESTS_ON_OLDEST_TORCH)
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check
@@ -52,7 +61,7 @@ $(INSTALLED): pyproject.toml
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q 'torch==$(TORCH)'
-	@$(BIN)/python -m pip install -q -e '.[dev,gguf]' 'torch==$(TORCH)' 'transformers==$(TRANSFORMERS)'
+	@$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]' 'torch==$(TORCH)' 'transformers==$(TRANSFORMERS)'
 	@rm -f $(VENV)/installed-torch-*
 	@touch $@
 

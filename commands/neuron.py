@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
+from optimum.commands.register.neuron_lint import NeuronLintCommand
 
 from optimum_neuron.cli import add_option, graph_table, reported_errors
 
@@ -85,10 +87,10 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
 class NeuronCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron`."""
 
-    COMMAND = CommandInfo(name="neuron", help="Inspect and run what `optimum-cli export neuron` exported.")
+    COMMAND = CommandInfo(name="neuron", help="Estimate what to export; inspect and run what was exported.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
-        for command in (NeuronInspectCommand, NeuronGenerateCommand)
+        for command in (NeuronEstimateCommand, NeuronLintCommand, NeuronInspectCommand, NeuronGenerateCommand)
     )
 
 

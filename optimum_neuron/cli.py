@@ -54,7 +54,7 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     Exit codes are 1 for an error, 130 for Ctrl-C, and 143 for SIGTERM, which unwinds like Ctrl-C, so that cleanup runs.
     """
     _show_log_messages()
-    _hide_progress_bars()
+    _quiet_libraries()
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -71,8 +71,9 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _hide_progress_bars() -> None:
-    """Those of the libraries, in a log file."""
+def _quiet_libraries() -> None:
+    """Progress bars of the libraries in a log file, and torch-xla's warning that it chose its device."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
     if not sys.stderr.isatty():
         os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
 

@@ -64,7 +64,8 @@ def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {tuple(call[:2]) for call in calls} >= {("export", "neuron"), ("neuron", "generate")}
     commands = importlib.import_module("optimum.commands.register.neuron")
     export = importlib.import_module("optimum.commands.register.export_neuron")
-    for command in (export.NeuronExportCommand, commands.NeuronInspectCommand, commands.NeuronGenerateCommand):
+    neuron = [subcommand.subcommand_class for subcommand in commands.NeuronCommand.SUBCOMMANDS]
+    for command in (export.NeuronExportCommand, *neuron):
         monkeypatch.setattr(command, "run", lambda self: None)
     for call in calls:
         monkeypatch.setattr(sys, "argv", ["optimum-cli", *call])

@@ -35,10 +35,10 @@ class _Function(nn.Module):
 
 
 def lower_function(function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1) -> LoweredGraph:
-    """A graph that is one function of its inputs `x0`, `x1`, and so on."""
+    """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
     program = torch.export.export(_Function(function).eval(), tuple(inputs), strict=False)
     (result,) = program.graph.output_node().args[0]
-    specs = [_spec(f"x{index}", tensor) for index, tensor in enumerate(inputs)]
+    specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
     return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size)
 
 

@@ -203,7 +203,8 @@ std::vector<at::Tensor> linears(
 
 }  // namespace
 
-TORCH_LIBRARY(OPTIMUM_NEURON_NAMESPACE, m) {
+// Not TORCH_LIBRARY: that of torch 2.9 takes the name of a macro for the name of the namespace.
+TORCH_LIBRARY_FRAGMENT(OPTIMUM_NEURON_NAMESPACE, m) {
   m.def("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
 }
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 
 Role = Literal["weight", "state", "input"]
+# The one graph that is no step: see slot_copy.py.
+COPY_SLOT = "copy_slot"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class GraphIO:
     """Parameters and results of one lowered graph.
 
     Attributes:
+        inputs: what comes with every step, then states, then weights.
+        outputs: those of the step, then the new value of every state.
         unused_inputs: names that the step has, and no instruction needed.
         world_size: ranks that run the module together; all run the same bytes.
     """

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from . import hlo
-from .graph_io import GraphIO
-from .slot_copy import COPY_SLOT
+from .graph_io import COPY_SLOT, GraphIO
 
 
 class HloProgram:

@@ -135,23 +135,31 @@ def _fold_scalar(convert: Any, source: Any) -> None:
 
 
 def drop_tokens(module: Any) -> None:
-    """Makes all-reduces of one tensor of torch-xla's, which come with a number that only orders them."""
+    """Takes torch-xla's order out of the collectives: they depend on each other only where their data does.
+
+    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective.
+    """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
+        zeros: set[int] = set()
+        stands_for: dict[int, int] = {}
         for instruction in computation.instructions:
-            if instruction.opcode != "get-tuple-element" or instruction.tuple_index != 0:
-                continue
-            reduce = by_id[instruction.operand_ids[0]]
-            if reduce.opcode == "all-reduce":
-                attributes = {"opcode", "replica_groups", "channel_id", "called_computation_ids", "metadata"}
-                source, operand = type(reduce).FromString(reduce.SerializeToString()), reduce.operand_ids[0]
-                for field, _ in source.ListFields():
-                    if field.name not in attributes:
-                        source.ClearField(field.name)
-                instruction.ClearField("operand_ids")
-                instruction.ClearField("tuple_index")
-                instruction.MergeFrom(source)
-                instruction.operand_ids.append(operand)
+            operands = [stands_for.get(operand, operand) for operand in instruction.operand_ids]
+            instruction.operand_ids[:] = operands
+            if instruction.opcode == "all-reduce" and len(operands) == 2:
+                zeros.add(operands[1])
+                del instruction.operand_ids[1]
+                instruction.shape.CopyFrom(by_id[operands[0]].shape)
+            elif instruction.opcode == "get-tuple-element" and by_id[operands[0]].opcode == "all-reduce":
+                stands_for[instruction.id] = operands[0]
+                if instruction.tuple_index == 1:
+                    zeros.add(instruction.id)
+                    del stands_for[instruction.id]
+            elif not zeros.isdisjoint(operands):
+                if instruction.opcode == "add":
+                    stands_for[instruction.id] = operands[0] if operands[1] in zeros else operands[1]
+                elif instruction.opcode in ("broadcast", "convert", "multiply", "reshape"):
+                    zeros.add(instruction.id)
 
 
 def remove_unused(module: Any) -> None:
@@ -197,21 +205,22 @@ def order_parameters(module: Any, numbers: Sequence[int], names: Sequence[str]) 
 
     Args:
         numbers: the old parameter numbers in their new order; the others are gone.
-        names: their new names. They become the names of the tensors of the compiled graph as well.
+        names: their new names.
     """
     by_number = {each.parameter_number: each for each in hlo.parameters(module)}
     for new, (old, name) in enumerate(zip(numbers, names, strict=True)):
         parameter = by_number[old]
         parameter.parameter_number = new
         parameter.name = name
-        _set_attribute(parameter, "neff_input_names", name)
+        # What the SDK's runtimes look for; a compiled graph would else choose names of its own.
+        _set_attribute(parameter, "neff_input_names", f"input{new}")
 
 
-def name_outputs(module: Any, names: Sequence[str]) -> None:
+def name_outputs(module: Any, count: int) -> None:
     """Names the elements of the result tuple for the compiled graph."""
     entry = hlo.entry(module)
     root = next(each for each in entry.instructions if each.id == entry.root_id)
-    _set_attribute(root, "neff_output_names", ",".join(names))
+    _set_attribute(root, "neff_output_names", ",".join(f"output{index}" for index in range(count)))
 
 
 def _set_attribute(instruction: Any, key: str, value: str) -> None:

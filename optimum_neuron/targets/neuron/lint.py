@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...artifact import Artifact
 from . import hlo
+from .graph_files import HLO_SUFFIX, read_graph_io
 from .graph_io import GraphIO
-from .lint_graph import Graph, Severity
+from .lint_graph import Graph, Severity, normalize_operators
 from .lint_rules import RULES
+from .neuron_cc import find_compiler, list_operators, missing_compiler
 
 
 @dataclass(frozen=True)
@@ -59,4 +62,34 @@ def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[
         for instruction, problem, remedy, severity in rule.check(graph):
             where, module = ("", "") if instruction is None else (instruction.name, graph.module_path(instruction))
             findings.append(Finding(name, rule.name, rule.code, severity, where, module, problem, remedy))
+    return findings
+
+
+def installed_operators() -> frozenset[str] | None:
+    """What the neuronx-cc on PATH lists as its operators; None where there is none."""
+    return None if missing_compiler() is not None else normalize_operators(list_operators(find_compiler()))
+
+
+def lint_artifact(
+    artifact: Artifact, target: str | None = None, operators: frozenset[str] | None = None
+) -> list[Finding]:
+    """Checks all graphs of an artifact.
+
+    Args:
+        target: the rules of which target; default, the artifact's own.
+
+    Raises:
+        ValueError: the artifact has no HLO.
+        ArtifactError: a graph was changed after the export.
+    """
+    names = [name for name in artifact.manifest["files"] if name.endswith(HLO_SUFFIX)]
+    if not names:
+        raise ValueError(
+            f"{artifact.path} was exported for {artifact.target} and holds no HLO; lint its checkpoint: --model"
+        )
+    artifact.verify(names)
+    findings = []
+    for name in names:
+        path = artifact.file(name)
+        findings += lint(path.stem, path.read_bytes(), read_graph_io(path), target or artifact.target, operators)
     return findings

@@ -25,8 +25,12 @@ from ...graphs.model import export_graph
 from ...graphs.ops import StepOps
 from ...graphs.spec import GraphSpec, TensorSpec
 from . import hlo, hlo_passes
-from .graph_io import GraphIO, InputBinding, OutputBinding, Role
-from .slot_copy import COPY_SLOT, SlotCopy
+from .graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding, Role
+from .slot_copy import SlotCopy
+
+
+# That of torch-neuronx's own graphs, whose runtime counts on it.
+_ROLE_ORDER: tuple[Role, ...] = ("input", "state", "weight")
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ def lower_program(
     hlo_passes.narrow_types(module)
     hlo_passes.drop_tokens(module)
     hlo_passes.fold_trivial(module)
-    used = _finish(module, name, bindings, numbers, results)
+    kept = _finish(module, name, bindings, numbers, results)
     data = hlo.serialize(module)
     io = GraphIO(
-        inputs=tuple(binding for binding in bindings if binding is not None and binding.name in used),
+        inputs=kept,
         outputs=results,
-        unused_inputs=tuple(each.name for each in bindings if each is not None and each.name not in used),
+        unused_inputs=tuple(each.name for each in bindings if each is not None and each not in kept),
         hlo_sha256=hashlib.sha256(data).hexdigest(),
         world_size=world_size,
     )
@@ -101,11 +105,14 @@ def _decompositions() -> Any:
     """torch-xla's own mean guards against dividing by 0 with NaN, which the device reports as an error where it meets it."""
     table = torch.export.default_decompositions()
     table[torch.ops.aten.mean.dim] = _mean
+    table[torch.ops.aten.mean.default] = _mean
     return table
 
 
-def _mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = list(range(x.dim())) if dim is None else dim
+def _mean(
+    x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dim or list(range(x.dim()))
     count = math.prod(x.shape[each] for each in dims)
     return torch.sum(x, dims, keepdim, dtype=dtype) * (1.0 / count)
 
@@ -151,6 +158,10 @@ def _results(
     return tuple(results)
 
 
+# Over all dimensions where none is named; torch-xla takes that for none.
+_REDUCTIONS = {torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default, torch.ops.aten.amin.default}
+
+
 class _Tracer(torch.fx.Interpreter):
     """Runs a graph on torch-xla's device, noting the module of each operator for error messages and profiles."""
 
@@ -176,6 +187,8 @@ class _Tracer(torch.fx.Interpreter):
             return None
         if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
             return _collective(target, args, self._world_size)
+        if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
+            args = (args[0], list(range(args[0].dim())), *args[2:])
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)
@@ -239,21 +252,21 @@ def _finish(
     bindings: Sequence[InputBinding | None],
     numbers: Sequence[int],
     results: Sequence[OutputBinding],
-) -> set[str]:
-    """Removes what nothing needs, orders, names and aliases; returns the names of the inputs that are left."""
+) -> tuple[InputBinding, ...]:
+    """Removes what nothing needs, orders, names and aliases; returns the inputs that are left, in their order."""
     hlo_passes.remove_unused(module)
     left = {parameter.parameter_number for parameter in hlo.parameters(module)}
-    kept = [
-        (number, each.name)
-        for number, each in zip(numbers, bindings, strict=True)
-        if each is not None and number in left
+    numbered = [
+        (number, each) for number, each in zip(numbers, bindings, strict=True) if each is not None and number in left
     ]
-    hlo_passes.order_parameters(module, [number for number, _ in kept], [name for _, name in kept])
-    position = {name: index for index, (_, name) in enumerate(kept)}
-    hlo_passes.name_outputs(module, [result.name for result in results])
+    numbered.sort(key=lambda pair: _ROLE_ORDER.index(pair[1].role))  # stable
+    kept = tuple(binding for _, binding in numbered)
+    names = [binding.name for binding in kept]
+    hlo_passes.order_parameters(module, [number for number, _ in numbered], names)
+    hlo_passes.name_outputs(module, len(results))
     hlo_passes.alias_outputs(
         module,
-        {index: position[result.alias_of] for index, result in enumerate(results) if result.alias_of is not None},
+        {index: names.index(result.alias_of) for index, result in enumerate(results) if result.alias_of is not None},
     )
     hlo_passes.canonicalize(module, name)
-    return set(position)
+    return kept

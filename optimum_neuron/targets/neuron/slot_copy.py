@@ -11,9 +11,6 @@ from ...graphs.spec import TensorSpec
 from ...graphs.step import example_inputs
 
 
-COPY_SLOT = "copy_slot"
-
-
 class SlotCopy(nn.Module):
     """As `graphs.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
 

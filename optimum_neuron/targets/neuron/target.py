@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...artifact import GRAPHS_FOLDER, Artifact
-from ...config import NeuronConfig
-from ...graphs.kv_cache import KVCache
-from ...graphs.spec import state_specs
-from ...weights import allocate_states, named_tensors, read_weights, write_weights
+from ...artifact import GRAPHS_FOLDER, Artifact, file_sha256
+from ...config import NEURON_TARGETS, NeuronConfig
+from ...weights import allocate_states, named_tensors, rank_weights_name, read_weights, write_weights
 from .. import CompileJob, Executable, check_one_device
 from ..recompile import compiled_again
-from .graph_io import GraphIO
+from .graph_files import HLO_SUFFIX, read_graph_io, write_graph
 from .requirements import check_lowering
 
 
@@ -28,30 +24,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HLO_SUFFIX, IO_SUFFIX = ".hlo", ".json"
-
 
 class NeuronTarget:
-    """Compiling needs torch-xla; a device target needs its compiler besides, and the device only to run."""
+    """Compiling needs torch-xla, and for a device its compiler; only running needs the device."""
 
     def check(self, config: NeuronConfig) -> None:
-        check_one_device(config)
         check_lowering()
+        if config.target in NEURON_TARGETS:
+            from .providers import choose_provider
+
+            choose_provider(config.target)
+        else:
+            check_one_device(config)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        return write_weights(named_tensors(model), folder)
+        if config.tensor_parallel_size == 1:
+            return write_weights(named_tensors(model), folder)
+        from .sharding import shard_plan, write_sharded_weights
+
+        return write_sharded_weights(named_tensors(model), shard_plan(model, config.tensor_parallel_size), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        for graph in lower_and_check(job):
-            write_graph(graph, job.folder / GRAPHS_FOLDER)
-        return {}
+        folder, target = job.folder / GRAPHS_FOLDER, job.config.target
+        graphs = lower_and_check(job)
+        for graph in graphs:
+            write_graph(graph, folder)
+        if target not in NEURON_TARGETS:
+            return {}
+        from .compiler import compile_graphs
+        from .providers import choose_provider
+
+        return compile_graphs(choose_provider(target), graphs, target, folder)
 
     def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
         if trust_native_code:
             artifact.verify()
-            return _bind(artifact, artifact.path)
-        with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, _):
-            return _bind(artifact, folder)
+            return _load(artifact, artifact.path, artifact.manifest["target_data"])
+        with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
+            return _load(artifact, folder, data)
+
+
+def _load(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
+    if artifact.target in NEURON_TARGETS:
+        return _load_on_device(artifact, folder, data)
+    return _load_on_cpu(artifact, folder)
 
 
 def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
@@ -60,12 +76,14 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
     Raises:
         ValueError: a graph does; the first place is named.
     """
-    from .lint import lint
+    from .lint import installed_operators, lint
+    from .lower_all import lower_all
 
+    operators = installed_operators() if job.config.target in NEURON_TARGETS else None
     lowered, errors = [], []
-    for graph in lower_all(job):
+    for graph in lower_all(job.folder, job.config, job.tied_weights, trust_remote_code=job.trust_remote_code):
         lowered.append(graph)
-        for finding in lint(graph.name, graph.hlo, graph.io, job.config.target):
+        for finding in lint(graph.name, graph.hlo, graph.io, job.config.target, operators):
             if finding.severity == "error":
                 errors.append(finding)
             else:
@@ -76,36 +94,7 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
     return lowered
 
 
-def lower_all(job: CompileJob) -> Iterator[LoweredGraph]:
-    """Lowers all graphs of an artifact, and the one that copies slots, one by one."""
-    from .lowering import lower_slot_copy, lower_step
-    from .ops import NEURON_OPS
-    from .rank_model import rank_model
-
-    model = rank_model(job.folder, job.config, job.tied_weights, trust_remote_code=job.trust_remote_code)
-    states = state_specs(job.config, job.model)
-    cache = KVCache(states)
-    with progress.stage("Lowering graphs", len(job.graphs) + 1) as advance:
-        for spec in job.graphs:
-            yield lower_step(model, cache, spec, NEURON_OPS, job.model.vocab_size)
-            advance(spec.name)
-        yield lower_slot_copy(states)
-        advance("copy_slot")
-
-
-def write_graph(graph: LoweredGraph, folder: Path) -> None:
-    """Writes a graph's HLO, and what its parameters and results are."""
-    (folder / (graph.name + HLO_SUFFIX)).write_bytes(graph.hlo)
-    text = json.dumps(graph.io.to_dict(), indent=1) + "\n"
-    (folder / (graph.name + IO_SUFFIX)).write_text(text, encoding="utf-8")
-
-
-def read_graph_io(path: Path) -> GraphIO:
-    """What the parameters and results of a graph file are."""
-    return GraphIO.from_dict(json.loads(path.with_suffix(IO_SUFFIX).read_text(encoding="utf-8")))
-
-
-def _bind(artifact: Artifact, folder: Path) -> Executable:
+def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     from .hlo_executor import HloExecutable, HloProgram
 
     programs = {
@@ -113,3 +102,27 @@ def _bind(artifact: Artifact, folder: Path) -> Executable:
         for path in sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))
     }
     return HloExecutable(programs, read_weights(artifact), allocate_states(artifact.states()))
+
+
+def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
+    from .load_plan import LoadPlan
+    from .runtimes import load_graphs
+
+    ranks = artifact.config.tensor_parallel_size
+    weights = [rank_weights_name(rank, ranks) for rank in range(ranks)]
+    with progress.stage("Verifying weights"):
+        for name in weights:
+            artifact.check_digest(name, file_sha256(artifact.file(name)))
+    paths = sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))
+    plan = LoadPlan(
+        folder=folder / GRAPHS_FOLDER,
+        target=artifact.target,
+        provider=data["provider"],
+        lnc=data["lnc"],
+        graphs={path.stem: read_graph_io(path) for path in paths},
+        calls={spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs},
+        weights=tuple(artifact.file(name) for name in weights),
+        tied_weights=artifact.tied_weights,
+    )
+    with progress.stage("Loading graphs onto the device"):
+        return load_graphs(plan)

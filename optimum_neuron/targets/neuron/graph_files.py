@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lowered graph in an artifact's folder: its HLO in one file, what its parameters and results are in another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .graph_io import GraphIO
+
+
+if TYPE_CHECKING:
+    from .lowering import LoweredGraph
+
+HLO_SUFFIX, IO_SUFFIX = ".hlo", ".json"
+
+
+def write_graph(graph: LoweredGraph, folder: Path) -> None:
+    (folder / (graph.name + HLO_SUFFIX)).write_bytes(graph.hlo)
+    text = json.dumps(graph.io.to_dict(), indent=1) + "\n"
+    (folder / (graph.name + IO_SUFFIX)).write_text(text, encoding="utf-8")
+
+
+def read_graph_io(path: Path) -> GraphIO:
+    """What the parameters and results of a graph are, from the path of its HLO."""
+    return GraphIO.from_dict(json.loads(path.with_suffix(IO_SUFFIX).read_text(encoding="utf-8")))
