@@ -107,6 +107,12 @@ def _inspect(folder: Path) -> None:
     facts.add_section()
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)
+    data = artifact.manifest["target_data"]
+    if "provider" in data:  # compiled for a device
+        facts.add_row("compiled by", data["provider"])
+        for name, version in data["versions"].items():
+            facts.add_row(f"compiled with {name}", version)
+        facts.add_row("logical NeuronCore", f"{data['lnc']} physical")
     console = Console()
     console.print(facts)
     console.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))

@@ -150,7 +150,11 @@ def as_ranks(world_size: int, function: Callable[[nn.Module, int], Tensor]) -> l
     def run(rank: int) -> None:
         model = nn.Module()
         model.register_buffer(RANK_BUFFER, torch.tensor([rank], dtype=torch.int32))
-        results[rank] = function(model, rank)
+        try:
+            results[rank] = function(model, rank)
+        finally:
+            if rank not in results:
+                barrier.abort()  # the others need not wait
 
     with mock.patch.object(sampling, "all_gather", gather):
         threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world_size)]

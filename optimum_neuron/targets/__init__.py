@@ -89,8 +89,13 @@ _TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")} | 
 
 
 def resolve_target(name: str) -> str:
-    """The target that "auto" stands for on this machine: no Neuron device is supported yet, so it is the CPU."""
-    return "cpu" if name == "auto" else name
+    """The target that "auto" stands for on this machine: its Neuron devices, or else the CPU."""
+    if name != "auto":
+        return name
+    from .neuron.device import find_devices
+
+    found = find_devices()
+    return "cpu" if found is None or found.generation is None else found.generation
 
 
 def get_target(name: str) -> Target:

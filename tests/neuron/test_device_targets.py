@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,13 @@ import pytest
 import torch
 from fakes.tools import NeuronTools
 from helpers import export_tiny, random_tokens, tiny_config
+from optimum.commands import optimum_cli
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact import MANIFEST_NAME
 from optimum_neuron.golden import Golden
+from optimum_neuron.targets import resolve_target
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -65,6 +70,116 @@ def test_the_manifest_records_how_every_graph_was_compiled(
         assert level in graph["argv"]
     kept = {Path(name).suffix for name in manifest["files"] if name.startswith("graphs/")}
     assert kept == {".hlo", ".json", ".neff"}
+
+
+def test_auto_is_the_device_that_the_machine_has(
+    neuron_sdk: Callable[..., NeuronTools], sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    assert resolve_target("auto") == "cpu"
+    neuron_sdk("trn2", "lite")
+    assert resolve_target("auto") == "trn2" and resolve_target("cpu") == "cpu"
+
+
+def test_inspect_tells_how_an_artifact_was_compiled(
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    neuron_sdk(None, "lite")
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2")
+    run_command("neuron", "inspect", str(path))
+    shown = capsys.readouterr().out
+    assert "compiled with neuronx-cc" in shown and "token_generation_context64" in shown
+
+
+def run_command(*arguments: str) -> None:
+    """optimum-cli, in this process, where the fakes are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["optimum-cli", *arguments])
+        optimum_cli.main()
+
+
+def test_lint_tells_findings_by_its_exit_code(
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    neuron_sdk(None, "lite")
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2")
+    run_command("neuron", "lint", str(path))
+    run_command("neuron", "lint", "--model", str(sharp_checkpoints["qwen3"]), "--sequence-length", "128")
+    assert "error" not in capsys.readouterr().out
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumsum(-1))
+    with pytest.raises(SystemExit) as ended:
+        run_command("neuron", "lint", "--model", str(sharp_checkpoints["llama"]), "--sequence-length", "128")
+    assert ended.value.code == 1 and "reduce-window" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "either an artifact's folder or --model"),
+        (["ARTIFACT", "--model", "x"], "one of them"),
+        (["ARTIFACT", "--batch-size", "2"], "has its own batch_size"),
+        (["--model", "CHECKPOINT", "--sequence-length", "512"], "max_position_embeddings=256"),
+        (["--model", "CHECKPOINT", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
+    ],
+)
+def test_lint_refuses_in_one_sentence(
+    arguments: list[str],
+    fragment: str,
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"ARTIFACT": str(tmp_path), "CHECKPOINT": str(sharp_checkpoints["llama"])}
+    with pytest.raises(SystemExit) as ended:
+        run_command("neuron", "lint", *(names.get(each, each) for each in arguments))
+    assert ended.value.code == 1 and fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("target", "package"), [("hlo", None), ("trn2", "lite")])
+def test_the_smoke_test_passes_and_finds_faults(
+    target: str,
+    package: str | None,
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if package is not None:
+        neuron_sdk(target, package)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmark")
+    smoke = importlib.import_module("neuron_smoke")
+    artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target=target)
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["neuron_smoke.py", str(artifact), "--runs", "1", "--json", str(report)])
+    smoke.main()
+    results = {result["name"]: result for result in json.loads(report.read_text())["results"]}
+    # There is no neuron-monitor here.
+    failed = {name for name, result in results.items() if result["status"] != "passed"}
+    assert failed == ({"memory"} if target == "trn2" else set())
+    assert {"compiler", "load", "golden", "chunks", "neighbours", "slot copy", "latency"} <= set(results)
+    golden = Golden.read(artifact)
+    other = [(token + 1) % 300 for token in golden.tokens]
+    monkeypatch.setattr(
+        Golden,
+        "read",
+        lambda folder: dataclasses.replace(
+            golden, tokens=other, candidates=[[token] for token in other], logits=[row[:1] for row in golden.logits]
+        ),
+    )
+    assert smoke.main() == 1
+    text = capsys.readouterr().out
+    assert "tokens [0, 1, 2, 3, 4, 5, 6, 7] differ" in " ".join(
+        text.split()
+    ) or "differ from the recorded" in " ".join(text.split())
+    assert "tell rounding from a fault" in " ".join(text.split())
 
 
 def test_golden_tokens_are_those_of_the_model(

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real model's shapes: all graphs of Llama-3.1-8B for eight ranks are lowered and pass the lint, without its weights."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron import hlo
+from optimum_neuron.targets.neuron.lint import lint
+from optimum_neuron.targets.neuron.lower_all import lower_all
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+RANKS, LAYERS = 8, 32
+
+
+@pytest.mark.slow
+def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    config = NeuronConfig(
+        batch_size=8,
+        sequence_length=4096,
+        prefill_chunk_size=512,
+        context_buckets=(4096,),
+        dtype="bfloat16",
+        tensor_parallel_size=RANKS,
+        target="trn2",
+    )
+    kinds = []
+    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
+        kinds.append(graph.kind)
+        for target in ("trn1", "trn2"):
+            assert not lint(graph.name, graph.hlo, graph.io, target)
+        module = hlo.parse(graph.hlo)
+        reduces = [each for _, each in hlo.instructions(module) if each.opcode == "all-reduce"]
+        # One per embedding, attention and MLP.
+        assert len(reduces) == (0 if graph.kind == "copy_slot" else 1 + 2 * LAYERS)
+        assert all(
+            [list(each.replica_ids) for each in reduce.replica_groups] == [list(range(RANKS))] for reduce in reduces
+        )
+        weights = {binding.name: binding.shape for binding in graph.io.inputs if binding.role == "weight"}
+        if weights:
+            assert weights["model.lm_head.weight"] == (128256 // RANKS, 4096)
+            assert weights["model.tensor_parallel_rank"] == (1,)
+        assert {each.shape for each in graph.io.inputs if each.role == "state"} == {(9, 1, 4096, 128)}
+    assert kinds == ["token_generation", "chunked_prefill", "mixed", "copy_slot"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert peak < 16e9
