@@ -24,7 +24,7 @@ from optimum_neuron.export import export_model
 from optimum_neuron.golden import Golden, one_row, replay
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.lint import lint_artifact
+from optimum_neuron.targets.neuron.lint.lint import lint_artifact
 
 
 # Largest difference of a logit to the host's, relative to the largest logit, by type: rounding of a whole model.

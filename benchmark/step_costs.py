@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.hardware import LLAMA_8B_INF2
+from optimum_neuron.targets.neuron.estimate.hardware import LLAMA_8B_INF2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,8 @@ def given_options(args: Namespace) -> dict[str, Any]:
 def _estimate(args: Namespace) -> None:
     from rich.console import Console
 
-    from optimum_neuron.targets.neuron.estimate import estimate_model
-    from optimum_neuron.targets.neuron.estimate_report import check_plot, plot, print_report, to_json
+    from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
+    from optimum_neuron.targets.neuron.estimate.report import check_plot, plot, print_report, to_json
 
     if args.plot is not None:
         check_plot(args.plot)

@@ -15,7 +15,7 @@ from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.targets.neuron.lint import Finding
+    from optimum_neuron.targets.neuron.lint.lint import Finding
 
 DESCRIPTION = """\
 Check a model's graphs against what the Neuron compiler and device take: operators, types, shapes, top-k, indices, constants,
@@ -71,13 +71,13 @@ def _lint(args: Namespace) -> bool:
     config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
     from optimum_neuron.artifact import Artifact
-    from optimum_neuron.targets.neuron.lint import installed_operators, lint_artifact
+    from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
 
     operators = installed_operators()
     if config is None:
         findings = lint_artifact(Artifact.open(args.artifact), args.target, operators)
     else:
-        from optimum_neuron.targets.neuron.lint_model import lint_model
+        from optimum_neuron.targets.neuron.lint.model import lint_model
 
         findings = lint_model(
             args.model,

@@ -24,7 +24,7 @@ from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
-from optimum_neuron.targets.neuron.experts import use_static_experts
+from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.sharding import (
     ShardPlan,
     apply_plan,

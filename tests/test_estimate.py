@@ -33,15 +33,15 @@ from optimum_neuron.artifact import Artifact
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
-from optimum_neuron.targets.neuron import hardware
-from optimum_neuron.targets.neuron.core_sizes import core_sizes
-from optimum_neuron.targets.neuron.estimate import estimate, estimate_model
-from optimum_neuron.targets.neuron.experts import use_static_experts
-from optimum_neuron.targets.neuron.hardware import CHIPS, GIB, INSTANCES, PublishedRun, parallel_sizes
-from optimum_neuron.targets.neuron.model_sizes import ModelSizes, measure
-from optimum_neuron.targets.neuron.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.estimate import hardware
+from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
+from optimum_neuron.targets.neuron.estimate.estimate import estimate, estimate_model
+from optimum_neuron.targets.neuron.estimate.hardware import CHIPS, GIB, INSTANCES, PublishedRun, parallel_sizes
+from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
+from optimum_neuron.targets.neuron.estimate.step_needs import flops, live_bytes, weight_bytes_read
+from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
-from optimum_neuron.targets.neuron.step_needs import flops, live_bytes, weight_bytes_read
 from optimum_neuron.weights import named_tensors
 
 

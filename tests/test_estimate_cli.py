@@ -19,9 +19,9 @@ from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig,
 
 from optimum_neuron import checkpoint
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.estimate import estimate_model
-from optimum_neuron.targets.neuron.estimate_report import sentences
-from optimum_neuron.targets.neuron.hardware import GIB
+from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
+from optimum_neuron.targets.neuron.estimate.hardware import GIB
+from optimum_neuron.targets.neuron.estimate.report import sentences
 
 
 def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:

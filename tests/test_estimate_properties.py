@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.graphs.spec import LayerCache, ModelSpec
-from optimum_neuron.targets.neuron.core_sizes import AttentionSizes, CoreSizes, Experts
-from optimum_neuron.targets.neuron.estimate import estimate
-from optimum_neuron.targets.neuron.hardware import CHIPS, GIB
-from optimum_neuron.targets.neuron.step_needs import memory
+from optimum_neuron.targets.neuron.estimate.core_sizes import AttentionSizes, CoreSizes, Experts
+from optimum_neuron.targets.neuron.estimate.estimate import estimate
+from optimum_neuron.targets.neuron.estimate.hardware import CHIPS, GIB
+from optimum_neuron.targets.neuron.estimate.step_needs import memory
 
 
 @st.composite

@@ -92,7 +92,7 @@ def resolve_target(name: str) -> str:
     """The target that "auto" stands for on this machine: its Neuron devices, or else the CPU."""
     if name != "auto":
         return name
-    from .neuron.device import find_devices
+    from .neuron.run.device import find_devices
 
     found = find_devices()
     return "cpu" if found is None or found.generation is None else found.generation

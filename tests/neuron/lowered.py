@@ -12,8 +12,8 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import TensorSpec, graph_specs, state_specs
-from optimum_neuron.targets.neuron.lowering import LoweredGraph, lower_program, lower_slot_copy, lower_step
-from optimum_neuron.targets.neuron.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program, lower_slot_copy, lower_step
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 
 def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:

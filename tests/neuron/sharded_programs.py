@@ -23,10 +23,10 @@ from torch_xla.core import xla_builder
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.spec import GREEDY, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
-from optimum_neuron.targets.neuron import hlo
-from optimum_neuron.targets.neuron.lint import lint
-from optimum_neuron.targets.neuron.lower_all import lower_all
-from optimum_neuron.targets.neuron.lowering import LoweredGraph
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 from optimum_neuron.weights import named_tensors, rank_weights_name
 

@@ -19,11 +19,11 @@ import pytest
 from fakes.hlo_writer import SmallGraph, copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk
 
-from optimum_neuron.targets.neuron import compiler
-from optimum_neuron.targets.neuron.compiler import compile_graphs
-from optimum_neuron.targets.neuron.compiler_errors import COMPILER_RULES, explain_codes, explain_failure
-from optimum_neuron.targets.neuron.neuron_cc import NeuronCC, compiler_version, find_compiler, list_operators
-from optimum_neuron.targets.neuron.providers import choose_provider
+from optimum_neuron.targets.neuron.compile import compiler
+from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
+from optimum_neuron.targets.neuron.compile.error_codes import COMPILER_RULES, explain_codes, explain_failure
+from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC, compiler_version, find_compiler, list_operators
+from optimum_neuron.targets.neuron.compile.providers import choose_provider
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -171,11 +171,11 @@ def test_an_interrupt_leaves_nothing_running(neuron_tools: NeuronTools, folder: 
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from fakes.hlo_writer import step_graph\n"
-        "from optimum_neuron.targets.neuron.compiler import compile_graphs\n"
-        "from optimum_neuron.targets.neuron.neuron_cc import NeuronCC\n"
+        "from optimum_neuron.targets.neuron.compile.compiler import compile_graphs\n"
+        "from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC\n"
         "compile_graphs(NeuronCC(), [step_graph()], 'trn2', Path(sys.argv[1]))\n"
     )
-    root = Path(compiler.__file__).parents[3]
+    root = Path(compiler.__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parent)])}
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
     _wait_for(lambda: _pids(neuron_tools) != [])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fakes.tools import NeuronTools, Sdk
 
-from optimum_neuron.targets.neuron import device
-from optimum_neuron.targets.neuron.device import NeuronDevices, check_devices, find_devices
-from optimum_neuron.targets.neuron.errors import NRT_STATUSES, runtime_error, status_code
+from optimum_neuron.targets.neuron.run import device
+from optimum_neuron.targets.neuron.run.device import NeuronDevices, check_devices, find_devices
+from optimum_neuron.targets.neuron.run.errors import NRT_STATUSES, runtime_error, status_code
 
 
 pytest_plugins = ("fakes.plugin",)

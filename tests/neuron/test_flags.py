@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimum_neuron.targets.neuron.flags import add_user_flags, compiler_flags, logical_core_size
+from optimum_neuron.targets.neuron.compile.flags import add_user_flags, compiler_flags, logical_core_size
 
 
 NEW, OLD = "2.27.5334.0+f702b353", "2.26.6360.0"

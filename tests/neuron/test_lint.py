@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.graphs import collectives
-from optimum_neuron.targets.neuron import hlo
-from optimum_neuron.targets.neuron.experts import use_static_experts
 from optimum_neuron.targets.neuron.graph_io import GraphIO
-from optimum_neuron.targets.neuron.lint import Finding, lint
-from optimum_neuron.targets.neuron.lint_graph import normalize_operators
-from optimum_neuron.targets.neuron.lowering import LoweredGraph
+from optimum_neuron.targets.neuron.lint.graph import normalize_operators
+from optimum_neuron.targets.neuron.lint.lint import Finding, lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 
 
 def findings(graph: LoweredGraph, target: str = "trn2", operators: frozenset[str] | None = None) -> list[Finding]:

@@ -30,12 +30,13 @@ from optimum_neuron.graphs.spec import ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
 from optimum_neuron.targets.eager import EagerExecutable
-from optimum_neuron.targets.neuron import hlo, hlo_passes
-from optimum_neuron.targets.neuron.experts import use_static_experts
 from optimum_neuron.targets.neuron.graph_io import GraphIO
-from optimum_neuron.targets.neuron.lint import lint
-from optimum_neuron.targets.neuron.lowering import LoweredGraph
-from optimum_neuron.targets.neuron.ops import NEURON_OPS, write_cache
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering import passes as hlo_passes
+from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS, write_cache
 
 
 # Of logits between -1 and 1, by other orders of summation in float32.
@@ -215,7 +216,7 @@ def test_the_neuron_cache_write_is_the_reference_write() -> None:
 
 
 def test_experts_of_other_ranks_count_for_nothing(tiny_models: dict[str, nn.Module]) -> None:
-    from optimum_neuron.targets.neuron.experts import _experts
+    from optimum_neuron.targets.neuron.lowering.experts import _experts
 
     experts = tiny_models["gpt_oss"].model.layers[0].mlp.experts
     hidden = torch.randn(5, 64)
@@ -244,7 +245,7 @@ def test_what_a_model_computes_beside_its_states_is_refused() -> None:
             return x + self.count
 
     from optimum_neuron.graphs.spec import TensorSpec
-    from optimum_neuron.targets.neuron.lowering import lower_program
+    from optimum_neuron.targets.neuron.lowering.lower import lower_program
 
     program = torch.export.export(Counter(), (torch.ones(1),), strict=False)
     with pytest.raises(ValueError, match="must update every state once and nothing else; it differs in count"):

@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from optimum_neuron.targets import Executable
-from optimum_neuron.targets.neuron import device
-from optimum_neuron.targets.neuron.compiler import Provider, compile_graphs
-from optimum_neuron.targets.neuron.device import NeuronDevices
-from optimum_neuron.targets.neuron.errors import NeuronRuntimeError
-from optimum_neuron.targets.neuron.neuron_cc import NeuronCC
-from optimum_neuron.targets.neuron.nxd import NeuronxDistributed
-from optimum_neuron.targets.neuron.packages import NRTPY, TORCH_LITE, TORCH_NEURONX, package_problem
-from optimum_neuron.targets.neuron.runtimes import choose_runtime, load_graphs
+from optimum_neuron.targets.neuron.compile.compiler import Provider, compile_graphs
+from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC
+from optimum_neuron.targets.neuron.compile.nxd import NeuronxDistributed
+from optimum_neuron.targets.neuron.compile.packages import NRTPY, TORCH_LITE, TORCH_NEURONX, package_problem
+from optimum_neuron.targets.neuron.run import device
+from optimum_neuron.targets.neuron.run.device import NeuronDevices
+from optimum_neuron.targets.neuron.run.errors import NeuronRuntimeError
+from optimum_neuron.targets.neuron.run.runtimes import choose_runtime, load_graphs
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -298,7 +298,7 @@ def test_neuronx_distributed_compiles_the_same_hlo_and_describes_it(
     ]
     assert (folder / "token_generation.neff").read_bytes().endswith(graph.hlo)
     assert record["graphs"]["token_generation"]["argv"] == [
-        "python", "-m", "optimum_neuron.targets.neuron.nxd_compile", "token_generation", "--model-type=transformer",
+        "python", "-m", "optimum_neuron.targets.neuron.compile.nxd_compile", "token_generation", "--model-type=transformer",
         "--auto-cast=none", "-O2", "--enable-saturate-infinity",
     ]  # fmt: skip
     assert record["versions"]["torch-neuronx"] == "2.9.0.2.15.32035"

@@ -18,13 +18,13 @@ from fakes.hlo_writer import copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from safetensors.torch import save_file
 
-from optimum_neuron.targets.neuron import rank_process, ranks
-from optimum_neuron.targets.neuron.errors import NeuronRuntimeError
-from optimum_neuron.targets.neuron.load_plan import LoadPlan
-from optimum_neuron.targets.neuron.neuron_cc import NeuronCC
-from optimum_neuron.targets.neuron.nxd_runtime import NxDExecutable
-from optimum_neuron.targets.neuron.ranks import RankedExecutable
-from optimum_neuron.targets.neuron.runtimes import load_graphs
+from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC
+from optimum_neuron.targets.neuron.run import rank_process, ranks
+from optimum_neuron.targets.neuron.run.errors import NeuronRuntimeError
+from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.run.nxd_runtime import NxDExecutable
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
+from optimum_neuron.targets.neuron.run.runtimes import load_graphs
 
 
 pytest_plugins = ("fakes.plugin",)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron import hlo
-from optimum_neuron.targets.neuron.lint import lint
-from optimum_neuron.targets.neuron.lower_all import lower_all
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 
 
 LLAMA_8B = {

@@ -11,7 +11,7 @@ from .graph_io import GraphIO
 
 
 if TYPE_CHECKING:
-    from .lowering import LoweredGraph
+    from .lowering.lower import LoweredGraph
 
 HLO_SUFFIX, IO_SUFFIX = ".hlo", ".json"
 

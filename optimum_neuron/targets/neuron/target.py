@@ -16,11 +16,11 @@ from ...weights import allocate_states, named_tensors, rank_weights_name, read_w
 from .. import CompileJob, Executable, check_one_device
 from ..recompile import compiled_again
 from .graph_files import HLO_SUFFIX, read_graph_io, write_graph
-from .requirements import check_lowering
+from .lowering.requirements import check_lowering
 
 
 if TYPE_CHECKING:
-    from .lowering import LoweredGraph
+    from .lowering.lower import LoweredGraph
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class NeuronTarget:
     def check(self, config: NeuronConfig) -> None:
         check_lowering()
         if config.target in NEURON_TARGETS:
-            from .providers import choose_provider
+            from .compile.providers import choose_provider
 
             choose_provider(config.target)
         else:
@@ -51,8 +51,8 @@ class NeuronTarget:
             write_graph(graph, folder)
         if target not in NEURON_TARGETS:
             return {}
-        from .compiler import compile_graphs
-        from .providers import choose_provider
+        from .compile.compiler import compile_graphs
+        from .compile.providers import choose_provider
 
         return compile_graphs(choose_provider(target), graphs, target, folder)
 
@@ -76,8 +76,8 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
     Raises:
         ValueError: a graph does; the first place is named.
     """
-    from .lint import installed_operators, lint
-    from .lower_all import lower_all
+    from .lint.lint import installed_operators, lint
+    from .lowering.lower_all import lower_all
 
     operators = installed_operators() if job.config.target in NEURON_TARGETS else None
     lowered, errors = [], []
@@ -95,7 +95,7 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
 
 
 def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
-    from .hlo_executor import HloExecutable, HloProgram
+    from .run.hlo_executor import HloExecutable, HloProgram
 
     programs = {
         path.stem: HloProgram(path.stem, path.read_bytes(), read_graph_io(path))
@@ -105,8 +105,8 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
 
 
 def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
-    from .load_plan import LoadPlan
-    from .runtimes import load_graphs
+    from .run.load_plan import LoadPlan
+    from .run.runtimes import load_graphs
 
     ranks = artifact.config.tensor_parallel_size
     weights = [rank_weights_name(rank, ranks) for rank in range(ranks)]

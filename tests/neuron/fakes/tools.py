@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from optimum_neuron.targets.neuron.compiler import Provider, compile_graphs
-from optimum_neuron.targets.neuron.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.compile.compiler import Provider, compile_graphs
+from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 
 from .hlo_writer import SmallGraph
 

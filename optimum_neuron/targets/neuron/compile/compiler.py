@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles lowered graphs to NEFFs: in parallel, through a cache, each in a folder of its own that is gone afterwards."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .... import progress
+from ....partial import partial_folder
+from ...cpu.compiler import cache_folder
+from ...cpu.host import available_memory
+from ..graph_files import write_graph
+from .flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall, check_neff
+from .processes import CompilerProcesses
+
+
+if TYPE_CHECKING:
+    from ..lowering.lower import LoweredGraph
+
+logger = logging.getLogger(__name__)
+
+# A graph of some billions of parameters takes neuronx-cc several GB; it dies by signal 9 where they are not there.
+COMPILER_MEMORY = 8 << 30
+COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
+
+
+class Provider(Protocol):
+    """A way to compile HLO.
+
+    Attributes:
+        suffixes: of the files that a call leaves for a graph, the one that stands for all of them last.
+        sources: our own code that decides what is in those files, beside the compiler.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def suffixes(self) -> tuple[str, ...]: ...
+    @property
+    def sources(self) -> tuple[Path, ...]: ...
+
+    def unavailable(self) -> str | None:
+        """What this machine lacks to compile, with the remedy; None where it lacks nothing."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what compiles, by distribution; neuronx-cc is always among them."""
+
+    def call(self, graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
+        """How `<graph>.hlo` is compiled."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    graph: LoweredGraph
+    call: CompilerCall
+    key: str
+
+
+def compile_graphs(
+    provider: Provider, graphs: Sequence[LoweredGraph], target: str, folder: Path, *, timeout: float = COMPILE_TIMEOUT
+) -> dict[str, Any]:
+    """Writes the compiled files of every graph into `folder`: `<graph>.neff`, and what else the provider makes of it.
+
+    Args:
+        timeout: seconds per graph.
+
+    Returns:
+        What the manifest records: provider, versions, target, LNC, and per graph its kind and the compiler's arguments.
+
+    Raises:
+        RuntimeError: a graph could not be compiled; it is named, with the broken rule. Nothing is left running.
+        ValueError: an environment variable asks for what the target cannot do.
+    """
+    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
+    versions = provider.versions()
+    jobs = [_job(provider, graph, target, lnc, versions) for graph in graphs]
+    cache = cache_folder() / "neuron"
+    with _explained_disk_errors(cache, folder):
+        cache.mkdir(parents=True, exist_ok=True)
+        missing = [job for job in jobs if not (cache / (job.key + NEFF_SUFFIX)).is_file()]
+        logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache)
+        if missing:
+            _compile_missing(provider, missing, cache, timeout)
+        for job in jobs:
+            for suffix in provider.suffixes:
+                shutil.copyfile(cache / (job.key + suffix), folder / (job.graph.name + suffix))
+    return {
+        "provider": provider.name,
+        "versions": versions,
+        "target": target,
+        "lnc": lnc,
+        "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.call.argv)} for job in jobs},
+    }
+
+
+def _job(provider: Provider, graph: LoweredGraph, target: str, lnc: int, versions: dict[str, str]) -> _Job:
+    flags = compiler_flags(target, graph.kind, lnc=lnc, compiler_version=versions[DISTRIBUTION])
+    flags = add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+    described = json.dumps([provider.name, versions, target, flags, graph.io.to_dict()], sort_keys=True)
+    digest = hashlib.sha256(described.encode())
+    for part in (graph.hlo, *(source.read_bytes() for source in provider.sources)):
+        digest.update(hashlib.sha256(part).digest())
+    return _Job(graph, provider.call(graph.name, target, flags), digest.hexdigest())
+
+
+def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: Path, timeout: float) -> None:
+    processes = CompilerProcesses()
+    with partial_folder(cache, "compile") as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
+
+        def compile_one(job: _Job) -> None:
+            _compile(provider, job, scratch / job.graph.name, processes, cache, timeout)
+            advance(job.graph.name)
+
+        with ThreadPoolExecutor(_parallel(len(jobs))) as pool:
+            futures = [pool.submit(compile_one, job) for job in jobs]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                processes.end()
+                raise
+
+
+def _compile(
+    provider: Provider, job: _Job, folder: Path, processes: CompilerProcesses, cache: Path, timeout: float
+) -> None:
+    name = job.graph.name
+    folder.mkdir()
+    write_graph(job.graph, folder)
+    try:
+        processes.run(job.call.argv, job.call.executable, folder, job.call.environment, timeout)
+        check_neff(folder / (name + NEFF_SUFFIX))
+    except RuntimeError as error:
+        raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
+    for suffix in provider.suffixes:
+        os.replace(folder / (name + suffix), cache / (job.key + suffix))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parallel(graphs: int) -> int:
+    """How many compilers run at once: each has threads of its own, so cores bound them less than memory does."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = available_memory()
+    fitting = cores if memory is None else memory // COMPILER_MEMORY
+    return max(1, min(graphs, cores, fitting))
+
+
+@contextmanager
+def _explained_disk_errors(*folders: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        places = " or ".join(str(folder) for folder in folders)
+        raise RuntimeError(
+            f"the disk of {places} is full; free space, or set OPTIMUM_NEURON_CACHE to a folder on another disk"
+        ) from error

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one core holds and computes of a model that several cores share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from ....graphs.spec import LayerCache, ModelSpec
+from ..sharding import ShardPlan, shard_plan
+from .layer_kinds import LayerKinds, whole_model
+from .model_sizes import Kind, ModelSizes, Weight
+
+
+# Each rank's own number, int32, is a weight.
+_RANK_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts on a core, of all layers that have as many.
+
+    Attributes:
+        count, per_token: how many there are in a layer, and how many see a token.
+        params: that tokens are multiplied with, all layers together.
+        bytes: of all that belongs to them.
+    """
+
+    count: int
+    per_token: int
+    params: int
+    bytes: int
+
+    def touched(self, tokens: int) -> float:
+        """The expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
+        return 1 - (1 - self.per_token / self.count) ** tokens
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Attention layers on a core that are alike."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def token_elements(self) -> int:
+        """Cached elements per token."""
+        return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSizes:
+    """What one core of a tensor parallel group has of a model.
+
+    Attributes:
+        weight_bytes: all weights and constant buffers.
+        table_bytes: of these, embedding tables, of which a step reads a few rows.
+        linear_params, head_params: parameters that each token of a step, and each row of its logits, is multiplied with.
+        block_width: elements per token that the projections of the widest block read and write.
+        spec: the model's, with the core's own kv heads.
+        local_vocab: columns of the core's share of the head.
+    """
+
+    weight_bytes: int
+    table_bytes: int
+    linear_params: int
+    head_params: int
+    experts: tuple[Experts, ...]
+    attention: tuple[AttentionSizes, ...]
+    block_width: int
+    spec: ModelSpec
+    local_vocab: int
+    hidden_size: int
+    keeps_logits: bool
+    dtype: str
+    itemsize: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all attention layers."""
+        return sum(layer.layers * layer.heads for layer in self.attention)
+
+
+def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
+    """What each core has of a model that several share.
+
+    Raises:
+        ValueError: the model cannot be shared by as many.
+    """
+    shapes, layers, heads = _shares(sizes, tensor_parallel_size)
+    local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
+    params: dict[Kind, int] = defaultdict(int)
+    sizes_of: dict[Kind, int] = defaultdict(int)
+    for weight in local:
+        params[weight.kind] += math.prod(weight.shape)
+        sizes_of[weight.kind] += math.prod(weight.shape) * weight.itemsize
+    alike = Counter(
+        (count, layer.kv_heads, layer.key_dim, layer.value_dim) for layer, count in zip(layers, heads, strict=True)
+    )
+    return CoreSizes(
+        weight_bytes=sum(sizes_of.values()) + (_RANK_BYTES if tensor_parallel_size > 1 else 0),
+        table_bytes=sizes_of["table"],
+        linear_params=params["linear"],
+        head_params=params["head"],
+        experts=tuple(_experts(local)),
+        attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
+        block_width=_block_width(local),
+        spec=ModelSpec(sizes.spec.vocab_size, tuple(layers)),
+        local_vocab=params["head"] // sizes.hidden_size or sizes.spec.vocab_size,
+        hidden_size=sizes.hidden_size,
+        keeps_logits=sizes.keeps_logits,
+        dtype=sizes.dtype,
+        itemsize=getattr(torch, sizes.dtype).itemsize,
+    )
+
+
+def _experts(weights: list[Weight]) -> Iterator[Experts]:
+    routed = sorted((w for w in weights if w.kind == "experts"), key=lambda w: (w.experts, w.per_token))
+    for (count, per_token), group in groupby(routed, key=lambda w: (w.experts, w.per_token)):
+        alike = list(group)
+        yield Experts(
+            count,
+            per_token,
+            params=sum(math.prod(w.shape) for w in alike if len(w.shape) == 3),  # the others are biases
+            bytes=sum(math.prod(w.shape) * w.itemsize for w in alike),
+        )
+
+
+def _block_width(weights: list[Weight]) -> int:
+    widths: dict[str, int] = defaultdict(int)
+    for weight in weights:
+        if weight.kind == "linear":
+            widths[weight.block] += sum(weight.shape)
+        elif weight.kind == "experts" and len(weight.shape) == 3:
+            # The graphs run every expert for every token.
+            widths[weight.block] += sum(weight.shape[1:]) * weight.experts
+    return max(widths.values(), default=0)
+
+
+def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], list[LayerCache], list[int]]:
+    """By tensor its shape on each core; and by attention layer the core's cache and its query heads."""
+    if cores == 1:
+        return {weight.name: weight.shape for weight in sizes.weights}, list(sizes.spec.layers), list(sizes.heads)
+    kinds, plan = _plan(sizes, cores)
+    layouts = {
+        module.layer_idx: plan.attention[short].layout
+        for name, module in sizes.model.named_modules()
+        if (short := kinds.short_name(name)) in plan.attention
+    }
+    layers, heads = [], []
+    for layer, count in zip(sizes.spec.layers, sizes.heads, strict=True):
+        layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
+        layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
+        heads.append(layout.local_query if layout else count)
+    return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, layers, heads
+
+
+def _plan(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:
+    """By one layer of each kind, which takes a tenth of the time; by the whole model, if need be to hear its refusal."""
+    try:
+        return sizes.kinds, shard_plan(sizes.kinds.model, cores)
+    except ValueError:
+        return whole_model(sizes.model), shard_plan(sizes.model, cores)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules of the lint work with: a parsed graph, and the operators that a compiler lists."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..graph_io import GraphIO
+from ..lowering import hlo
+
+
+Severity = Literal["error", "warning"]
+# The instruction (None for the graph as a whole), problem, remedy and severity of a finding.
+Place = tuple[Any, str, str, Severity]
+
+
+@dataclass
+class Graph:
+    """A parsed graph as rules see it.
+
+    Attributes:
+        target: a Neuron target; `hlo` is held to the rules of all of them.
+        operators: opcodes that the installed compiler lists, without dashes; None where it was not asked.
+    """
+
+    name: str
+    module: Any
+    io: GraphIO
+    target: str
+    operators: frozenset[str] | None = None
+    by_id: dict[int, Any] = field(init=False)
+    users: dict[int, list[Any]] = field(init=False)
+    computations: dict[int, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_id = {each.id: each for _, each in hlo.instructions(self.module)}
+        self.computations = {each.id: each for each in self.module.computations}
+        self.users = defaultdict(list)
+        for instruction in self.by_id.values():
+            for operand in instruction.operand_ids:
+                self.users[operand].append(instruction)
+
+    def operands(self, instruction: Any) -> list[Any]:
+        return [self.by_id[operand] for operand in instruction.operand_ids]
+
+    def module_path(self, instruction: Any) -> str:
+        """The module that an instruction comes from, or, where torch-xla did not note it, one that uses its result."""
+        seen, pending = {instruction.id}, [instruction]
+        for each in pending:
+            path = hlo.module_path(each)
+            if path:
+                return path
+            pending += [user for user in self.users[each.id] if user.id not in seen]
+            seen.update(user.id for user in self.users[each.id])
+        return ""
+
+    def of(self, *opcodes: str) -> Iterator[Any]:
+        """All instructions with one of these opcodes."""
+        return (each for each in self.by_id.values() if each.opcode in opcodes)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: its name, the compiler's or runtime's codes for it, and what finds the places that break it."""
+
+    name: str
+    code: str
+    check: Callable[[Graph], Iterable[Place]]
+
+
+def normalize_operators(names: Iterable[str]) -> frozenset[str]:
+    """Opcodes without dashes, from the compiler's list, which names operators as XLA's Python client did."""
+    return frozenset(_SYNONYMS.get(name, name) for name in (_plain(each) for each in names)) | _STRUCTURAL
+
+
+def is_listed(opcode: str, operators: frozenset[str]) -> bool:
+    return _plain(opcode) in operators
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+_STRUCTURAL = frozenset({"parameter", "constant", "tuple", "gettupleelement", "reshape", "bitcast", "copy"})
+_SYNONYMS = {
+    "broadcastindim": "broadcast", "convertelementtype": "convert", "cos": "cosine", "div": "divide",
+    "dotgeneral": "dot", "eq": "compare", "exp": "exponential", "ge": "compare", "gt": "compare", "le": "compare",
+    "logicaland": "and", "logicalnot": "not", "logicalor": "or", "lt": "compare", "max": "maximum", "min": "minimum",
+    "mul": "multiply", "ne": "compare", "neg": "negate", "pow": "power", "rev": "reverse", "rngbitgenerator":
+    "rngbitgenerator", "rnguniform": "rng", "sin": "sine", "sub": "subtract", "topk": "sort",
+}  # fmt: skip

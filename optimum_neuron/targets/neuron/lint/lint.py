@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks lowered graphs against what the Neuron compiler and device take, before the slow compiler is asked.
+
+Every rule looks at HLO alone, so it holds for any model. What is known to fail is an error and stops an export; what is
+only not documented as supported is a warning, unless the installed compiler's own list of operators decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....artifact import Artifact
+from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
+from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..graph_io import GraphIO
+from ..lowering import hlo
+from .graph import Graph, Severity, normalize_operators
+from .rules import RULES
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place in a graph that breaks a rule.
+
+    Attributes:
+        rule: the rule's name.
+        code: the compiler's or runtime's own code for it, as far as it has one.
+        instruction: name of the HLO instruction; empty where the whole graph is meant.
+        module: dotted name of the module in the model, as far as it is known.
+        problem, remedy: a sentence each.
+    """
+
+    graph: str
+    rule: str
+    code: str
+    severity: Severity
+    instruction: str
+    module: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = " of ".join(part for part in (self.instruction, self.module) if part)
+        code = f" ({self.code})" if self.code else ""
+        return f"{self.graph}: {where + ': ' if where else ''}{self.problem}{code}; {self.remedy}"
+
+
+def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[str] | None = None) -> list[Finding]:
+    """Checks one graph by all rules.
+
+    Args:
+        name: of the graph, for the findings.
+        data: the serialized HloModuleProto.
+        operators: from `neuronx-cc list-operators`, if there is a compiler: see `normalize_operators`.
+
+    Raises:
+        ValueError: `data` is no HLO module.
+    """
+    graph = Graph(name, hlo.parse(data), io, target, operators)
+    findings = []
+    for rule in RULES:
+        for instruction, problem, remedy, severity in rule.check(graph):
+            where, module = ("", "") if instruction is None else (instruction.name, graph.module_path(instruction))
+            findings.append(Finding(name, rule.name, rule.code, severity, where, module, problem, remedy))
+    return findings
+
+
+def installed_operators() -> frozenset[str] | None:
+    """What the neuronx-cc on PATH lists as its operators; None where there is none."""
+    return None if missing_compiler() is not None else normalize_operators(list_operators(find_compiler()))
+
+
+def lint_artifact(
+    artifact: Artifact, target: str | None = None, operators: frozenset[str] | None = None
+) -> list[Finding]:
+    """Checks all graphs of an artifact.
+
+    Args:
+        target: the rules of which target; default, the artifact's own.
+
+    Raises:
+        ValueError: the artifact has no HLO.
+        ArtifactError: a graph was changed after the export.
+    """
+    names = [name for name in artifact.manifest["files"] if name.endswith(HLO_SUFFIX)]
+    if not names:
+        raise ValueError(
+            f"{artifact.path} was exported for {artifact.target} and holds no HLO; lint its checkpoint: --model"
+        )
+    artifact.verify(names)
+    findings = []
+    for name in names:
+        path = artifact.file(name)
+        findings += lint(path.stem, path.read_bytes(), read_graph_io(path), target or artifact.target, operators)
+    return findings

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowers step graphs to HLO on this machine's CPU, whatever the device they are for: torch-xla traces placeholders.
+
+A graph is exported by torch.export, decomposed, and its nodes run one by one on torch-xla placeholders. Tracing the
+transformers module itself would crash: its mask code reads values. No weight is read, so shapes are enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ....graphs import collectives
+from ....graphs.kv_cache import KVCache
+from ....graphs.model import export_graph
+from ....graphs.ops import StepOps
+from ....graphs.spec import GraphSpec, TensorSpec
+from ..graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding, Role
+from . import hlo, passes
+from .slot_copy import SlotCopy
+
+
+# That of torch-neuronx's own graphs, whose runtime counts on it.
+_ROLE_ORDER: tuple[Role, ...] = ("input", "state", "weight")
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """One graph as the compiler takes it: serialized HloModuleProto, and what its parameters and results are."""
+
+    name: str
+    kind: str
+    hlo: bytes
+    io: GraphIO
+
+
+def lower_step(
+    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps, vocab_size: int, world_size: int = 1
+) -> LoweredGraph:
+    """Lowers one step graph.
+
+    Args:
+        model: with parameters of any contents, also uninitialized ones; with `world_size` above 1, one rank's shard.
+        vocab_size: of the logits that the graph returns.
+
+    Raises:
+        ValueError: the graph computes something that no HLO module of ours can express.
+    """
+    program = export_graph(model, cache, spec, ops)
+    return lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size)
+
+
+def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> LoweredGraph:
+    """Lowers the graph that copies cache columns from one slot to another on the device."""
+    module = SlotCopy(KVCache(states)).eval()
+    with torch.no_grad():
+        program = torch.export.export(module, module.example_inputs(), strict=False)
+    return lower_program(program, COPY_SLOT, COPY_SLOT, module.inputs(), (), world_size)
+
+
+def lower_program(
+    program: ExportedProgram,
+    name: str,
+    kind: str,
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
+    world_size: int,
+) -> LoweredGraph:
+    """Lowers an exported program: its user inputs and outputs get the names of `inputs` and `outputs`, in order.
+
+    Raises:
+        ValueError: a buffer named `kv_cache.*` is not updated, or another one is.
+    """
+    program = program.run_decompositions(_decompositions())
+    bindings, literals = _bindings(program, [spec.name for spec in inputs])
+    results = _results(program, outputs, bindings)
+    module, numbers, constants = _trace(program, world_size)
+    constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
+    passes.inline_constants(module, constants)
+    passes.narrow_types(module)
+    passes.drop_tokens(module)
+    passes.fold_trivial(module)
+    kept = _finish(module, name, bindings, numbers, results)
+    data = hlo.serialize(module)
+    io = GraphIO(
+        inputs=kept,
+        outputs=results,
+        unused_inputs=tuple(each.name for each in bindings if each is not None and each not in kept),
+        hlo_sha256=hashlib.sha256(data).hexdigest(),
+        world_size=world_size,
+    )
+    return LoweredGraph(name, kind, data, io)
+
+
+def _decompositions() -> Any:
+    """torch-xla's own mean guards against dividing by 0 with NaN, which the device reports as an error where it meets it."""
+    table = torch.export.default_decompositions()
+    table[torch.ops.aten.mean.dim] = _mean
+    table[torch.ops.aten.mean.default] = _mean
+    return table
+
+
+def _mean(
+    x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dim or list(range(x.dim()))
+    count = math.prod(x.shape[each] for each in dims)
+    return torch.sum(x, dims, keepdim, dtype=dtype) * (1.0 / count)
+
+
+def _bindings(
+    program: ExportedProgram, input_names: Sequence[str]
+) -> tuple[list[InputBinding | None], dict[int, Tensor]]:
+    """What each placeholder is: a binding, or None for a literal tensor, which comes by its index."""
+    bindings: list[InputBinding | None] = []
+    literals: dict[int, Tensor] = {}
+    names = iter(input_names)
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for index, (spec, node) in enumerate(zip(program.graph_signature.input_specs, placeholders, strict=True)):
+        target = spec.target or ""
+        if spec.kind == InputKind.USER_INPUT:
+            bindings.append(_binding(next(names), "input", node))
+        elif target in program.constants and not target.startswith(("model.", "kv_cache.")):
+            # torch.export lifts tensors that the model's code makes; they are no part of the checkpoint.
+            literals[index] = program.constants[target]
+            bindings.append(None)
+        else:
+            bindings.append(_binding(target, "state" if target.startswith("kv_cache.") else "weight", node))
+    return bindings, literals
+
+
+def _binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
+    value = node.meta["val"]
+    return InputBinding(name, role, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _results(
+    program: ExportedProgram, outputs: Iterable[TensorSpec], bindings: Sequence[InputBinding | None]
+) -> tuple[OutputBinding, ...]:
+    """The step's outputs, then the new values of all states, in the order of the module's result tuple."""
+    states = {each.name: each for each in bindings if each is not None and each.role == "state"}
+    results = [OutputBinding(spec.name, spec.shape, spec.dtype, None) for spec in outputs]
+    for state in states.values():
+        results.append(OutputBinding(state.name, state.shape, state.dtype, state.name))
+    mutated = {spec.target for spec in program.graph_signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION}
+    if mutated != set(states):
+        names = ", ".join(sorted(str(name) for name in mutated ^ set(states)))
+        raise ValueError(f"the graph must update every state once and nothing else; it differs in {names}")
+    return tuple(results)
+
+
+# Over all dimensions where none is named; torch-xla takes that for none.
+_REDUCTIONS = {torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default, torch.ops.aten.amin.default}
+
+
+class _Tracer(torch.fx.Interpreter):
+    """Runs a graph on torch-xla's device, noting the module of each operator for error messages and profiles."""
+
+    def __init__(self, module: torch.fx.GraphModule, world_size: int) -> None:
+        super().__init__(module)
+        import torch_xla
+
+        self._scope = torch_xla._XLAC.profiler.scope_pusher
+        self._device = torch_xla.device()
+        self._world_size = world_size
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        stack = node.meta.get("nn_module_stack") or {}
+        path = list(stack.values())[-1][0] if stack else ""
+        scope = self._scope(path or "step")
+        try:
+            return super().run_node(node)
+        finally:
+            del scope
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._assert_tensor_metadata.default:
+            return None
+        if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
+            return _collective(target, args, self._world_size)
+        if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
+            args = (args[0], list(range(args[0].dim())), *args[2:])
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._device}
+        return super().call_function(target, args, kwargs)
+
+
+def _collective(target: Any, args: Any, world_size: int) -> Tensor:
+    """All ranks are one group, so no rank is named."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    groups = [list(range(world_size))]
+    if target is collectives.ALL_REDUCE:
+        return torch_xla._XLAC._xla_all_reduce("sum", args[0], 1.0, groups, False)
+    gathered: Tensor = xm.all_gather(args[0], args[1], groups=groups, pin_layout=False)
+    return gathered
+
+
+def _trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], dict[int, Tensor]]:
+    """The module as torch-xla builds it, the parameter number of each placeholder (-1 without), and constants by number."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    import torch_xla
+    from torch_xla.core import xla_builder
+
+    backend = torch_xla._XLAC
+    backend._set_ir_debug(True)  # else instructions do not say which module they come from
+    backend._clear_pending_irs(str(torch_xla.device()))
+    placeholders = [
+        xla_builder.create_placeholder_tensor(tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        for node in program.graph.nodes
+        if node.op == "placeholder"
+    ]
+    with torch.no_grad():
+        values = _Tracer(program.graph_module, world_size).run(*placeholders, enable_io_processing=False)
+    context = backend.lowering.LoweringContext("graph")
+    context.build(_ordered(program, values))
+    numbers = [context.tensor_parameter_id(tensor) for tensor in placeholders]
+    known = set(numbers)
+    constants = {
+        number: tensor.cpu()
+        for number, tensor in context.device_parameter_id_tensor_mapping().items()
+        if number not in known
+    }
+    return hlo.parse(context.hlo()), numbers, constants
+
+
+def _ordered(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:
+    """torch.export returns mutated buffers first, in an order of its own: here the step's outputs are first."""
+    user, states = [], {}
+    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            states[spec.target] = value
+        else:
+            user.append(value)
+    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target in states]
+    return [*user, *(states[target] for target in targets)]
+
+
+def _finish(
+    module: Any,
+    name: str,
+    bindings: Sequence[InputBinding | None],
+    numbers: Sequence[int],
+    results: Sequence[OutputBinding],
+) -> tuple[InputBinding, ...]:
+    """Removes what nothing needs, orders, names and aliases; returns the inputs that are left, in their order."""
+    passes.remove_unused(module)
+    left = {parameter.parameter_number for parameter in hlo.parameters(module)}
+    numbered = [
+        (number, each) for number, each in zip(numbers, bindings, strict=True) if each is not None and number in left
+    ]
+    numbered.sort(key=lambda pair: _ROLE_ORDER.index(pair[1].role))  # stable
+    kept = tuple(binding for _, binding in numbered)
+    names = [binding.name for binding in kept]
+    passes.order_parameters(module, [number for number, _ in numbered], names)
+    passes.name_outputs(module, len(results))
+    passes.alias_outputs(
+        module,
+        {index: names.index(result.alias_of) for index, result in enumerate(results) if result.alias_of is not None},
+    )
+    passes.canonicalize(module, name)
+    return kept

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowers all graphs of an artifact from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .... import progress
+from ....config import NeuronConfig
+from ....graphs.kv_cache import KVCache
+from ....graphs.spec import graph_specs, state_specs
+from ..graph_io import COPY_SLOT
+from .lower import LoweredGraph, lower_slot_copy, lower_step
+from .rank_model import rank_model
+
+
+def lower_all(
+    folder: Path, config: NeuronConfig, tied_weights: Mapping[str, str], *, trust_remote_code: bool
+) -> Iterator[LoweredGraph]:
+    """Yields all graphs of a config, and the one that copies slots, as they are lowered.
+
+    Args:
+        folder: holds the model's config.json, and its modeling code where that is trusted.
+        tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
+
+    Raises:
+        ValueError: the model cannot be lowered, or not be shared by so many ranks.
+    """
+    ranks, specs = config.tensor_parallel_size, graph_specs(config)
+    rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
+    states = state_specs(config, rank.spec)
+    cache = KVCache(states)
+    with progress.stage("Lowering graphs", len(specs) + 1) as advance:
+        for spec in specs:
+            yield lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks)
+            advance(spec.name)
+        yield lower_slot_copy(states, ranks)
+        advance(COPY_SLOT)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs lowered graphs on this machine's CPU: the very bytes that the Neuron compiler gets, executed by XLA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..graph_io import COPY_SLOT, GraphIO
+from ..lowering import hlo
+
+
+class HloProgram:
+    """One graph; parameters and results are those of its GraphIO, in order."""
+
+    def __init__(self, name: str, data: bytes, io: GraphIO) -> None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        import torch_xla
+        from torch_xla.core import xla_builder
+
+        parameters = hlo.parameters(hlo.parse(data))
+        if [parameter.name for parameter in parameters] != [binding.name for binding in io.inputs]:
+            raise ValueError(
+                f"graph {name}: its HLO has other parameters than its description; export the model again"
+            )
+        self.io = io
+        self.device = torch_xla.device()
+        self._target = f"xla::{name}"
+        self._computation = xla_builder.computation_from_module_proto(name, data)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All results from all parameters: tensors on `device`, computed when the call returns."""
+        import torch_xla
+
+        results: list[Tensor] = torch_xla._XLAC._xla_user_computation(self._target, list(inputs), self._computation)
+        torch_xla._XLAC._xla_sync_multi(results, [str(self.device)], True, True)
+        return results
+
+
+class HloExecutable:
+    """Lowered graphs that share weights and KV state, all on XLA's CPU device.
+
+    XLA gives every result memory of its own, so a state is replaced by its new value after each run.
+    """
+
+    def __init__(
+        self, programs: Mapping[str, HloProgram], weights: dict[str, Tensor], states: dict[str, Tensor]
+    ) -> None:
+        self._programs = programs
+        device = next(iter(programs.values())).device
+        needed = {name for program in programs.values() for name in program.io.names("weight")}
+        self._device = device
+        self._weights = {name: weights[name].to(device) for name in needed}
+        self._states = {name: state.to(device) for name, state in states.items()}
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        program = self._programs[graph]
+        return self._run(program, dict(zip(program.io.names("input"), inputs, strict=True)))
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        numbers = {"copy.source": source, "copy.destination": destination, "copy.length": length}
+        tensors = {name: torch.tensor([number], dtype=torch.int32) for name, number in numbers.items()}
+        self._run(self._programs[COPY_SLOT], tensors)
+
+    def read_state(self, name: str) -> Tensor:
+        state: Tensor = self._states[name].cpu()
+        return state
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        self._states[name] = tensor.to(self._device)
+
+    def _run(self, program: HloProgram, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        arguments = []
+        for binding in program.io.inputs:
+            if binding.role == "weight":
+                arguments.append(self._weights[binding.name])
+            elif binding.role == "state":
+                arguments.append(self._states[binding.name])
+            else:
+                arguments.append(inputs[binding.name].to(self._device))
+        results = program.run(arguments)
+        outputs = []
+        for output, result in zip(program.io.outputs, results, strict=True):
+            if output.alias_of is None:
+                outputs.append(result.cpu())
+            else:
+                self._states[output.alias_of] = result
+        return outputs

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs and outputs of steps in memory that several processes map. It has no name: it is gone when they are."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from ..graph_io import InputBinding, OutputBinding
+from .load_plan import LoadPlan
+
+
+_ALIGNMENT = 64
+
+
+class SharedTensors:
+    """Tensors at places that follow from the plan alone, so that every process finds them by itself.
+
+    Tensors of different graphs that are alike are one: one graph runs at a time.
+
+    Attributes:
+        inputs: by graph, in the order of a step's inputs; None for one that the graph does not use.
+        outputs: by graph, those that a step returns.
+        file: descriptor of the memory.
+    """
+
+    def __init__(self, plan: LoadPlan, file: int | None = None) -> None:
+        """Maps the memory behind a descriptor, or new memory."""
+        inputs: dict[str, list[InputBinding | None]] = {}
+        outputs: dict[str, list[OutputBinding]] = {}
+        for name, io in plan.graphs.items():
+            known = {each.name: each for each in io.inputs}
+            inputs[name] = [known.get(each) for each in plan.call(name)]
+            outputs[name] = [each for each in io.outputs if each.alias_of is None]
+        used: list[InputBinding | OutputBinding] = [each for lists in inputs.values() for each in lists if each]
+        places, size = _places([*used, *(each for lists in outputs.values() for each in lists)])
+        self.file = os.memfd_create("optimum_neuron") if file is None else file
+        if file is None:
+            os.ftruncate(self.file, max(size, 1))
+        block = torch.frombuffer(mmap.mmap(self.file, max(size, 1)), dtype=torch.uint8)
+        tensors = {key: _view(block, key, start) for key, start in places.items()}
+        self.inputs = {
+            name: [None if each is None else tensors[_key(each)] for each in bindings]
+            for name, bindings in inputs.items()
+        }
+        self.outputs = {name: [tensors[_key(each)] for each in bindings] for name, bindings in outputs.items()}
+
+
+_Key = tuple[str, tuple[int, ...], str]
+
+
+def _key(binding: InputBinding | OutputBinding) -> _Key:
+    return binding.name, binding.shape, binding.dtype
+
+
+def _places(bindings: list[InputBinding | OutputBinding]) -> tuple[dict[_Key, int], int]:
+    """Offsets of tensors in bytes, and the size of all."""
+    places: dict[_Key, int] = {}
+    size = 0
+    for binding in bindings:
+        if _key(binding) not in places:
+            places[_key(binding)] = size
+            size += -(-_bytes(_key(binding)) // _ALIGNMENT) * _ALIGNMENT
+    return places, size
+
+
+def _bytes(key: _Key) -> int:
+    itemsize: int = getattr(torch, key[2]).itemsize
+    return math.prod(key[1]) * itemsize
+
+
+def _view(block: Tensor, key: _Key, start: int) -> Tensor:
+    return block[start : start + _bytes(key)].view(getattr(torch, key[2])).view(key[1])
