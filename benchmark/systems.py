@@ -23,7 +23,8 @@ from optimum_neuron.checkpoint import find_checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.modeling import NeuronModelForCausalLM
-from optimum_neuron.targets.cpu.compiler import PACKAGE_SUFFIX, cache_folder
+from optimum_neuron.targets.compiling import cache_folder
+from optimum_neuron.targets.cpu.compiler import PACKAGE_SUFFIX
 
 
 OURS = "optimum_neuron"

@@ -189,7 +189,7 @@ def _add_target_options(parser: ArgumentParser) -> None:
         choices=TARGETS,
         default=NeuronConfig.target,
         help="where the graphs run: the host CPU, compiled (cpu) or not (eager, for debugging), or a Neuron instance "
-        "type; auto takes what this machine has",
+        "type, whose graphs hlo runs on the CPU, to look at them; auto takes what this machine has",
     )
     add_option(
         group,

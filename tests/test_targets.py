@@ -30,6 +30,7 @@ from optimum_neuron.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
+from optimum_neuron.targets.compiling import cache_folder
 from optimum_neuron.targets.cpu import compiler, kernels, loader
 from optimum_neuron.targets.cpu.host import host_requirements, unmet_requirement
 
@@ -212,7 +213,7 @@ def test_a_second_export_compiles_nothing_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = compiler.cache_folder()
+    cache = cache_folder()
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
     monkeypatch.setattr(compiler, "_compile_missing", forbidden)
     monkeypatch.setattr(kernels, "build", forbidden)
@@ -226,7 +227,7 @@ def test_other_sizes_types_and_models_do_compile(
 ) -> None:
     cache, code = tmp_path / "cache", set(folder_bytes(artifact / "graphs").values())
     cache.mkdir()
-    for path in compiler.cache_folder().iterdir():
+    for path in cache_folder().iterdir():
         if path.is_file() and path.read_bytes() in code:
             shutil.copyfile(path, cache / path.name)
     monkeypatch.setenv("OPTIMUM_NEURON_CACHE", str(cache))

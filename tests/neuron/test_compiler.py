@@ -157,7 +157,7 @@ def test_a_compilation_that_takes_too_long_is_ended_with_its_children(neuron_too
 def test_a_failure_ends_the_other_compilations(
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_parallel", lambda graphs: graphs)
+    monkeypatch.setattr(compiler, "parallel_jobs", lambda jobs, memory: jobs)
     neuron_tools.break_compiler(mixed="EOOM001 late", every="hang")
     with pytest.raises(RuntimeError, match=r"graph mixed could not be compiled: .*NCC_EOOM001"):
         compile_graphs(NeuronCC(), [step_graph(), step_graph("mixed"), copy_graph()], "trn2", folder)
@@ -216,7 +216,9 @@ def test_a_command_that_is_no_compiler_is_told(neuron_tools: NeuronTools) -> Non
 def test_without_a_compiler_the_message_says_what_to_install(neuron_sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = neuron_sdk(None)
     (tools.folder / "neuronx-cc").unlink()
-    with pytest.raises(RuntimeError, match=r"compiling for trn2 .* neuronx-cc is not installed; install it with pip"):
+    with pytest.raises(
+        RuntimeError, match=r"compiling for trn2 .* neuronx-cc is not installed; install it from the Neuron repository"
+    ):
         choose_provider("trn2")
     # A placeholder of the same name is installed: that is another sentence.
     neuron_sdk(None, "placeholder")

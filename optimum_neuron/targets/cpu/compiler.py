@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import safetensors
 import torch
 import transformers
@@ -27,8 +26,9 @@ from ... import progress
 from ...graphs.spec import GraphSpec
 from ...partial import partial_folder
 from .. import CompileJob
+from ..compiling import cache_folder, parallel_jobs
 from . import kernels
-from .host import available_memory, host_requirements
+from .host import host_requirements
 from .kernels import check_compiler as check_compiler
 
 
@@ -38,12 +38,6 @@ logger = logging.getLogger(__name__)
 WORKER_MEMORY = 2 << 30
 KERNEL_LIBRARY = "kernels.so"
 PACKAGE_SUFFIX = ".pt2"
-
-
-def cache_folder() -> Path:
-    """Where compiled code is kept between exports; OPTIMUM_NEURON_CACHE overrides the folder in the Hub's home."""
-    default = Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron"
-    return Path(os.environ.get("OPTIMUM_NEURON_CACHE") or default)
 
 
 def compile_graphs(job: CompileJob) -> dict[str, Any]:
@@ -90,7 +84,7 @@ def _compile_missing(
                 os.replace(file, cache / (keys[spec.name] + file.suffix))
             advance(spec.name)
 
-        count = _worker_count(len(specs), job)
+        count = parallel_jobs(len(specs), WORKER_MEMORY)
         try:
             for _ in range(count):
                 started.append(_Worker(job, library, scratch))
@@ -174,13 +168,6 @@ class _Worker:
     def _tail(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip()
         return f"\n{text[-1500:]}" if text else ""
-
-
-def _worker_count(graphs: int, job: CompileJob) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = available_memory()
-    fitting = cores if memory is None else memory // WORKER_MEMORY
-    return max(1, min(graphs, cores, fitting))
 
 
 def _common_key(job: CompileJob) -> dict[str, Any]:

@@ -50,17 +50,6 @@ def unmet_requirement(required: dict[str, Any]) -> str | None:
     return f"it was compiled for a CPU with {', '.join(lacking)}, which this one lacks" if lacking else None
 
 
-def available_memory() -> int | None:
-    """Bytes that new processes can use, or None where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _isa_flags() -> set[str]:
     if not _CPUINFO.is_file():
         return {torch.backends.cpu.get_cpu_capability().lower()}

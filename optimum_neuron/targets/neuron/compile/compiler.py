@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .... import progress
 from ....partial import partial_folder
-from ...cpu.compiler import cache_folder
-from ...cpu.host import available_memory
+from ...compiling import cache_folder, parallel_jobs
 from ..graph_files import write_graph
 from .flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
 from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall, check_neff
@@ -123,7 +122,7 @@ def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: Path, time
             _compile(provider, job, scratch / job.graph.name, processes, cache, timeout)
             advance(job.graph.name)
 
-        with ThreadPoolExecutor(_parallel(len(jobs))) as pool:
+        with ThreadPoolExecutor(parallel_jobs(len(jobs), COMPILER_MEMORY)) as pool:
             futures = [pool.submit(compile_one, job) for job in jobs]
             try:
                 for future in as_completed(futures):
@@ -149,14 +148,6 @@ def _compile(
     for suffix in provider.suffixes:
         os.replace(folder / (name + suffix), cache / (job.key + suffix))
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _parallel(graphs: int) -> int:
-    """How many compilers run at once: each has threads of its own, so cores bound them less than memory does."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = available_memory()
-    fitting = cores if memory is None else memory // COMPILER_MEMORY
-    return max(1, min(graphs, cores, fitting))
 
 
 @contextmanager
