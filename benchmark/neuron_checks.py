@@ -133,7 +133,7 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise CheckError("; ".join(str(finding) for finding in errors[:3]))
-    return {"graphs": len(artifact.graphs) + 1, "warnings": len(findings)}
+    return {"graphs": len(artifact.graphs), "warnings": len(findings)}
 
 
 def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:

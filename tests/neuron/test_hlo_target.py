@@ -151,3 +151,12 @@ def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_pa
         assert {name.split("_")[0] for name in model.runner.graph_calls} == {"mixed", "chunked", "token"}
         del model
     assert outputs[0] == outputs[1]
+
+
+def test_one_slot_has_nowhere_to_be_copied(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    sizes = {"batch_size": 1, "ctx_batch_size": 1, "target": "hlo"}
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", **sizes)
+    assert not list((folder / "graphs").glob("copy_slot*")) and len(list((folder / "graphs").glob("*.hlo"))) == 2
+    model = NeuronModelForCausalLM.from_pretrained(folder)
+    first, second = (model.generate_batch([PROMPT.tolist()], max_new_tokens=4).values() for _ in range(2))
+    assert [each.generated_tokens for each in first] == [each.generated_tokens for each in second]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.graphs import collectives
 from optimum_neuron.targets.neuron.graph_io import GraphIO
-from optimum_neuron.targets.neuron.lint.graph import normalize_operators
 from optimum_neuron.targets.neuron.lint.lint import Finding, lint
+from optimum_neuron.targets.neuron.lint.operators import normalize_operators
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
@@ -155,6 +155,16 @@ def test_dynamic_shapes() -> None:
         first(module, "add").shape.is_dynamic_dimension[0] = True
 
     assert "dynamic-shape" in rules(edited(lower_function(lambda x: x * 2 + 1, [floats(3)]), edit))
+
+
+def test_weights_that_no_core_holds() -> None:
+    def edit(module: Any) -> None:
+        first(module, "parameter").shape.dimensions[0] = 5 << 30  # float32: 20 GiB
+
+    graph = edited(lower_function(lambda x: x * 2 + 1, [floats(3)]), edit)
+    large = [finding for finding in findings(graph, "inf2") if finding.rule == "memory"]
+    assert "20.0 GiB of weights and KV cache for a core of 16 GiB" in str(large[0])
+    assert "memory" not in rules(graph, "trn2") and "memory" not in rules(graph, "hlo")
 
 
 def test_a_slice_whose_start_is_computed() -> None:

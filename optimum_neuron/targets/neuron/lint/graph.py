@@ -69,26 +69,3 @@ class Rule:
     name: str
     code: str
     check: Callable[[Graph], Iterable[Place]]
-
-
-def normalize_operators(names: Iterable[str]) -> frozenset[str]:
-    """Opcodes without dashes, from the compiler's list, which names operators as XLA's Python client did."""
-    return frozenset(_SYNONYMS.get(name, name) for name in (_plain(each) for each in names)) | _STRUCTURAL
-
-
-def is_listed(opcode: str, operators: frozenset[str]) -> bool:
-    return _plain(opcode) in operators
-
-
-def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
-
-
-_STRUCTURAL = frozenset({"parameter", "constant", "tuple", "gettupleelement", "reshape", "bitcast", "copy"})
-_SYNONYMS = {
-    "broadcastindim": "broadcast", "convertelementtype": "convert", "cos": "cosine", "div": "divide",
-    "dotgeneral": "dot", "eq": "compare", "exp": "exponential", "ge": "compare", "gt": "compare", "le": "compare",
-    "logicaland": "and", "logicalnot": "not", "logicalor": "or", "lt": "compare", "max": "maximum", "min": "minimum",
-    "mul": "multiply", "ne": "compare", "neg": "negate", "pow": "power", "rev": "reverse", "rngbitgenerator":
-    "rngbitgenerator", "rnguniform": "rng", "sin": "sine", "sub": "subtract", "topk": "sort",
-}  # fmt: skip

@@ -14,7 +14,8 @@ from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
 from ..graph_files import HLO_SUFFIX, read_graph_io
 from ..graph_io import GraphIO
 from ..lowering import hlo
-from .graph import Graph, Severity, normalize_operators
+from .graph import Graph, Severity
+from .operators import normalize_operators
 from .rules import RULES
 
 

@@ -9,35 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....config import TOPK_LIMIT
+from ..estimate.hardware import CHIPS, GIB
 from ..lowering import hlo
-from .graph import Graph, Place, Rule, Severity, is_listed
+from .graph import Graph, Place, Rule, Severity
+from .operators import CONTROL_FLOW, CUSTOM_CALLS, FORBIDDEN, HOST, RANDOM, SUPPORTED, is_listed
 
 
-CUSTOM_CALLS = {
-    *(f"AwsNeuron{name}" for name in (
-        "Erf", "Gelu", "GeluApprxTanh", "GeluBackward", "Silu", "SiluBackward", "RmsNorm", "Softmax", "SoftmaxBackward",
-        "CollectiveMatmul", "IntMatmult", "ArgMax", "ArgMin", "TopK", "DropoutMaskV1", "CustomNativeKernel", "CustomOp",
-        "DevicePrint", "LNCShardingConstraint", "TransferWithStaticRing",
-    )),
-    *(f"AwsNeuronModuleMarker{edge}-{way}" for edge in ("Start", "End") for way in ("Forward", "Backward")),
-    "NeuronBoundaryMarker-Start", "NeuronBoundaryMarker-End", "ResizeNearest", "ResizeBilinear", "ResizeNearestGrad",
-    "QuantizeMX", "__op$block_scaled_dot",
-}  # fmt: skip
-# Named as supported by the compiler's release notes or emitted by the SDK's own model code.
-SUPPORTED = {
-    "abs", "add", "all-gather", "all-reduce", "all-to-all", "and", "atan2", "batch-norm-grad", "batch-norm-inference",
-    "batch-norm-training", "bitcast", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "constant",
-    "convert", "convolution", "copy", "cosine", "custom-call", "divide", "dot", "dynamic-slice", "dynamic-update-slice",
-    "exponential", "exponential-minus-one", "floor", "gather", "get-tuple-element", "iota", "log", "log-plus-one",
-    "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "parameter", "power", "reduce",
-    "reduce-scatter", "reshape", "reverse", "rsqrt", "scatter", "select", "select-and-scatter", "shift-right-logical",
-    "sign", "sine", "slice", "sort", "sqrt", "subtract", "tan", "tanh", "transpose", "tuple",
-}  # fmt: skip
-CONTROL_FLOW = {"while", "conditional", "call", "fusion"}
-HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
-RANDOM = {"rng", "rng-bit-generator", "rng-get-and-update-state"}
-# Have a rule, hence a remedy, of their own.
-FORBIDDEN = CONTROL_FLOW | HOST | RANDOM | {"reduce-window"}
 CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belong with the weights
 LARGEST_SORT = 16384
 _INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
@@ -281,6 +258,14 @@ def _collectives(graph: Graph) -> Iterator[Place]:
         yield each, "a rank as part of the program", "pass the rank as a weight", "error"
 
 
+def _memory(graph: Graph) -> Iterator[Place]:
+    chip = CHIPS.get(graph.target)
+    needed = sum(hlo.byte_count(each.shape) for each in hlo.parameters(graph.module))
+    if chip is not None and needed > chip.core_hbm:
+        problem = f"{needed / GIB:.1f} GiB of weights and KV cache for a core of {chip.core_hbm / GIB:.0f} GiB"
+        yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate tells what fits", "error"
+
+
 RULES = (
     Rule("opcode", "EVRF001", _opcodes),
     Rule("control-flow", "EVRF001", _control_flow),
@@ -299,4 +284,5 @@ RULES = (
     Rule("alias", "EVRF064", _aliases),
     Rule("binding", "EVRF064", _bindings),
     Rule("collective", "", _collectives),
+    Rule("memory", "EVRF009, EOOM001", _memory),
 )
