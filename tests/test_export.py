@@ -220,7 +220,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("optimum_neuron.export.write_weights", fail_with(error))
+    monkeypatch.setattr("optimum_neuron.targets.eager.write_weights", fail_with(error))
     with pytest.raises(OSError, match=r"No space left on device"):
         export_tiny(tiny_checkpoint, output)
     assert names(output.parent) == []
@@ -303,10 +303,6 @@ def test_a_checkpoint_that_does_not_exist_is_not_found(output: Path, name: str, 
             {"tensor_parallel_size": 2, "target": "cpu"},
             r"tensor_parallel_size=2 needs as many devices, and target='cpu'",
         ),
-        *(
-            ({"target": name}, rf"target='{name}' needs the Neuron lowering .*; use target='cpu'")
-            for name in NEURON_TARGETS
-        ),
     ],
 )
 def test_options_that_this_machine_cannot_honor_are_refused(
@@ -315,6 +311,13 @@ def test_options_that_this_machine_cannot_honor_are_refused(
     with pytest.raises(ValueError, match=words) as caught:
         export_tiny(tiny_checkpoint, output, **changes)
     assert "\n" not in str(caught.value)
+    assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("target", NEURON_TARGETS)
+def test_a_device_target_names_what_compiling_lacks(tiny_checkpoint: Path, output: Path, target: str) -> None:
+    with pytest.raises(RuntimeError, match=r"needs (torch-xla|the Neuron compiler), .*; "):
+        export_tiny(tiny_checkpoint, output, target=target)
     assert not output.parent.exists()
 
 
