@@ -89,6 +89,7 @@ def lower_program(
     passes.narrow_types(module)
     passes.drop_tokens(module)
     passes.fold_trivial(module)
+    passes.make_finite(module)
     kept = _finish(module, name, bindings, numbers, results)
     data = hlo.serialize(module)
     io = GraphIO(
@@ -174,9 +175,7 @@ class _Tracer(torch.fx.Interpreter):
         self._world_size = world_size
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        stack = node.meta.get("nn_module_stack") or {}
-        path = list(stack.values())[-1][0] if stack else ""
-        scope = self._scope(path or "step")
+        scope = self._scope(_module_path(node) or "step")
         try:
             return super().run_node(node)
         finally:
@@ -212,6 +211,7 @@ def _trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], d
     import torch_xla
     from torch_xla.core import xla_builder
 
+    _check_operators(program)
     backend = torch_xla._XLAC
     backend._set_ir_debug(True)  # else instructions do not say which module they come from
     backend._clear_pending_irs(str(torch_xla.device()))
@@ -232,6 +232,30 @@ def _trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], d
         if number not in known
     }
     return hlo.parse(context.hlo()), numbers, constants
+
+
+# An operator without a kernel of torch-xla's may be made of others that have one.
+_KERNELS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def _check_operators(program: ExportedProgram) -> None:
+    """Refuses what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
+    for node in program.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+            continue
+        name = node.target.name()
+        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS):
+            raise ValueError(
+                f"{node.target} of {_module_path(node) or 'the step'} has no lowering to HLO; use target='cpu', or express it "
+                f"in other operators"
+            )
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    """The dotted name of the module that a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path: str = list(stack.values())[-1][0] if stack else ""
+    return path
 
 
 def _ordered(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:

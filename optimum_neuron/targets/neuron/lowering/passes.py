@@ -7,6 +7,7 @@ from counters of its process. The passes undo that, so that a module's bytes dep
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,6 +97,24 @@ def _narrow_literal(instruction: Any) -> None:
 
 def _shapes(shape: Any) -> list[Any]:
     return [shape, *(part for each in shape.tuple_shapes for part in _shapes(each))]
+
+
+def make_finite(module: Any) -> None:
+    """Replaces infinite constants by the largest finite numbers, as masks are: the device reports what becomes NaN of them.
+
+    Where a reduction starts they stay: the largest of nothing is minus infinity.
+    """
+    for computation in module.computations:
+        initial = {
+            operand
+            for each in computation.instructions
+            if each.opcode == "reduce"
+            for operand in each.operand_ids[len(each.operand_ids) // 2 :]
+        }
+        for instruction in computation.instructions:
+            if instruction.id not in initial and any(map(math.isinf, instruction.literal.f32s)):
+                values = [max(-_FLOAT32_LIMIT, min(_FLOAT32_LIMIT, value)) for value in instruction.literal.f32s]
+                instruction.literal.f32s[:] = values
 
 
 def fold_trivial(module: Any) -> None:
