@@ -123,11 +123,11 @@ def test_a_silent_rank_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loaded = load()
-    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "0.5")
-    monkeypatch.setattr(ranks, "_SLACK", 0.5)
+    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "5")
+    monkeypatch.setattr(ranks, "_SLACK", 1)
     monkeypatch.setattr(rank_process, "GRACE", 0.5)
     neuron_tools.break_device(rank=0, hang=True)
-    with pytest.raises(NeuronRuntimeError, match=r"failed: rank 0.* of 2 did not answer within 1 s; load the model"):
+    with pytest.raises(NeuronRuntimeError, match=r"failed: rank 0.* of 2 did not answer within 6 s; load the model"):
         loaded.run("token_generation", [cache_like(1.0)])
     assert all(process.poll() is not None for process in processes(loaded))
 
