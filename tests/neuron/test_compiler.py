@@ -147,8 +147,8 @@ def test_hlo_that_does_not_parse_is_refused(neuron_tools: NeuronTools, folder: P
 
 def test_a_compilation_that_takes_too_long_is_ended_with_its_children(neuron_tools: NeuronTools, folder: Path) -> None:
     neuron_tools.break_compiler(token_generation="hang")
-    with pytest.raises(RuntimeError, match=r"did not finish within 3 s and was ended; lower prefill_chunk_size"):
-        compile_graphs(NeuronCC(), [step_graph()], "trn2", folder, timeout=3.0)
+    with pytest.raises(RuntimeError, match=r"did not finish within 15 s and was ended; lower prefill_chunk_size"):
+        compile_graphs(NeuronCC(), [step_graph()], "trn2", folder, timeout=15.0)
     _assert_ended(neuron_tools)
     _assert_nothing_temporary(neuron_tools)
     _assert_nothing_left(folder)

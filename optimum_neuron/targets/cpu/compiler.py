@@ -90,8 +90,8 @@ def _compile_missing(
                 started.append(_Worker(job, library, scratch))
                 workers.put(started[-1])
             with ThreadPoolExecutor(count) as pool:
-                futures = [pool.submit(compile_one, spec) for spec in specs]
-                try:
+                try:  # from here on: leaving the pool waits for what has started
+                    futures = [pool.submit(compile_one, spec) for spec in specs]
                     for future in futures:
                         future.result()
                 except BaseException:

@@ -123,14 +123,13 @@ def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: Path, time
             advance(job.graph.name)
 
         with ThreadPoolExecutor(parallel_jobs(len(jobs), COMPILER_MEMORY)) as pool:
-            futures = [pool.submit(compile_one, job) for job in jobs]
-            try:
+            try:  # from here on: leaving the pool waits for what has started
+                futures = [pool.submit(compile_one, job) for job in jobs]
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
-                for future in futures:
-                    future.cancel()
                 processes.end()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
 
