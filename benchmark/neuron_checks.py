@@ -21,10 +21,12 @@ from rich.table import Table
 from optimum_neuron.artifact import Artifact
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.export import export_model
-from optimum_neuron.golden import Golden, one_row, replay
+from optimum_neuron.golden import Golden, replay
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec
+from optimum_neuron.graphs.step import example_inputs
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
 
 
 # Largest difference of a logit to the host's, relative to the largest logit, by type: rounding of a whole model.
@@ -124,16 +126,21 @@ def run_checks(folder: Path, model: str | None, config: NeuronConfig | None, run
     report.run("slot copy", lambda: _check_slot_copy(artifact, runner))
     report.run("latency", lambda: _measure_latency(runner, runs))
     if artifact.target in NEURON_TARGETS:
-        report.run("memory", _measure_memory)
+        monitor = shutil.which("neuron-monitor")
+        if monitor is None:
+            report.skip(("memory",), "there is no neuron-monitor on PATH; it is part of aws-neuronx-tools")
+        else:
+            report.run("memory", lambda: _measure_memory(monitor))
     return report
 
 
 def _check_compiler(artifact: Artifact) -> dict[str, Any]:
-    findings = lint_artifact(artifact)
+    operators = installed_operators() if artifact.target in NEURON_TARGETS else None
+    findings = lint_artifact(artifact, operators=operators)
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise CheckError("; ".join(str(finding) for finding in errors[:3]))
-    return {"graphs": len(artifact.graphs), "warnings": len(findings)}
+    return {"graphs": len(artifact.graphs), "warnings": len(findings), "operators listed": len(operators or ())}
 
 
 def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:
@@ -147,7 +154,7 @@ def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:
 
 def _check_golden(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     golden = Golden.read(artifact.path)
-    steps = replay(runner, np.asarray(golden.prompt, dtype=np.int32), golden.tokens)
+    steps = replay(runner, np.asarray(golden.prompt, dtype=np.int32), len(golden.tokens), golden.tokens)
     tolerance, worst, wrong = TOLERANCE[artifact.config.dtype], 0.0, []
     for index, (token, logits) in enumerate(steps):
         scale = max(abs(value) for value in golden.logits[index])
@@ -223,28 +230,36 @@ def _prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
 
 
 def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
-    """Milliseconds per run of every graph: decode rows all active, chunk rows full, at the longest context."""
+    """Milliseconds per run of every graph, all rows at work and at the end of its context."""
     medians = {}
     for graph in runner.family:
-        times = []
+        inputs, times = _full_step(graph), []
         for _ in range(runs):
-            runner.reset_all()
             start = time.perf_counter()
-            if graph.has_chunk:
-                tokens = np.zeros(min(graph.chunk_size, graph.context_length), dtype=np.int32)
-                decode = one_row(runner, 1, 0) if graph.has_decode else None
-                runner.step([Chunk(0, tokens)], decode)
-            else:
-                runner.step((), one_row(runner, 0, 0))
+            runner.executable.run(graph.name, inputs)
             times.append((time.perf_counter() - start) * 1000)
         medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
+    runner.reset_all()  # what the runs wrote is of no use
     return medians
 
 
-def _measure_memory() -> dict[str, Any]:
-    tool = shutil.which("neuron-monitor")
-    if tool is None:
-        raise CheckError("there is no neuron-monitor on PATH")
+def _full_step(graph: GraphSpec) -> list[torch.Tensor]:
+    """Inputs of a step at the end of the context: chunk rows fill the first slots, the others decode."""
+    inputs = dict(zip((spec.name for spec in graph.inputs()), example_inputs(graph.inputs()), strict=True))
+    chunk_rows = graph.ctx_batch_size if graph.has_chunk else 0
+    if graph.has_decode:
+        inputs["decode.position_ids"][:chunk_rows] = -1
+        inputs["decode.position_ids"][chunk_rows:] = graph.context_length - 1
+    if graph.has_chunk:
+        inputs["chunk.position_ids"][:] = torch.arange(graph.context_length - graph.chunk_size, graph.context_length)
+        inputs["chunk.seq_ids"][:] = torch.arange(chunk_rows)
+    for name, tensor in inputs.items():
+        if name.endswith("sampling_params"):
+            tensor[:] = torch.tensor(GREEDY)
+    return list(inputs.values())
+
+
+def _measure_memory(tool: str) -> dict[str, Any]:
     with subprocess.Popen([tool], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

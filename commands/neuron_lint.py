@@ -71,6 +71,9 @@ def _lint(args: Namespace) -> bool:
     config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
     from optimum_neuron.artifact import Artifact
+    from optimum_neuron.targets.neuron.lowering.requirements import check_reading
+
+    check_reading()
     from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
 
     operators = installed_operators()

@@ -110,11 +110,11 @@ def _write(
         checkpoint.write_verbatim(model, writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
+        job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
+        target_data = target.compile(job)
         if config.target in HLO_TARGETS:
             with progress.stage("Recording golden tokens"):
                 golden.record(model, config, spec).write(writer.path)
-        job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
-        target_data = target.compile(job)
         with progress.stage("Hashing files"):
             writer.commit(
                 {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .config import NeuronConfig
 from .graphs.kv_cache import KVCache
-from .graphs.spec import ModelSpec, graph_specs, state_specs
+from .graphs.spec import GREEDY, ModelSpec, graph_specs, state_specs
 from .graphs.step import StepModule
 from .runtime.runner import Chunk, DecodeRows, GraphRunner
 from .targets.eager import EagerExecutable
@@ -35,7 +35,7 @@ class Golden:
     """A prompt, the greedy tokens that follow it, and per token the largest logits that it was chosen from.
 
     Attributes:
-        tokens: `NEW_TOKENS` tokens; the first one follows the prompt.
+        tokens: up to `NEW_TOKENS` tokens; the first one follows the prompt.
         candidates, logits: `[tokens][KEPT_LOGITS]`, the most probable tokens and their logits, falling.
     """
 
@@ -67,9 +67,11 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
     cache, graphs = KVCache(state_specs(own, spec)), graph_specs(own)
     steps = {graph.name: StepModule(model, cache, graph).eval() for graph in graphs}
     runner = GraphRunner(EagerExecutable(steps, cache), own, graphs)
-    length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - NEW_TOKENS + 1)
-    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, max(length, 1)).astype(np.int32)
-    steps_taken = replay(runner, prompt, None)
+    count = min(NEW_TOKENS, own.sequence_length)
+    # The last token is not fed, so it takes no row of the cache.
+    length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - count + 1)
+    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, length).astype(np.int32)
+    steps_taken = replay(runner, prompt, count)
     rows = [row for _, row in steps_taken if row is not None]
     top = [row.topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
     return Golden(
@@ -81,36 +83,36 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
 
 
 def replay(
-    runner: GraphRunner, prompt: np.ndarray, tokens: list[int] | None, slot: int = 0
+    runner: GraphRunner, prompt: np.ndarray, count: int, tokens: list[int] | None = None
 ) -> list[tuple[int, Tensor | None]]:
-    """Feeds a prompt and then tokens to a slot.
+    """Feeds a prompt and then tokens to slot 0.
 
     Args:
-        tokens: what is fed whatever the runner would choose; None feeds what it chooses. The last is not fed.
+        count: tokens that follow; the last is not fed.
+        tokens: what is fed whatever the runner would choose; None feeds what it chooses.
 
     Returns:
         What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
         decode graphs return none.
     """
-    runner.reset(slot)
+    runner.reset(0)
     size = runner.config.prefill_chunk_size
     for start in range(0, len(prompt), size):
-        output = runner.prefill([Chunk(slot, prompt[start : start + size])])
+        output = runner.prefill([Chunk(0, prompt[start : start + size])])
     steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
-    for index in range(NEW_TOKENS - 1):
+    for index in range(count - 1):
         token = steps[-1][0] if tokens is None else tokens[index]
-        output = runner.step((), one_row(runner, slot, token))
-        steps.append(_chosen(output.decode_tokens, output.decode_logits, slot))
+        output = runner.step((), _first_row(runner, token))
+        steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
     return steps
 
 
-def one_row(runner: GraphRunner, slot: int, token: int) -> DecodeRows:
-    """Decode rows of a step in which one slot takes a token, greedily."""
+def _first_row(runner: GraphRunner, token: int) -> DecodeRows:
+    """Decode rows of a step in which slot 0 takes a token, greedily."""
     count = runner.config.batch_size
-    token_ids, active = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=bool)
-    token_ids[slot], active[slot] = token, True
-    sampling = np.tile(np.asarray([1.0, 1.0, 0.0], dtype=np.float32), (count, 1))
-    return DecodeRows(token_ids, active, sampling, np.zeros(count, dtype=np.float32))
+    active = np.arange(count) == 0
+    sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (count, 1))
+    return DecodeRows(np.full(count, token, dtype=np.int32), active, sampling, np.zeros(count, dtype=np.float32))
 
 
 def _chosen(tokens: Tensor | None, logits: Tensor | None, row: int) -> tuple[int, Tensor | None]:

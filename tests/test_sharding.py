@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,9 +108,7 @@ def test_a_plan_needs_no_data_and_leaves_the_model_as_it_was(
     plan = shard_plan(empty, 4)
     assert {key: tensor.shape for key, tensor in named_tensors(empty).items()} == shapes
     assert plan == shard_plan(models[name], 4)
-    described = plan.to_dict()
-    assert json.loads(json.dumps(described))["tensors"] == described["tensors"]
-    assert len(described["rules"]) <= 9
+    assert len(set(plan.rules.values())) <= 9  # the same in all layers
 
 
 def test_a_plan_names_what_every_rank_holds_whole(models: dict[str, PreTrainedModel]) -> None:

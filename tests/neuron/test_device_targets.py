@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact import MANIFEST_NAME
+from optimum_neuron.checkpoint import Checkpoint
 from optimum_neuron.golden import Golden
 from optimum_neuron.targets import resolve_target
 
@@ -161,9 +162,11 @@ def test_the_smoke_test_passes_and_finds_faults(
     monkeypatch.setattr(sys, "argv", ["neuron_smoke.py", str(artifact), "--runs", "1", "--json", str(report)])
     smoke.main()
     results = {result["name"]: result for result in json.loads(report.read_text())["results"]}
-    # There is no neuron-monitor here.
-    failed = {name for name, result in results.items() if result["status"] != "passed"}
-    assert failed == ({"memory"} if target == "trn2" else set())
+    others = {name: result["status"] for name, result in results.items() if result["status"] != "passed"}
+    assert others == ({"memory": "skipped"} if target == "trn2" else {})  # there is no neuron-monitor here
+    assert (results["compiler"]["values"]["operators listed"] > 0) == (target == "trn2")
+    timed = {f"{name} ms" for name in json.loads((artifact / MANIFEST_NAME).read_text())["graphs"]}
+    assert set(results["latency"]["values"]) == timed
     assert {"compiler", "load", "golden", "chunks", "neighbours", "slot copy", "latency"} <= set(results)
     golden = Golden.read(artifact)
     other = [(token + 1) % 300 for token in golden.tokens]
@@ -196,6 +199,29 @@ def test_golden_tokens_are_those_of_the_model(
     assert golden.tokens == expected[0, len(golden.prompt) :].tolist()
     assert [candidates[0] for candidates in golden.candidates] == golden.tokens
     assert len(golden.prompt) > tiny_config().prefill_chunk_size
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("NEURON_LOGICAL_NC_CONFIG", "3"), ("NEURON_CC_FLAGS", "--target=trn1")]
+)
+def test_a_wrong_environment_is_refused_before_anything_is_written(
+    variable: str,
+    value: str,
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    neuron_sdk(None, "lite")
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(Checkpoint, "load_model", forbidden)
+    with pytest.raises(ValueError, match=variable):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "artifacts" / "out", target="trn2")
+    assert not (tmp_path / "artifacts").exists()
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("it went on")
 
 
 def test_a_machine_without_device_says_so(

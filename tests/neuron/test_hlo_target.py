@@ -15,9 +15,11 @@ from helpers import tiny_config as tiny_sizes
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.golden import Golden
 from optimum_neuron.graphs.spec import GREEDY
 from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
 from optimum_neuron.targets import get_target
+from optimum_neuron.targets.neuron.lint.lint import lint_artifact
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
@@ -151,6 +153,30 @@ def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_pa
         assert {name.split("_")[0] for name in model.runner.graph_calls} == {"mixed", "chunked", "token"}
         del model
     assert outputs[0] == outputs[1]
+
+
+def test_the_shortest_sequences_are_exported_with_fewer_golden_tokens(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    sizes = {
+        "batch_size": 1,
+        "ctx_batch_size": 1,
+        "sequence_length": 4,
+        "prefill_chunk_size": 2,
+        "context_buckets": (4,),
+    }
+    golden = Golden.read(export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", **sizes))
+    assert len(golden.prompt) == 1 and len(golden.tokens) == 4
+
+
+def test_a_description_that_was_changed_is_refused_by_the_lint(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
+    path = next((folder / "graphs").glob("mixed*.json"))
+    path.write_text(path.read_text().replace("float32", "float64"))
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        lint_artifact(Artifact.open(folder))
 
 
 def test_one_slot_has_nowhere_to_be_copied(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ class NeuronTarget:
     def check(self, config: NeuronConfig) -> None:
         check_lowering()
         if config.target in NEURON_TARGETS:
+            from .compile.compiler import check_environment
             from .compile.providers import choose_provider
 
-            choose_provider(config.target)
+            check_environment(choose_provider(config.target), config.target)
         else:
             check_one_device(config)
 
@@ -95,6 +96,7 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
 
 
 def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
+    check_lowering()
     from .run.hlo_executor import HloExecutable, HloProgram
 
     programs = {

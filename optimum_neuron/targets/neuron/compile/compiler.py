@@ -104,9 +104,19 @@ def compile_graphs(
     }
 
 
+def check_environment(provider: Provider, target: str) -> None:
+    """Raises ValueError where an environment variable asks for what the target cannot do."""
+    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
+    _flags(target, "token_generation", lnc, provider.versions())
+
+
+def _flags(target: str, kind: str, lnc: int, versions: dict[str, str]) -> tuple[str, ...]:
+    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=versions[DISTRIBUTION])
+    return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+
+
 def _job(provider: Provider, graph: LoweredGraph, target: str, lnc: int, versions: dict[str, str]) -> _Job:
-    flags = compiler_flags(target, graph.kind, lnc=lnc, compiler_version=versions[DISTRIBUTION])
-    flags = add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+    flags = _flags(target, graph.kind, lnc, versions)
     described = json.dumps([provider.name, versions, target, flags, graph.io.to_dict()], sort_keys=True)
     digest = hashlib.sha256(described.encode())
     for part in (graph.hlo, *(source.read_bytes() for source in provider.sources)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ....artifact import Artifact
 from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
-from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io
 from ..graph_io import GraphIO
 from ..lowering import hlo
 from .graph import Graph, Severity
@@ -88,7 +88,7 @@ def lint_artifact(
         raise ValueError(
             f"{artifact.path} was exported for {artifact.target} and holds no HLO; lint its checkpoint: --model"
         )
-    artifact.verify(names)
+    artifact.verify(name for name in artifact.manifest["files"] if name.endswith((HLO_SUFFIX, IO_SUFFIX)))
     findings = []
     for name in names:
         path = artifact.file(name)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from . import hlo
 
@@ -24,7 +27,7 @@ _FLOAT32_LIMIT = 3.4028234663852886e38
 _SCOPE_NUMBER = re.compile(r"\.\d+(?=/)")
 
 
-def inline_constants(module: Any, constants: Mapping[int, Any]) -> None:
+def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
     """Turns parameters into constants.
 
     Args:
@@ -45,16 +48,10 @@ def inline_constants(module: Any, constants: Mapping[int, Any]) -> None:
         if field is not None:
             getattr(parameter.literal, field).extend(tensor.flatten().tolist())
         elif name in ("bfloat16", "float16"):
-            packed = tensor.flatten().contiguous().view(dtype=_torch_int16(tensor)).numpy().tobytes()
+            packed = tensor.flatten().contiguous().view(torch.int16).numpy().tobytes()
             setattr(parameter.literal, "bf16s" if name == "bfloat16" else "f16s", packed)
         else:
             raise ValueError(f"a constant of type {name} cannot be part of a graph; pass it as a weight")
-
-
-def _torch_int16(tensor: Any) -> Any:
-    import torch
-
-    return torch.int16
 
 
 def narrow_types(module: Any) -> None:
@@ -90,9 +87,14 @@ def _narrow_literal(instruction: Any) -> None:
         if value not in _INT32:
             raise ValueError(f"constant {value} of {hlo.module_path(instruction) or 'the step'} does not fit int32")
     literal.s32s.extend(literal.s64s)
-    literal.f32s.extend(max(-_FLOAT32_LIMIT, min(_FLOAT32_LIMIT, value)) for value in literal.f64s)
+    literal.f32s.extend(_clamped(literal.f64s))
     literal.ClearField("s64s")
     literal.ClearField("f64s")
+
+
+def _clamped(values: Iterable[float]) -> list[float]:
+    """To the finite numbers of float32; NaN stays."""
+    return [max(-_FLOAT32_LIMIT, min(value, _FLOAT32_LIMIT)) if not math.isnan(value) else value for value in values]
 
 
 def _shapes(shape: Any) -> list[Any]:
@@ -113,8 +115,7 @@ def make_finite(module: Any) -> None:
         }
         for instruction in computation.instructions:
             if instruction.id not in initial and any(map(math.isinf, instruction.literal.f32s)):
-                values = [max(-_FLOAT32_LIMIT, min(_FLOAT32_LIMIT, value)) for value in instruction.literal.f32s]
-                instruction.literal.f32s[:] = values
+                instruction.literal.f32s[:] = _clamped(instruction.literal.f32s)
 
 
 def fold_trivial(module: Any) -> None:
@@ -156,7 +157,8 @@ def _fold_scalar(convert: Any, source: Any) -> None:
 def drop_tokens(module: Any) -> None:
     """Takes torch-xla's order out of the collectives: they depend on each other only where their data does.
 
-    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective.
+    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective. What is
+    taken out is an addition of zero, also where the model's own code shares the constant.
     """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
@@ -170,10 +172,10 @@ def drop_tokens(module: Any) -> None:
                 del instruction.operand_ids[1]
                 instruction.shape.CopyFrom(by_id[operands[0]].shape)
             elif instruction.opcode == "get-tuple-element" and by_id[operands[0]].opcode == "all-reduce":
-                stands_for[instruction.id] = operands[0]
-                if instruction.tuple_index == 1:
+                if instruction.tuple_index == 0:
+                    stands_for[instruction.id] = operands[0]
+                else:
                     zeros.add(instruction.id)
-                    del stands_for[instruction.id]
             elif not zeros.isdisjoint(operands):
                 if instruction.opcode == "add":
                     stands_for[instruction.id] = operands[0] if operands[1] in zeros else operands[1]

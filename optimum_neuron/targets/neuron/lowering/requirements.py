@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lowering needs of this machine; imports none of it."""
+"""What this machine needs for graphs in HLO; imports none of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import importlib.util
 from importlib.metadata import version
 
 
+_TORCH_XLA, _PROTOBUF = ("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")
+
+
 def check_lowering() -> None:
-    """Raises RuntimeError, with the remedy, where graphs cannot be lowered to HLO here."""
-    for module, package in (("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")):
+    """Raises RuntimeError, with the remedy, where graphs cannot be lowered to HLO, or run as such, here."""
+    _check(_TORCH_XLA, _PROTOBUF)
+
+
+def check_reading() -> None:
+    """Raises RuntimeError, with the remedy, where HLO cannot be read here."""
+    _check(_PROTOBUF)
+
+
+def _check(*needed: tuple[str, str]) -> None:
+    for module, package in needed:
         if not _is_there(module):
             raise RuntimeError(
-                f"lowering graphs to HLO needs {package}, which is not installed beside torch {version('torch')}; make an "
+                f"graphs in HLO need {package}, which is not installed beside torch {version('torch')}; make an "
                 f"environment with torch 2.9 and pip install 'optimum-neuron-runtime[neuron]' there"
             )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding
 from .errors import NeuronRuntimeError, translated
-from .load_plan import LoadPlan
+from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_weights import read_rank_weights
 
 
@@ -81,7 +81,7 @@ class DeviceExecutable:
             raise
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self.run(COPY_SLOT, [torch.tensor([each], dtype=torch.int32) for each in (source, destination, length)])
+        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         binding = self._state_bindings[name]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
+from .load_plan import slot_copy_inputs
 
 
 class HloProgram:
@@ -57,13 +57,22 @@ class HloExecutable:
         self._states = {name: state.to(device) for name, state in states.items()}
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        program = self._programs[graph]
-        return self._run(program, dict(zip(program.io.names("input"), inputs, strict=True)))
+        program, given = self._programs[graph], iter(inputs)
+        bound = self._weights | self._states
+        arguments = [
+            next(given).to(self._device) if binding.role == "input" else bound[binding.name]
+            for binding in program.io.inputs
+        ]
+        outputs = []
+        for output, result in zip(program.io.outputs, program.run(arguments), strict=True):
+            if output.alias_of is None:
+                outputs.append(result.cpu())
+            else:
+                self._states[output.alias_of] = result
+        return outputs
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        numbers = {"copy.source": source, "copy.destination": destination, "copy.length": length}
-        tensors = {name: torch.tensor([number], dtype=torch.int32) for name, number in numbers.items()}
-        self._run(self._programs[COPY_SLOT], tensors)
+        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         state: Tensor = self._states[name].cpu()
@@ -71,21 +80,3 @@ class HloExecutable:
 
     def write_state(self, name: str, tensor: Tensor) -> None:
         self._states[name] = tensor.to(self._device)
-
-    def _run(self, program: HloProgram, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        arguments = []
-        for binding in program.io.inputs:
-            if binding.role == "weight":
-                arguments.append(self._weights[binding.name])
-            elif binding.role == "state":
-                arguments.append(self._states[binding.name])
-            else:
-                arguments.append(inputs[binding.name].to(self._device))
-        results = program.run(arguments)
-        outputs = []
-        for output, result in zip(program.io.outputs, results, strict=True):
-            if output.alias_of is None:
-                outputs.append(result.cpu())
-            else:
-                self._states[output.alias_of] = result
-        return outputs

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graph_io import GraphIO, InputBinding
+
+
+def slot_copy_inputs(source: int, destination: int, length: int) -> list[Tensor]:
+    """The inputs of the graph that copies a slot, in their order."""
+    return [torch.tensor([number], dtype=torch.int32) for number in (source, destination, length)]
 
 
 @dataclass(frozen=True)

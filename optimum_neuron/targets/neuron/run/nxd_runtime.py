@@ -17,7 +17,7 @@ from ..compile.metaneff import build_metaneff
 from ..compile.nxd import METANEFF_SUFFIX
 from ..graph_io import COPY_SLOT, GraphIO
 from .errors import NeuronRuntimeError, starting, translated
-from .load_plan import LoadPlan
+from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_weights import read_rank_weights
 from .state_parts import join_states, split_state
 
@@ -69,7 +69,7 @@ class NxDExecutable:
             raise
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self.run(COPY_SLOT, [torch.tensor([each], dtype=torch.int32) for each in (source, destination, length)])
+        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         with translated(f"reading {name}"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..graph_io import COPY_SLOT
 from .errors import NeuronRuntimeError
-from .load_plan import LoadPlan
+from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_process import RankProcess, end_processes, free_address
 from .shared_tensors import SharedTensors
 from .state_parts import join_states, split_state
@@ -77,7 +77,7 @@ class RankedExecutable:
         return [shared.clone() for shared in self._tensors.outputs[graph]]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self.run(COPY_SLOT, [torch.tensor([each], dtype=torch.int32) for each in (source, destination, length)])
+        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         binding = self._plan.states()[name]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -90,14 +89,3 @@ class ShardPlan:
             f"{self.model_type} cannot be shared by tensor_parallel_size={self.world_size} ranks: {reason}; use "
             f"tensor_parallel_size=1"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the manifest: rules are listed once, since all layers have the same."""
-        rules = {rule: index for index, rule in enumerate(dict.fromkeys(self.rules.values()))}
-        return {
-            "world_size": self.world_size,
-            "vocab_size": self.vocab_size,
-            "rules": [rule.to_dict() for rule in rules],
-            "tensors": {name: rules[rule] for name, rule in self.rules.items()},
-            "replicated": self.replicated,
-        }

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,9 +68,6 @@ class ShardRule:
             shape[self.dim] = section.block - present
             parts.append(tensor.new_zeros(shape))
         return parts
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def even(size: int, world_size: int, *, start: int = 0, unit: int = 1) -> Section:
