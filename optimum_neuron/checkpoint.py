@@ -114,6 +114,7 @@ class Checkpoint:
     def write_verbatim(self, model: PreTrainedModel, folder: Path) -> None:
         """Puts config, generation config and tokenizer into `folder`: copied, or for GGUF written by transformers."""
         if self.gguf_file is not None:
+            model.config.architectures = [type(model).__name__]  # GGUF has no word for it, and servers read it
             model.config.save_pretrained(folder)
             GenerationConfig.from_model_config(model.config).save_pretrained(folder)
             AutoTokenizer.from_pretrained(self.folder, gguf_file=self.gguf_file).save_pretrained(folder)

@@ -77,6 +77,10 @@ def test_cpu_equals_eager_and_transformers_token_for_token_in_float32(smollm2: A
     assert torch.equal(tokens, reference.generate(**batch, **options))
 
 
+def test_an_artifact_of_a_gguf_file_names_its_architecture(smollm2: Any) -> None:
+    assert smollm2("eager", "float32").config.architectures == ["LlamaForCausalLM"]
+
+
 def test_a_seed_gives_the_same_text_on_every_target(smollm2: Any) -> None:
     texts = []
     for target in ("cpu", "eager"):
