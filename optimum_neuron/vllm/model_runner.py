@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translates a step of vLLM's scheduler into runs of the graphs, and their results into vLLM's output.
+
+vLLM decides which request advances by how much. A request whose prompt, or what a preemption left to rebuild, is not
+all in its slot takes a chunk, whatever its length; any other takes its one token as a decode row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+
+from ..graphs.family import rows_needed
+from ..graphs.spec import ModelSpec
+from ..runtime.runner import Chunk, DecodeRows, GraphRunner, StepOutput
+from .host_sampler import HostSampler
+from .requests import RequestState, RequestTable
+from .slot_connector import SlotPlan
+
+
+@dataclass
+class _Computed:
+    """A step that the graphs have run, and whose tokens are not handed out yet.
+
+    Attributes:
+        on_device: requests that got a token from the graphs, with it.
+        on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
+    """
+
+    scheduler_output: Any
+    on_device: list[tuple[RequestState, int]]
+    on_host: list[tuple[RequestState, Tensor]]
+
+
+class ModelRunner:
+    """Not to be used by several threads at once.
+
+    Args:
+        runner: the graphs and slots.
+        model: the sizes of the model.
+    """
+
+    def __init__(self, runner: GraphRunner, model: ModelSpec, vllm_config: VllmConfig) -> None:
+        self.runner = runner
+        self._sizes = runner.config
+        self._sampler = HostSampler(vllm_config, self._sizes.batch_size, model.vocab_size)
+        self._requests = RequestTable(
+            self._sizes, vllm_config.model_config.seed, all_on_host=bool(self._sampler.processors)
+        )
+        slots = self._sizes.batch_size
+        self._rows = DecodeRows(
+            np.zeros(slots, np.int32),
+            np.zeros(slots, bool),
+            np.zeros((slots, 3), np.float32),
+            np.zeros(slots, np.float32),
+        )
+        self._computed: _Computed | None = None
+
+    def execute(self, scheduler_output: Any) -> None:
+        """Runs a step; `sample` then hands out its tokens.
+
+        Raises:
+            RuntimeError: a slot does not contain what vLLM takes it to.
+        """
+        self._update(scheduler_output)
+        self._computed = _Computed(scheduler_output, [], [])
+        decodes, chunks = self._rows_of(scheduler_output)
+        groups = list(self._group(chunks))
+        together = self.runner.family.has_mixed and decodes and groups
+        if decodes:
+            self._run(decodes, groups.pop(0) if together else ())
+        for group in groups:
+            self._run((), group)
+
+    def sample(self, grammar: Any | None) -> ModelRunnerOutput:
+        """The tokens of the step that `execute` ran.
+
+        Args:
+            grammar: vLLM's bit masks for requests with structured output, or None.
+        """
+        step, self._computed = self._computed, None
+        if step is None or not step.scheduler_output.num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        tokens: dict[str, list[int]] = {}
+        for state, token in step.on_device:
+            state.output_token_ids.append(token)
+            self._rows.token_ids[state.slot] = token
+            tokens[state.request_id] = [token]
+        logprobs = self._sample_on_host(step, grammar, tokens) if step.on_host else None
+        ids = list(step.scheduler_output.num_scheduled_tokens)
+        if logprobs is not None:
+            logprobs = _ordered(logprobs, [state.request_id for state, _ in step.on_host], ids)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[tokens.get(request_id, []) for request_id in ids],
+            logprobs=logprobs,
+        )
+
+    def _sample_on_host(
+        self, step: _Computed, grammar: Any | None, tokens: dict[str, list[int]]
+    ) -> LogprobsLists | None:
+        """Adds the tokens; the logprobs are in the order of `step.on_host`."""
+        logits = torch.stack([row for _, row in step.on_host])
+        requests = [state.host for state, _ in step.on_host if state.host is not None]
+        order, chosen, logprobs = self._sampler.sample(requests, logits, step.scheduler_output, grammar)
+        for request_id, token in zip(order, chosen, strict=True):
+            self._rows.token_ids[self._requests[request_id].slot] = token
+            tokens[request_id] = [token]
+        if logprobs is None:
+            return None
+        places = [order.index(state.request_id) for state, _ in step.on_host]
+        return LogprobsLists(
+            logprobs.logprob_token_ids[places], logprobs.logprobs[places], logprobs.sampled_token_ranks[places]
+        )
+
+    def _update(self, scheduler_output: Any) -> None:
+        """Follows what became of the requests, and makes the slots of those that start ready."""
+        for request_id in scheduler_output.finished_req_ids:
+            if self._requests.finish(request_id) is not None:
+                self._sampler.remove(request_id)
+        starting: dict[str, tuple[RequestState, int, int]] = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            # The next turn of a session goes on behind what its own slot holds.
+            kept = new.num_computed_tokens if new.req_id in self._requests else 0
+            self._sampler.remove(new.req_id)
+            starting[new.req_id] = (self._requests.start(new), new.num_computed_tokens, kept)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids:
+                state = self._requests[request_id]
+                self._sampler.remove(request_id)
+                state.restart(cached.new_block_ids[index][0][0] - 1, cached.all_token_ids[request_id])
+                starting[request_id] = (state, cached.num_computed_tokens[index], 0)
+        plan = scheduler_output.kv_connector_metadata
+        reuse = plan.reuse if isinstance(plan, SlotPlan) else {}
+        # In the order of vLLM's decisions: a copy may take what an earlier one brought, and a later one takes its slot.
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if request_id in starting:
+                state, computed, kept = starting[request_id]
+                self._start(state, computed, reuse.get(request_id, (state.slot, kept)))
+
+    def _start(self, state: RequestState, computed: int, source: tuple[int, int]) -> None:
+        """Makes a request's slot hold the first tokens of a slot: `source` is which one and how many."""
+        if source[1]:
+            self.runner.reuse(state.slot, *source)
+        else:
+            self.runner.reset(state.slot)
+        self._rows.sampling_params[state.slot] = state.sampling
+        self._rows.uniforms[state.slot] = 0.0
+        self._check_length(state, computed)
+
+    def _check_length(self, state: RequestState, computed: int) -> None:
+        if self.runner.lengths[state.slot] != computed:
+            raise RuntimeError(
+                f"slot {state.slot} of request {state.request_id} holds {self.runner.lengths[state.slot]} tokens, and vLLM "
+                f"counts {computed}; this is a fault of the plugin"
+            )
+
+    def _rows_of(self, scheduler_output: Any) -> tuple[list[RequestState], list[tuple[RequestState, int]]]:
+        """The requests that decode, and those that take a chunk with its length, in vLLM's order."""
+        decodes: list[RequestState] = []
+        chunks: list[tuple[RequestState, int]] = []
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._check_length(self._requests[request_id], computed)
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            state = self._requests[request_id]
+            missing = len(state.prefill_token_ids) - int(self.runner.lengths[state.slot])
+            if not 1 <= count <= max(missing, 1):
+                raise RuntimeError(
+                    f"vLLM schedules {count} tokens of request {request_id}, which has {max(missing, 1)} to compute; this is "
+                    f"a fault of the plugin"
+                )
+            if missing > 0:
+                chunks.append((state, count))
+            else:
+                decodes.append(state)
+        return decodes, chunks
+
+    def _group(self, chunks: Iterable[tuple[RequestState, int]]) -> Iterable[list[tuple[RequestState, int]]]:
+        """Cuts chunks so that each group fits one run of a graph: all together, unless the step is larger than that."""
+        size, rows = self._sizes.prefill_chunk_size, self._sizes.ctx_batch_size
+        group: list[tuple[RequestState, int]] = []
+        free = rows
+        for state, count in chunks:
+            while count:
+                if not free:
+                    yield group
+                    group, free = [], rows
+                part = min(count, free * size)
+                group.append((state, part))
+                free -= rows_needed([part], size)
+                count -= part
+        if group:
+            yield group
+
+    def _run(self, decodes: Sequence[RequestState], group: Sequence[tuple[RequestState, int]]) -> None:
+        """One run of one graph; keeps what it gave to requests whose slots are now up to date."""
+        assert self._computed is not None
+        lengths, rows = self.runner.lengths, self._rows
+        chunks, ending = [], []
+        for state, count in group:
+            start = int(lengths[state.slot])
+            ends = start + count == len(state.prefill_token_ids)
+            # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
+            uniform = state.uniforms.draw() if ends and state.uniforms is not None else 0.0
+            chunks.append(Chunk(state.slot, state.prefill_token_ids[start : start + count], state.sampling, uniform))
+            ending.append(state if ends else None)
+        rows.active.fill(False)
+        for state in decodes:
+            rows.active[state.slot] = True
+            if state.uniforms is not None:
+                rows.uniforms[state.slot] = state.uniforms.draw()
+        output: StepOutput = self.runner.step(chunks, rows if decodes else None)
+        self._keep(((state, state.slot) for state in decodes), output.decode_tokens, output.decode_logits)
+        ended = ((state, index) for index, state in enumerate(ending) if state is not None)
+        self._keep(ended, output.chunk_tokens, output.chunk_logits)
+
+    def _keep(self, rows: Iterable[tuple[RequestState, int]], tokens: Tensor | None, logits: Tensor | None) -> None:
+        assert self._computed is not None
+        on_device = None if tokens is None else tokens.tolist()
+        for state, row in rows:
+            if state.host is None:
+                assert on_device is not None
+                self._computed.on_device.append((state, on_device[row]))
+            else:
+                assert logits is not None
+                self._computed.on_host.append((state, logits[row].clone()))  # the next run uses its memory again
+
+
+def _ordered(logprobs: LogprobsLists, present: list[str], ids: list[str]) -> LogprobsLists:
+    """Tells vLLM which row is whose: those without logprobs get any, and no token to look one up for."""
+    rows = {request_id: row for row, request_id in enumerate(present)}
+    return logprobs._replace(cu_num_generated_tokens=[rows.get(request_id, 0) for request_id in ids])

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform that vLLM sees: a host whose one worker runs compiled graphs."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from ..artifact import Artifact
+from ..config import NeuronConfig
+from . import PLUGIN_NAME
+
+
+if TYPE_CHECKING:  # vLLM imports its platform while it imports its configuration
+    from vllm.config import VllmConfig
+
+
+# A forked child of a process that has used OpenMP threads waits for ever in its first parallel region.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+if not torch.accelerator.is_available():
+    # vLLM empties the accelerator's caches when an engine ends, and torch raises where there is none.
+    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.empty_host_cache = lambda: None
+
+
+class NeuronPlatform(Platform):
+    """Tensors that vLLM touches are on the host, for Neuron targets too: the graphs own the device."""
+
+    _enum = PlatformEnum.OOT
+    device_name = PLUGIN_NAME
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "neuron_cores"
+    # Replicas take their cores in the worker, which knows how many ranks an artifact has; nobody sets this variable.
+    device_control_env_var = "OPTIMUM_NEURON_VLLM_REPLICA"
+    simple_compile_backend = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32, torch.float16]
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return PLUGIN_NAME
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return float(int(pages) * os.sysconf("SC_PAGE_SIZE"))
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """Nothing to choose: the worker takes its devices."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """Nothing to seed: random numbers are drawn on the host."""
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.inference_mode()
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """None of vLLM's kernels are used."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        raise RuntimeError("attention is inside the compiled graphs; no attention backend of vLLM is used")
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Refuses all: vLLM asks before it looks for the method's own packages."""
+        raise ValueError(
+            f"--quantization {quant} is not supported: weights are fixed at export; leave it out, or export a quantized "
+            f"checkpoint first and serve the artifact"
+        )
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from .settings import configure
+
+        configure(vllm_config)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        """A block is a slot, whatever vLLM would choose."""
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuses, as a fault of the request, parameters that the served artifact cannot honour."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import SamplingParams
+
+        from .sampling import check_request
+        from .settings import ARTIFACT_VARIABLE
+
+        if isinstance(params, SamplingParams) and (path := os.environ.get(ARTIFACT_VARIABLE)):
+            try:
+                check_request(params, _config(path))
+            except ValueError as error:
+                raise VLLMValidationError(str(error)) from error
+
+
+@lru_cache(maxsize=1)
+def _config(path: str) -> NeuronConfig:
+    return Artifact.open(path, with_graphs=False).config

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker knows of a request between steps, and the table of them that a step's output updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+
+from ..config import NeuronConfig
+from ..graphs.spec import GREEDY
+from ..graphs.spec import SamplingParams as OnDeviceParams
+from .host_sampler import HostRequest
+from .sampling import UniformStream, host_reason, on_device_params
+
+
+@dataclass
+class RequestState:
+    """A request that has a slot, or had one and was preempted.
+
+    Attributes:
+        slot: its row of the cache: vLLM's block, of which block 0 is nobody's.
+        prefill_token_ids: int32 `[n]`, what its slot must contain before it decodes: the prompt and, after a preemption,
+            the tokens that it had generated.
+        sampling: what the graphs are told; greedy where the host samples.
+        uniforms: its random numbers where the graphs draw with them.
+        host: its part in vLLM's sampler where the graphs cannot sample for it.
+    """
+
+    request_id: str
+    slot: int
+    prompt_token_ids: list[int]
+    prefill_token_ids: np.ndarray
+    sampling: OnDeviceParams = GREEDY
+    uniforms: UniformStream | None = None
+    host: HostRequest | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+
+    def restart(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Gets a slot again after a preemption.
+
+        Args:
+            token_ids: prompt and generated tokens as vLLM knows them. It may have dropped some that were on their way:
+                they are to be chosen again, with the same random numbers.
+        """
+        self.slot = slot
+        self.prefill_token_ids = np.asarray(token_ids, dtype=np.int32)
+        del self.output_token_ids[len(token_ids) - len(self.prompt_token_ids) :]
+        if self.uniforms is not None:
+            self.uniforms.rewind(len(self.output_token_ids))
+
+
+class RequestTable:
+    """All requests that vLLM has not finished, by id.
+
+    Args:
+        seed: of the engine; requests that bring no seed of their own draw from it, in the order of their arrival.
+        all_on_host: whether the engine has processors of its own, which want every request's logits.
+    """
+
+    def __init__(self, config: NeuronConfig, seed: int, *, all_on_host: bool) -> None:
+        self._config = config
+        self._seeds = np.random.SeedSequence(seed)
+        self._all_on_host = all_on_host
+        self._states: dict[str, RequestState] = {}
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._states[request_id]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def start(self, new: Any) -> RequestState:
+        """Takes vLLM's NewRequestData. Of a request that is known it means a preemption, as newer runners are told of
+        it, or with another prompt the next turn of a session."""
+        slot = new.block_ids[0][0] - 1
+        state = self._states.get(new.req_id)
+        if state is None or state.prompt_token_ids != new.prompt_token_ids:
+            state = self._states[new.req_id] = self._new_state(new, slot)
+        else:
+            state.restart(slot, new.prefill_token_ids or new.prompt_token_ids)
+        return state
+
+    def finish(self, request_id: str) -> RequestState | None:
+        """Forgets a request; None where it never got here."""
+        return self._states.pop(request_id, None)
+
+    def _new_state(self, new: Any, slot: int) -> RequestState:
+        params: SamplingParams = new.sampling_params
+        prompt = list(new.prompt_token_ids)
+        state = RequestState(new.req_id, slot, prompt, np.asarray(prompt, dtype=np.int32))
+        if self._all_on_host or host_reason(params, self._config) is not None:
+            state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
+            return state
+        state.sampling = on_device_params(params)
+        if state.sampling.temperature > 0:
+            state.uniforms = UniformStream(params.seed, self._seeds.spawn(1)[0])
+        return state

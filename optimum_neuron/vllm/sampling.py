@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who samples a request's tokens: the graphs, or vLLM's sampler from the logits that the graphs return."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+
+from ..config import NeuronConfig
+from ..graphs.spec import GREEDY
+from ..graphs.spec import SamplingParams as OnDeviceParams
+
+
+# Below it vLLM takes a temperature for 0.
+GREEDY_TEMPERATURE = 1e-5
+
+
+def check_request(params: SamplingParams, config: NeuronConfig) -> None:
+    """Raises ValueError where the artifact cannot honour a request's parameters."""
+    if params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None:
+        raise ValueError(
+            "prompt_logprobs is not supported: the compiled graphs compute logits for the last prompt token only; leave it out"
+        )
+    if getattr(params, "watermarking", None):
+        raise ValueError("watermarking is not supported by this runner; leave it out")
+    reason = host_reason(params, config)
+    if reason is not None and not config.returns_decode_logits:
+        raise ValueError(
+            f"{reason}, and this artifact returns no logits; export it with --output-logits, or "
+            f"send temperature=0, or top_k between 1 and {config.max_topk}"
+        )
+
+
+def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
+    """Why the on-device sampler cannot choose a request's tokens, or None where it can."""
+    if not config.on_device_sampling:
+        return "the artifact was exported without on-device sampling"
+    asked = {
+        "logprobs": params.logprobs is not None or getattr(params, "logprob_token_ids", None) is not None,
+        "structured outputs": params.structured_outputs is not None,
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "min_p": params.min_p != 0,
+        "min_tokens": params.min_tokens > 0,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "bad_words": bool(params.bad_words),
+        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
+        "extra_args": bool(params.extra_args),
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            return f"{name} needs logits on the host"
+    if params.temperature >= GREEDY_TEMPERATURE and not 1 <= params.top_k <= config.max_topk:
+        what = f"top_k={params.top_k}" if params.top_k > 0 else "sampling without top_k"
+        return f"{what} considers more than max_topk={config.max_topk} tokens, which the on-device sampler cannot"
+    return None
+
+
+def on_device_params(params: SamplingParams) -> OnDeviceParams:
+    """A request's row of the graphs' sampling parameters, where `host_reason` is None."""
+    if params.temperature < GREEDY_TEMPERATURE:
+        return GREEDY
+    return OnDeviceParams(params.top_k, params.top_p, params.temperature)
+
+
+class UniformStream:
+    """The random numbers of one request, one per token that it gets: neighbours and chunking change none of them.
+
+    A seeded request draws what `Engine` draws for the same seed.
+    """
+
+    def __init__(self, seed: int | None, fallback: np.random.SeedSequence) -> None:
+        # NumPy takes no negative seed, which vLLM allows.
+        self._entropy = fallback if seed is None else np.random.SeedSequence(seed % (1 << 64))
+        self.rewind(0)
+
+    def draw(self) -> float:
+        """The next number in [0, 1), as float32 has it."""
+        return float(self._random.random(dtype=np.float32))
+
+    def rewind(self, drawn: int) -> None:
+        """Makes the next number the one that follows the first `drawn`."""
+        self._random = np.random.default_rng(self._entropy)
+        self._random.random(drawn, dtype=np.float32)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits vLLM's configuration to an artifact: what its graphs cannot do is refused, sizes follow the compiled ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from ..config import NeuronConfig
+from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
+
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+WORKER = "optimum_neuron.vllm.worker.NeuronWorker"
+CONNECTOR, CONNECTOR_MODULE = "SlotConnector", "optimum_neuron.vllm.slot_connector"
+# As long as a rank's process may take to end.
+SHUTDOWN_SECONDS = 15
+# Tells the processes of an engine, which do not all get its configuration, what they serve.
+ARTIFACT_VARIABLE = "OPTIMUM_NEURON_VLLM_ARTIFACT"
+
+
+def configure(vllm_config: VllmConfig) -> None:
+    """Makes a configuration one of an artifact's. May be called again with the result.
+
+    Raises:
+        ValueError: an option asks for what compiled graphs cannot do, or differs from what was compiled.
+    """
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    if vllm_config.parallel_config.worker_cls == "auto":
+        vllm_config.parallel_config.worker_cls = WORKER
+    if vllm_config.model_config is None or vllm_config.cache_config is None:
+        return  # vLLM also makes configurations without a model
+    for reason in _refusals(vllm_config):
+        raise ValueError(reason)
+    served = find_served(vllm_config)
+    if served is None:
+        served = export_served(_source(vllm_config), _export_config(vllm_config))
+        # Whoever looks again finds the artifact, not the checkpoint.
+        vllm_config.additional_config = {"artifact": str(served.artifact.path)}
+    os.environ[ARTIFACT_VARIABLE] = str(served.artifact.path)
+    if not _is_ours(vllm_config):
+        _fit_scheduler(vllm_config, served.artifact.config)  # before the others: it looks for vLLM's own defaults
+        _fit_executor(vllm_config.parallel_config)
+    _fit_model(vllm_config, served.artifact.config)
+    _fit_cache(vllm_config, served.artifact.config)
+    if vllm_config.shutdown_timeout == 0:
+        # vLLM would kill the engine while it gives its devices back.
+        vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
+
+
+def find_served(vllm_config: VllmConfig) -> Served | None:
+    """The artifact of a configuration; None where it names a checkpoint that is still to be exported."""
+    options = dict(vllm_config.additional_config or {})
+    exported = options.pop("artifact", None)
+    source = _source(vllm_config)
+    if exported is not None:
+        source = ModelSource(exported, None, None, source.trust_remote_code)
+    return open_served(source, options)
+
+
+def _source(vllm_config: VllmConfig) -> ModelSource:
+    model = vllm_config.model_config
+    return ModelSource(model.model, model.revision, model.hf_token, model.trust_remote_code)
+
+
+def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Every option that is set and that compiled graphs cannot honour, as a sentence with the remedy."""
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    if parallel.tensor_parallel_size > 1:
+        yield (
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} is vLLM's, and an artifact brings its own: export with "
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}, or serve a checkpoint with --additional-config "
+            f"'{{\"tensor_parallel_size\": {parallel.tensor_parallel_size}}}'"
+        )
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"--{_option(name)} {getattr(parallel, name)} is not supported: an artifact is one worker; leave it out"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding is not supported: graphs advance one token per request and step; leave it out"
+    if vllm_config.lora_config is not None:
+        yield "--enable-lora is not supported: weights are fixed at export; merge the adapter before the export"
+    if model.runner_type != "generate":
+        yield f"--runner {model.runner_type} is not supported: an artifact generates text; use --runner generate"
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported: the cache has the type of the weights; leave it out"
+    if cache.num_gpu_blocks_override is not None and not _is_ours(vllm_config):
+        yield (
+            f"--num-gpu-blocks-override {cache.num_gpu_blocks_override} is not supported: blocks are the compiled slots; "
+            f"leave it out"
+        )
+    if getattr(cache, "user_specified_block_size", False) and not _is_ours(vllm_config):
+        yield f"--block-size {cache.block_size} is not supported: a block is a whole slot; leave it out"
+    if vllm_config.kv_transfer_config is not None and not _is_ours(vllm_config):
+        yield "--kv-transfer-config is not supported: a slot's cache stays on its device; leave it out"
+    if getattr(cache, "kv_offloading_size", None):
+        yield "--kv-offloading-size is not supported: a slot's cache stays on its device; leave it out"
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        yield "watermarking is not supported: it needs another model runner; leave it out"
+
+
+def _is_ours(vllm_config: VllmConfig) -> bool:
+    """Whether `configure` has already been here."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
+    """The engine's own sizes, and what --additional-config says beside them."""
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    options = dict(vllm_config.additional_config or {})
+    sizes: dict[str, Any] = {
+        "sequence_length": model.max_model_len,
+        "batch_size": DEFAULT_SLOTS if _has_default_seqs(vllm_config) else scheduler.max_num_seqs,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        # vLLM's requests sample from the whole vocabulary unless they say otherwise, and may ask for logprobs.
+        "output_logits": True,
+    }
+    budget = scheduler.max_num_batched_tokens
+    config = NeuronConfig.from_dict(sizes | options)
+    if (
+        "prefill_chunk_size" not in options
+        and not _has_default_budget(vllm_config)
+        and budget < config.prefill_chunk_size
+    ):
+        config = NeuronConfig.from_dict(sizes | options | {"prefill_chunk_size": budget})
+    return config
+
+
+def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
+    model = vllm_config.model_config
+    asked = getattr(model, "original_max_model_len", None)
+    if asked not in (None, -1) and model.max_model_len > config.sequence_length:
+        raise ValueError(
+            f"--max-model-len {model.max_model_len} is more than the sequence_length={config.sequence_length} that the "
+            f"artifact was exported with; lower it, or export with --sequence-length {model.max_model_len}"
+        )
+    model.max_model_len = min(model.max_model_len, config.sequence_length)
+    compiled = getattr(torch, config.dtype)
+    if model.dtype != compiled:
+        asked_dtype = str(model.dtype).removeprefix("torch.")
+        if model.dtype != _auto_dtype(model.hf_config):
+            raise ValueError(
+                f"--dtype {asked_dtype} differs from the {config.dtype} that the artifact was exported with; leave it out, or "
+                f"export with --dtype {asked_dtype}"
+            )
+        # vLLM does not tell whether its choice or the user's: it is said in any case.
+        logger.info("dtype=%s: what the artifact was exported with, instead of %s", config.dtype, asked_dtype)
+        model.dtype = compiled
+
+
+def _auto_dtype(hf_config: Any) -> torch.dtype:
+    """What vLLM makes of a checkpoint's type where nobody asked for one."""
+    from vllm.platforms import current_platform
+
+    configs = (hf_config, hf_config.get_text_config())
+    stored = next((found for each in configs if (found := getattr(each, "dtype", None))), torch.float32)
+    supported: list[torch.dtype] = current_platform.supported_dtypes
+    return stored if stored in supported and stored != torch.float32 else supported[0]
+
+
+def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
+    scheduler = vllm_config.scheduler_config
+    default_seqs, default_budget = _has_default_seqs(vllm_config), _has_default_budget(vllm_config)
+    if scheduler.max_num_seqs > config.batch_size:
+        if not default_seqs:
+            logger.warning(
+                "max_num_seqs=%d: the artifact has batch_size=%d slots, so that many requests run at once and the others wait",
+                scheduler.max_num_seqs,
+                config.batch_size,
+            )
+        scheduler.max_num_seqs = config.batch_size
+    if scheduler.max_num_active_seqs is not None:
+        scheduler.max_num_active_seqs = min(scheduler.max_num_active_seqs, scheduler.max_num_seqs)
+    budget = step_tokens(config)
+    if default_budget and scheduler.enable_chunked_prefill:
+        logger.info("max_num_batched_tokens=%d: what one step of the artifact's graphs holds", budget)
+        scheduler.max_num_batched_tokens = budget
+    elif scheduler.max_num_batched_tokens > budget:
+        logger.warning(
+            "max_num_batched_tokens=%d is more than the %d tokens that one step of the graphs holds: larger steps run "
+            "several graphs, and running requests wait for all of them",
+            scheduler.max_num_batched_tokens,
+            budget,
+        )
+
+
+def step_tokens(config: NeuronConfig) -> int:
+    """Tokens that the scheduler may put into a step so that one run of one graph holds it.
+
+    Decodes come out of the same number, so that the rest always fits the chunk rows; with more slots than a chunk has
+    tokens, all of them must still be able to decode.
+    """
+    return max(config.ctx_batch_size * config.prefill_chunk_size, config.batch_size)
+
+
+def _has_default_budget(vllm_config: VllmConfig) -> bool:
+    """Whether max_num_batched_tokens is what vLLM fills in where nobody gave it."""
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_seqs * vllm_config.model_config.max_model_len
+    return scheduler.max_num_batched_tokens in {min(most, default) for default in _vllm_defaults(vllm_config)[0]}
+
+
+def _has_default_seqs(vllm_config: VllmConfig) -> bool:
+    """As `_has_default_budget`, for max_num_seqs."""
+    scheduler = vllm_config.scheduler_config
+    budget = scheduler.max_num_batched_tokens
+    return scheduler.max_num_seqs in {min(budget, default) for default in _vllm_defaults(vllm_config)[1]}
+
+
+def _vllm_defaults(vllm_config: VllmConfig) -> tuple[set[int], set[int]]:
+    """What vLLM takes for max_num_batched_tokens and max_num_seqs, before it fits them to each other."""
+    times = 2 if vllm_config.performance_mode == "throughput" else 1
+    tokens, seqs = EngineArgs.get_batch_defaults(1)
+    return {times * value for value in tokens.values()}, {times * value for value in seqs.values()}
+
+
+def _fit_executor(parallel: ParallelConfig) -> None:
+    """One worker needs no process beside the engine's, which vLLM would give it where there are replicas."""
+    if parallel.distributed_executor_backend == "mp" and parallel.data_parallel_size > 1:
+        parallel.distributed_executor_backend = "uni"
+
+
+def _fit_cache(vllm_config: VllmConfig, config: NeuronConfig) -> None:
+    """One block is one slot, and block 0, which vLLM gives to nobody, is the trash row."""
+    cache = vllm_config.cache_config
+    cache.block_size = vllm_config.model_config.max_model_len
+    cache.num_gpu_blocks_override = config.batch_size + 1
+    if not _is_ours(vllm_config):
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR,
+            kv_connector_module_path=CONNECTOR_MODULE,
+            kv_role="kv_both",
+            kv_connector_extra_config={"reuse": bool(cache.enable_prefix_caching)},
+        )
+    # vLLM's own looks for whole blocks, and no prompt fills a slot: the connector reuses prefixes of any length.
+    cache.enable_prefix_caching = False

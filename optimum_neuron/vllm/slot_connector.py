@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix reuse between slots, told to vLLM's scheduler through its interface for KV that comes from elsewhere.
+
+A slot's rows outlive their request. A prompt that starts like them is scheduled from where they end, and the worker
+copies them on the device. The scheduler lives in one process with the only worker or in another: what it decides goes
+along with the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from ..config import NeuronConfig
+from ..engine.slots import SlotTable
+from ..graphs.family import rows_needed
+from .settings import find_served, step_tokens
+
+
+@dataclass
+class SlotPlan(KVConnectorMetadata):
+    """What a step does before it computes: request id to the slot whose first rows it takes over, and how many."""
+
+    reuse: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class SlotConnector(KVConnectorBase_V1, SupportsHMA):
+    """The scheduler's side, which is all there is.
+
+    It also holds a new prompt back for a step whose chunk rows are taken, where the step would otherwise need a second
+    run of a graph. That is only a matter of speed: the worker runs whatever it is given.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        served = find_served(vllm_config)
+        assert served is not None, "the platform exports a checkpoint before an engine starts"
+        self._config: NeuronConfig = served.artifact.config
+        self._reuse: bool = vllm_config.kv_transfer_config.kv_connector_extra_config["reuse"]
+        scheduler = vllm_config.scheduler_config
+        self._budget: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._threshold: int = scheduler.long_prefill_token_threshold
+        # A larger budget was chosen to take in more than one graph holds.
+        self._fills_rows = self._budget <= step_tokens(self._config)
+        self._slots = SlotTable(self._config.batch_size, self._config.sequence_length)
+        self._holders: dict[int, Any] = {}  # slot to vLLM's request, which tells what is computed
+        self._slot_of: dict[str, int] = {}
+        self._matched: dict[str, int] = {}  # source slots of prompts that this step may admit
+        self._admitted: set[str] = set()
+        self._room: tuple[int, int] | None = None  # chunk rows and tokens that this step has left; None: not counted
+        self._plan = SlotPlan()
+        self._pool: Any | None = None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens of a prompt are in some slot already; None holds the prompt back for this step."""
+        if self._fills_rows and self._rows_left() < 1:
+            return None, False
+        source, common, length = 0, 0, 0
+        if self._reuse and not request.skip_reading_prefix_cache:
+            self._read_contents()
+            prompt = np.asarray(request.all_token_ids, dtype=np.int32)
+            source, common = self._slots.match(prompt)
+            length = min(common, len(prompt) - 1)  # the last one's logits choose the next token
+            self._matched[request.request_id] = source
+        if self._fills_rows and not self._fits(request.num_tokens - length):
+            return None, False
+        self._offer_slot(source, common)
+        return length, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        slot = blocks.get_block_ids()[0][0] - 1
+        if num_external_tokens > 0:
+            self._plan.reuse[request.request_id] = (self._matched[request.request_id], num_external_tokens)
+        self._forget(request.request_id)
+        if slot in self._holders:  # a preempted request, which vLLM does not tell of
+            self._forget(self._holders[slot].request_id)
+        self._holders[slot] = request
+        self._slot_of[request.request_id] = slot
+        self._slots.write(slot, 0, np.asarray(request.all_token_ids[:num_external_tokens], dtype=np.int32))
+        self._admitted.add(request.request_id)
+        self._room = None
+
+    def build_connector_meta(self, scheduler_output: Any) -> SlotPlan:
+        plan, self._plan = self._plan, SlotPlan()
+        self._matched.clear()
+        self._admitted.clear()
+        self._room = None
+        return plan
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._read_contents()
+        self._forget(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def reset_cache(self) -> bool:
+        """Forgets all contents; vLLM sees to it that no request is running."""
+        self._slots.clear()
+        return True
+
+    def _offer_slot(self, source: int, common: int) -> None:
+        """Puts the free slot whose contents are missed least where vLLM takes the next one from.
+
+        vLLM itself takes the slot that was freed last, though its rows are the likeliest to be asked for again. A prefix
+        that ends with its slot's contents is continued in place; otherwise the slot that was freed first is given up.
+        """
+        assert self._pool is not None, "vLLM binds its blocks before it schedules"
+        queue = self._pool.free_block_queue
+        free = queue.get_all_free_blocks()
+        if len(free) > 1:
+            ends_there = common > 0 and common == len(self._slots.contents(source))
+            in_place = [block for block in free if ends_there and block.block_id == source + 1]
+            block = in_place[0] if in_place else free[-1]
+            queue.remove(block)
+            queue.prepend_n([block])
+
+    def _forget(self, request_id: str) -> None:
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            del self._holders[slot]
+
+    def _read_contents(self) -> None:
+        """Adds what earlier steps computed. A step's own rows are not there when its copies are made."""
+        for slot, request in self._holders.items():
+            have = len(self._slots.contents(slot))
+            # A token that is still being sampled is counted as computed, and not known yet.
+            end = min(request.num_computed_tokens, request.num_tokens)
+            if end > have:
+                self._slots.write(slot, have, np.asarray(request.all_token_ids[have:end], dtype=np.int32))
+
+    def _rows_left(self) -> int:
+        return self._count_room()[0]
+
+    def _fits(self, new_tokens: int) -> bool:
+        """Whether a prompt fits the chunk rows that the step has left."""
+        rows, tokens = self._count_room()
+        size = self._config.prefill_chunk_size
+        # A step that holds no other prompt takes whatever there is.
+        return rows >= self._config.ctx_batch_size or rows_needed([self._share(new_tokens, tokens)], size) <= rows
+
+    def _count_room(self) -> tuple[int, int]:
+        """Chunk rows and tokens that a step has left, by what the scheduler gives to those who are running."""
+        if self._room is None:
+            budget, rows = self._budget, self._config.ctx_batch_size
+            for request in self._holders.values():
+                if request.status != RequestStatus.RUNNING:
+                    continue  # preempted
+                count = 1
+                if request.is_prefill_chunk or request.request_id in self._admitted:
+                    count = self._share(request.num_tokens - request.num_computed_tokens, budget)
+                    rows -= rows_needed([count], self._config.prefill_chunk_size)
+                budget -= count
+            self._room = (rows, budget)
+        return self._room
+
+    def _share(self, tokens: int, budget: int) -> int:
+        least = min(tokens, max(budget, 0))
+        return min(least, self._threshold) if self._threshold > 0 else least
+
+    # The worker's side: copies are made by the runner, before it computes a step.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the worker copies slots itself")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise RuntimeError("the worker copies slots itself")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        raise RuntimeError("slots are kept as they are")
+
+    def wait_for_save(self) -> None:
+        raise RuntimeError("slots are kept as they are")

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker that vLLM's executor drives: loads an artifact and runs its steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from ..artifact import Artifact
+from ..config import NEURON_TARGETS
+from ..runtime.runner import GraphRunner
+from ..targets import get_target
+from .model_runner import ModelRunner
+from .settings import find_served
+
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+
+class _Later(AsyncModelRunnerOutput):
+    """A step's output while the step still runs."""
+
+    def __init__(self, output: Future[ModelRunnerOutput]) -> None:
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._output.result()
+
+
+class NeuronWorker(WorkerBase):
+    """One worker per engine, whatever number of devices the artifact takes.
+
+    With async scheduling, steps run in a thread of their own, in vLLM's order, and vLLM schedules the next one meanwhile.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+        **_: Any,  # what other workers share among each other
+    ) -> None:
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        served = find_served(vllm_config)
+        assert served is not None, "the platform exports a checkpoint before an engine starts"
+        self._served = served
+        self._artifact: Artifact = served.artifact
+        self._model = nn.Module()
+        self._thread: ThreadPoolExecutor | None = None
+        self._executing: Future[None] | None = None
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        set_random_seed(self.model_config.seed)
+        if self._artifact.target in NEURON_TARGETS:
+            from ..targets.neuron.run.device import take_replica_cores
+
+            replica = self.parallel_config.data_parallel_rank_local or 0
+            take_replica_cores(replica, self._artifact.config.tensor_parallel_size)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        artifact = self._artifact
+        executable = get_target(artifact.target).load(
+            artifact,
+            trust_native_code=self._served.trust_native_code,
+            trust_remote_code=self.model_config.trust_remote_code,
+        )
+        runner = GraphRunner(executable, artifact.config, artifact.graphs)
+        self.model_runner: ModelRunner | None = ModelRunner(runner, artifact.model, self.vllm_config)
+        if self.scheduler_config.async_scheduling:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
+        logger.info("serving %s: %d graphs for %s", artifact.path, len(artifact.graphs), artifact.target)
+
+    def get_model(self) -> nn.Module:
+        """A module without parameters: vLLM looks through a model's modules when it ends."""
+        return self._model
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        """All layers as one: a block of it has as many bytes as a slot. vLLM counts blocks and allocates nothing."""
+        per_token = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self._artifact.model.layers)
+        per_token *= getattr(torch, self._artifact.config.dtype).itemsize
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8
+        )
+        return {"slots": spec}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["LBNHC"]  # any one: there is no attention backend to ask
+
+    def determine_available_memory(self) -> int:
+        """Bytes of all slots and the trash row: they are allocated whatever vLLM finds."""
+        pages: int = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        return pages * (self._artifact.config.batch_size + 1)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """The cache came with the graphs."""
+
+    def get_kv_connector_handshake_metadata(self) -> None:
+        """Nothing: the connector has no side here."""
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        assert self.model_runner is not None
+        self.model_runner.runner.warm_up()
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        assert self.model_runner is not None
+        if self._thread is None:
+            self.model_runner.execute(scheduler_output)
+        else:
+            self._executing = self._thread.submit(_inferring, self.model_runner.execute, scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            return None  # vLLM then asks for the tokens
+        if self._executing is not None:
+            self._executing.result()
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        assert self.model_runner is not None
+        if self._thread is None:
+            return self.model_runner.sample(grammar_output)
+        return _Later(self._thread.submit(_inferring, self._sample, self._executing, grammar_output))
+
+    def _sample(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
+        if executed is not None:
+            executed.result()  # done; raises what the step raised
+        assert self.model_runner is not None
+        return self.model_runner.sample(grammar_output)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        raise ValueError("the worker has no profiler; run the artifact under one by itself")
+
+    def shutdown(self) -> None:
+        """Ends the step that runs, and lets go of graphs, weights and devices."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self.model_runner = None
+        gc.collect()
+
+
+@torch.inference_mode()
+def _inferring(function: Any, *arguments: Any) -> Any:
+    """Inference mode belongs to a thread."""
+    return function(*arguments)

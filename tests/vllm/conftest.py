@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests/vllm: a tiny checkpoint that reads and writes real text, its artifacts, and engines over them."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import Server, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+
+
+# An engine of the tiny model takes some 100 MB; those that no test uses any more make room.
+ENGINES = 4
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vllm_environment() -> Iterator[None]:
+    """Engines of this process run in it: no fork or spawn, and tests can look into them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama in float32 with SmolLM2's tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-text"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers:
+        # Otherwise all tokens are attended to alike, and with tied embeddings every token repeats itself for ever.
+        layer.self_attn.q_proj.weight.data *= 50
+        layer.self_attn.o_proj.weight.data *= 50
+        layer.mlp.down_proj.weight.data *= 50
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def export_text(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Artifacts of `text_checkpoint` by their options; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(**options: Any) -> Path:
+        sizes = {
+            "batch_size": 4,
+            "sequence_length": 512,
+            "prefill_chunk_size": 32,
+            "dtype": "float32",
+            "output_logits": True,
+            "target": "eager",
+        }
+        config = NeuronConfig(**sizes | options)
+        key = repr(config)
+        if key not in made:
+            made[key] = export_model(text_checkpoint, tmp_path_factory.mktemp("text") / "artifact", config=config)
+        return made[key]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def smollm2_artifact(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct for this CPU, with room for prompts above 2,048 tokens."""
+    config = NeuronConfig(
+        batch_size=4,
+        sequence_length=2304,
+        prefill_chunk_size=128,
+        dtype="float32",
+        output_logits=True,
+        target="cpu",
+    )
+    return export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "artifact", config=config)
+
+
+@pytest.fixture(scope="session")
+def open_llm() -> Iterator[Callable[..., Any]]:
+    """vLLM engines in this process by path and options of `LLM`; those not used for longest are shut down."""
+    engines: OrderedDict[str, tuple[Any, str]] = OrderedDict()
+
+    def open_one(path: Path, **options: Any) -> Any:
+        from vllm import LLM  # after the environment is set
+
+        from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE
+
+        key = repr((str(path), sorted(options.items())))
+        if key not in engines:
+            while len(engines) >= ENGINES:
+                _shut_down(engines.popitem(last=False)[1][0])
+            llm = LLM(str(path), **options)
+            engines[key] = (llm, os.environ[ARTIFACT_VARIABLE])
+        engines.move_to_end(key)
+        # Requests are checked against the artifact that this process opened last.
+        os.environ[ARTIFACT_VARIABLE] = engines[key][1]
+        return engines[key][0]
+
+    yield open_one
+    for llm, _ in engines.values():
+        _shut_down(llm)
+
+
+@pytest.fixture(scope="session")
+def text_server(export_text: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the tiny artifact with tool calls; whoever uses it leaves it idle."""
+    options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
+    # A random model would fill a JSON text with spaces.
+    options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    with serving(tmp_path_factory.mktemp("server"), export_text(), *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def greedy(export_text: Callable[..., Path]) -> Callable[[list[int], int], list[int]]:
+    """What `NeuronModelForCausalLM.generate` answers to a prompt, without any end of the text."""
+    model = NeuronModelForCausalLM.from_pretrained(export_text())
+
+    def answer(prompt: list[int], new_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return model.generate(ids, max_new_tokens=new_tokens, **options)[0, len(prompt) :].tolist()
+
+    return answer
+
+
+def _shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of vLLM's engine in this process share: prompts, questions, and greedy tokens by `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+
+
+NEW = 12
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = 49000) -> list[int]:
+    tokens: list[int] = np.random.default_rng([length, seed]).integers(100, vocab, length).tolist()
+    return tokens
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = NEW, **params: Any
+) -> list[list[int]]:
+    """Greedy tokens, unless the parameters say otherwise."""
+    counts = [count] * len(prompts) if isinstance(count, int) else count
+    params = {"temperature": 0, "ignore_eos": True, "detokenize": False} | params
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        [SamplingParams(**{"max_tokens": each} | params) for each in counts],
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def graph_runner(llm: LLM) -> Any:
+    """The GraphRunner in the worker of an engine in this process."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner.runner

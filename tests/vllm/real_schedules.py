@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own scheduler with this project's connector, over a worker whose model is a SlotModel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from scheduler_outputs import GREEDY
+from slot_model import MODEL, SlotModel, answer, slot_runner, uniforms
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from optimum_neuron.graphs.spec import GREEDY as GREEDILY
+from optimum_neuron.graphs.spec import SamplingParams as SampledOnDevice
+from optimum_neuron.vllm.model_runner import ModelRunner
+from optimum_neuron.vllm.settings import find_served
+from optimum_neuron.vllm.slot_connector import SlotPlan
+
+
+class Served:
+    """An engine without processes: schedules, runs, and hands the output back, as vLLM's core does.
+
+    With async scheduling a step is scheduled while the one before it is still to be handed back.
+
+    Attributes:
+        steps: counts of each step, as vLLM put it.
+        runs: what the graphs did in each step.
+        reused: of each step, request to how many tokens it took over.
+        slot_of: the slot that each request got last.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, **sizes: int | bool) -> None:
+        served = find_served(vllm_config)
+        assert served is not None
+        sizes = {**served.artifact.config.to_dict(), **sizes}
+        slots, length = int(sizes["batch_size"]), vllm_config.model_config.max_model_len
+        graphs = slot_runner(**sizes)
+        assert isinstance(graphs.executable, SlotModel)
+        self.model: SlotModel = graphs.executable
+        self.worker = ModelRunner(graphs, MODEL, vllm_config)
+        vllm_config.cache_config.num_gpu_blocks = slots + 1
+        group = KVCacheGroupSpec(
+            ["slots"], FullAttentionSpec(block_size=length, num_kv_heads=1, head_size=1, dtype=torch.int8)
+        )
+        self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
+            vllm_config=vllm_config,
+            kv_cache_config=KVCacheConfig(slots + 1, [], [group]),
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=length,
+            hash_block_size=length,
+            include_finished_set=False,
+            log_stats=False,
+        )
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
+        self.requests: dict[str, Request] = {}
+        self.steps: list[dict[str, int]] = []
+        self.runs: list[list[str]] = []
+        self.reused: list[dict[str, int]] = []
+        self._rows: list[list[tuple[Request, int]]] = [[] for _ in range(slots)]  # a row is some request's n-th token
+        self.slot_of: dict[str, int] = {}
+
+    def add(self, name: str, prompt: Sequence[int], new_tokens: int, **options: Any) -> Request:
+        how = {option: options.pop(option) for option in ("priority", "resumable") if option in options}
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **{**GREEDY, **options})
+        request = Request(name, list(prompt), params, None, arrival_time=float(len(self.requests)), **how)
+        self.requests.setdefault(name, request)
+        self.scheduler.add_request(request)
+        return request
+
+    def turn(self, name: str, prompt: Sequence[int], new_tokens: int) -> None:
+        """More input for a session, which is a request that was added as resumable."""
+        self.add(name, prompt, new_tokens, resumable=True)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, forget: bool) -> None:
+        """As the server's endpoint does: preempts all. While a step is on its way, vLLM complains after it has done so."""
+        try:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=forget)
+        except RuntimeError as error:
+            assert self.in_flight, error
+
+    def step(self) -> None:
+        """Schedules and runs a step, and hands back the oldest one where as many as vLLM allows are on their way."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            before = len(self.model.runs)
+            self._replay(output)
+            self.worker.execute(output)
+            result = self.worker.sample(None)
+            self.steps.append(dict(output.num_scheduled_tokens))
+            self.runs.append(self.model.runs[before:])
+            self.in_flight.append((output, result))
+            if len(self.in_flight) < self.depth and output.total_num_scheduled_tokens:
+                return
+        if self.in_flight:
+            self.scheduler.update_from_output(*self.in_flight.popleft())
+
+    def _replay(self, output: SchedulerOutput) -> None:
+        """Follows what slots hold by what vLLM was told alone, and checks every plan against it."""
+        plan = output.kv_connector_metadata
+        assert isinstance(plan, SlotPlan)
+        self.reused.append({name: length for name, (_, length) in plan.reuse.items()})
+        cached = output.scheduled_cached_reqs
+        slots = {new.req_id: new.block_ids[0][0] - 1 for new in output.scheduled_new_reqs}
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                assert blocks is not None
+                slots[name] = blocks[0][0] - 1
+        starting = [name for name in output.num_scheduled_tokens if name in slots]
+        assert set(plan.reuse) <= set(starting)
+        for name in starting:
+            source, length = plan.reuse.get(name, (0, 0))
+            copied = self._rows[source][:length]
+            # A token that vLLM counts as computed while it is on its way is None here: nobody may reuse its row.
+            held = [dict(enumerate(request.all_token_ids)).get(index) for request, index in copied]
+            assert held == list(self.requests[name].all_token_ids[:length]), f"slot {source} holds other tokens"
+            self._rows[slots[name]] = list(copied)
+            self.slot_of[name] = slots[name]
+        for name, count in output.num_scheduled_tokens.items():
+            rows = self._rows[self.slot_of[name]]
+            rows += [(self.requests[name], len(rows) + index) for index in range(count)]
+
+    def run(self, limit: int = 2000) -> None:
+        """Steps until all requests are finished."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests() and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"requests are not finished after {limit} steps: {self.unfinished()}")
+
+    def unfinished(self) -> list[str]:
+        return [name for name, request in self.requests.items() if not request.is_finished()]
+
+    def check_answers(self) -> None:
+        """Every request got the tokens that follow its prompt, all of them unless it was aborted."""
+        for name, request in self.requests.items():
+            tokens, params, prompt = list(request.output_token_ids), request.sampling_params, request.prompt_token_ids
+            assert prompt is not None and params is not None
+            sampling = (
+                SampledOnDevice(params.top_k, params.top_p, params.temperature) if params.temperature else GREEDILY
+            )
+            assert tokens == answer(prompt, len(tokens), sampling, uniforms(params.seed, len(tokens))), name
+            if request.status != RequestStatus.FINISHED_ABORTED:
+                room = self.scheduler.max_model_len - len(prompt)
+                assert len(tokens) == min(request.max_tokens, room), name
+
+    def first_steps(self) -> Iterator[str]:
+        """Requests in the order of their first step."""
+        seen: dict[str, None] = {}
+        for counts in self.steps:
+            seen.update(dict.fromkeys(counts))
+        return iter(seen)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in plain Python behind the graphs' interface: its slots hold tokens, and all of them decide the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.family import GraphFamily
+from optimum_neuron.graphs.sampling import sample
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs
+from optimum_neuron.runtime.runner import GraphRunner
+
+
+VOCAB = 300
+NOTHING = -1
+SIZES = {"batch_size": 4, "sequence_length": 64, "prefill_chunk_size": 8, "output_logits": True, "target": "eager"}
+
+
+class SlotModel:
+    """An executable that computes logits from all tokens before and at a row's position, read from its slot.
+
+    Attributes:
+        runs: what each run of a graph did, as `mixed 0,2 | 1:8+4`: slots that decoded, then chunks as slot, start, length.
+    """
+
+    def __init__(self, config: NeuronConfig) -> None:
+        self._specs = {spec.name: spec for spec in graph_specs(config)}
+        self._slots = np.full((config.batch_size + 1, config.sequence_length), NOTHING, np.int32)
+        self.runs: list[str] = []
+        # As compiled graphs may, every run uses the memory of the one before again.
+        self._memory = {
+            output.name: torch.zeros(output.shape, dtype=getattr(torch, output.dtype))
+            for spec in self._specs.values()
+            for output in spec.outputs(VOCAB)
+        }
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        spec = self._specs[graph]
+        arrays = {tensor.name: array.numpy() for tensor, array in zip(spec.inputs(), inputs, strict=True)}
+        rows: list[tuple[str, int, int, int]] = []  # group, row, slot, last position
+        done: dict[str, list[str]] = {"decode": [], "chunk": []}
+        if spec.has_decode:
+            for slot in np.flatnonzero(arrays["decode.position_ids"][:, 0] >= 0).tolist():
+                rows.append(("decode", slot, slot, self._write(arrays, "decode", slot, slot)[1]))
+                done["decode"].append(str(slot))
+        if spec.has_chunk:
+            for row in np.flatnonzero(arrays["chunk.position_ids"][:, 0] >= 0).tolist():
+                slot = int(arrays["chunk.seq_ids"][row])
+                start, last = self._write(arrays, "chunk", row, slot)
+                rows.append(("chunk", row, slot, last))
+                done["chunk"].append(f"{slot}:{start}+{last + 1 - start}")
+        self.runs.append(" | ".join([f"{spec.kind} {','.join(done['decode'])}".strip(), *done["chunk"]]))
+        return self._outputs(spec, arrays, rows)
+
+    def _write(self, arrays: dict[str, np.ndarray], group: str, row: int, slot: int) -> tuple[int, int]:
+        positions = arrays[f"{group}.position_ids"][row]
+        self._slots[slot, positions] = arrays[f"{group}.input_ids"][row]
+        return int(positions[0]), int(positions[-1])
+
+    def _outputs(
+        self, spec: GraphSpec, arrays: dict[str, np.ndarray], rows: list[tuple[str, int, int, int]]
+    ) -> list[Tensor]:
+        outputs = {output.name: self._memory[output.name].zero_() for output in spec.outputs(VOCAB)}
+        for group, row, slot, last in rows:
+            logits = next_logits(self._slots[slot, : last + 1])
+            if f"{group}.logits" in outputs:
+                outputs[f"{group}.logits"][row] = logits
+            if f"{group}.tokens" in outputs:
+                params, uniform = arrays[f"{group}.sampling_params"][row], arrays[f"{group}.uniforms"][row]
+                outputs[f"{group}.tokens"][row] = choose(logits, SamplingParams(*params.tolist()), float(uniform))
+        return list(outputs.values())
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        self._slots[destination] = NOTHING
+        self._slots[destination, :length] = self._slots[source, :length]
+
+    def read_state(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+
+def next_logits(tokens: np.ndarray) -> Tensor:
+    """`[VOCAB]` float32 that every one of the tokens changes."""
+    assert (tokens != NOTHING).all(), f"rows that nobody computed are attended to: {tokens.tolist()}"
+    return torch.from_numpy(np.random.default_rng(tokens.tolist()).standard_normal(VOCAB, np.float32) * 3)
+
+
+def choose(logits: Tensor, sampling: SamplingParams = GREEDY, uniform: float = 0.0) -> int:
+    """What the on-device sampler takes."""
+    return int(sample(logits[None], torch.tensor([sampling]), torch.tensor([uniform]), VOCAB)[0])
+
+
+def answer(
+    prompt: Sequence[int], count: int, sampling: SamplingParams = GREEDY, uniforms: Sequence[float] = ()
+) -> list[int]:
+    """The tokens that follow a prompt; `uniforms` are the random numbers of each."""
+    tokens = list(prompt)
+    for index in range(count):
+        tokens.append(choose(next_logits(np.asarray(tokens)), sampling, uniforms[index] if uniforms else 0.0))
+    return tokens[len(prompt) :]
+
+
+def uniforms(seed: int | None, count: int) -> list[float]:
+    """What `Engine` draws for a request with a seed; nothing without one."""
+    random = np.random.default_rng(np.random.SeedSequence(seed))
+    return [] if seed is None else [float(random.random(dtype=np.float32)) for _ in range(count)]
+
+
+def slot_runner(**sizes: int | bool) -> GraphRunner:
+    """A runner over a SlotModel; `sizes` change `SIZES`."""
+    config = NeuronConfig(**SIZES | sizes)  # type: ignore[arg-type]
+    runner = GraphRunner(SlotModel(config), config, graph_specs(config))
+    assert GraphFamily(graph_specs(config)).has_mixed == config.mixed_step
+    return runner
+
+
+MODEL = ModelSpec(VOCAB, ())

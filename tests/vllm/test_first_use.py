@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving what is no artifact folder: checkpoints, which are exported on first use, and repositories of the Hub."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from optimum.commands.optimum_cli import main as optimum_cli
+from safetensors.torch import load_file, save_file
+from serving import serving
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from optimum_neuron.artifact import Artifact
+from optimum_neuron.vllm import artifacts
+from optimum_neuron.vllm.artifacts import DEFAULT_SLOTS
+from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, find_served
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 3, "dtype": "float32"}
+EAGER: dict[str, Any] = {"target": "eager"}
+PROMPT = list(range(100, 150))
+
+
+@pytest.fixture(scope="module")
+def shared_cache() -> str:
+    """What other tests have compiled."""
+    return os.environ["OPTIMUM_NEURON_CACHE"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, shared_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for exports; what this process serves is its own business again afterwards."""
+    monkeypatch.setenv("OPTIMUM_NEURON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(ARTIFACT_VARIABLE, "")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of each export; vLLM's logger, below which it is said, passes nothing on."""
+    said: list[str] = []
+    monkeypatch.setattr(artifacts.logger, "warning", lambda text, *values: said.append(text % values))
+    return said
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Puts a folder into the Hub's cache as someone/tiny, as the Hub's client would; returns its place."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(folder: Path) -> Path:
+        repository = tmp_path / "hub" / "models--someone--tiny"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(COMMIT, encoding="utf-8")
+        return Path(shutil.copytree(folder, repository / "snapshots" / COMMIT))
+
+    return put
+
+
+def configure(model: Path | str, options: dict[str, Any] = EAGER, **arguments: Any) -> VllmConfig:
+    """What `vllm serve` does before it starts an engine."""
+    arguments = SIZES | arguments
+    engine = EngineArgs(model=str(model), additional_config=dict(options), **arguments)
+    return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def served(vllm_config: VllmConfig) -> Artifact:
+    found = find_served(vllm_config)
+    assert found is not None
+    return found.artifact
+
+
+def generate(llm: Any, new_tokens: int = 12) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    return llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def reference(checkpoint: Path, new_tokens: int = 12) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None}
+    return model.generate(torch.tensor([PROMPT]), pad_token_id=0, **options)[0, len(PROMPT) :].tolist()
+
+
+def test_a_checkpoint_is_exported_once_and_answers_as_transformers_does(
+    text_checkpoint: Path, open_llm: Callable[..., Any], cache: Path, exports: list[str]
+) -> None:
+    first = open_llm(text_checkpoint, additional_config=EAGER, **SIZES)
+    assert generate(first) == reference(text_checkpoint)
+    (folder,) = (path for path in (cache / "vllm").iterdir() if path.is_dir())
+    made = (folder / "neuron_config.json").stat().st_mtime_ns
+    again = open_llm(text_checkpoint, additional_config=EAGER, seed=1, **SIZES)
+    assert again is not first
+    assert generate(again) == generate(first)
+    assert len(exports) == 1
+    assert (folder / "neuron_config.json").stat().st_mtime_ns == made
+
+
+def test_the_artifact_has_the_sizes_of_the_engine(text_checkpoint: Path, cache: Path) -> None:
+    vllm_config = configure(text_checkpoint, EAGER | {"prefill_chunk_size": 16}, dtype="bfloat16")
+    artifact = served(vllm_config)
+    assert artifact.path.is_relative_to(cache)
+    assert artifact.target == "eager"
+    config = artifact.config
+    assert (config.sequence_length, config.batch_size, config.dtype) == (160, 3, "bfloat16")
+    assert config.prefill_chunk_size == 16
+    assert config.output_logits
+    assert vllm_config.model_config.max_model_len == 160
+    assert vllm_config.scheduler_config.max_num_seqs == 3
+    assert vllm_config.scheduler_config.max_num_batched_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots", "chunk", "budget"),
+    [
+        ({}, DEFAULT_SLOTS, 128, 128),
+        ({"max_num_seqs": 2}, 2, 128, 128),
+        ({"max_num_batched_tokens": 24}, DEFAULT_SLOTS, 24, 24),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 500}, 2, 128, 500),
+        ({"performance_mode": "throughput"}, DEFAULT_SLOTS, 128, 128),
+    ],
+    ids=str,
+)
+def test_sizes_that_nobody_gave_follow_from_the_graphs(
+    text_checkpoint: Path, arguments: dict[str, Any], slots: int, chunk: int, budget: int
+) -> None:
+    vllm_config = configure(text_checkpoint, **{"max_num_seqs": None} | arguments)
+    config = served(vllm_config).config
+    assert (config.batch_size, config.prefill_chunk_size) == (slots, chunk)
+    assert vllm_config.scheduler_config.max_num_seqs == slots
+    assert vllm_config.scheduler_config.max_num_batched_tokens == budget
+    # The engine's process makes the configuration again from what it is given.
+    vllm_config.__post_init__()
+    assert vllm_config.scheduler_config.max_num_batched_tokens == budget
+
+
+def test_the_logged_command_exports_the_same_artifact(
+    text_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exports: list[str]
+) -> None:
+    folder = shutil.copytree(text_checkpoint, tmp_path / "with space")
+    options = EAGER | {"prefill_chunk_buckets": [4, 8], "ctx_batch_size": 2, "mixed_step": False}
+    exported = served(configure(folder, options))
+    (message,) = exports
+    assert str(folder) in message and str(exported.path) in message
+    (line,) = (line for line in message.splitlines() if line.startswith("  optimum-cli"))
+    output = tmp_path / "ahead"
+    monkeypatch.setattr("sys.argv", [word.replace("OUT", str(output)) for word in shlex.split(line)])
+    optimum_cli()
+    ahead = Artifact.open(output)
+    assert (ahead.config, ahead.target) == (exported.config, exported.target)
+    exports.clear()
+    assert served(configure(output, {})).path == output
+    assert not exports
+
+
+def test_an_edited_checkpoint_is_exported_anew(text_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text_checkpoint, tmp_path / "edited")
+    before = served(configure(folder))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    after = served(configure(folder))
+    assert after.path != before.path
+    assert after.sha256("weights/model.safetensors") != before.sha256("weights/model.safetensors")
+
+
+def test_a_damaged_export_is_made_again(text_checkpoint: Path) -> None:
+    artifact = served(configure(text_checkpoint))
+    weights = artifact.file("weights/model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    assert served(configure(text_checkpoint)).path == artifact.path
+    assert weights.read_bytes() == whole
+
+
+def test_engines_that_start_together_export_once(text_checkpoint: Path, exports: list[str]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(configure, text_checkpoint) for _ in range(3)]
+        (path,) = {served(vllm_config.result()).path for vllm_config in found}
+    assert path.is_dir()
+    assert len(exports) == 1
+
+
+def test_options_that_are_none_are_refused_by_name(text_checkpoint: Path, export_text: Callable[..., Path]) -> None:
+    for model in (text_checkpoint, export_text()):
+        with pytest.raises(TypeError, match=r"unknown option 'prefil_chunk_size' = 16; did you mean"):
+            configure(model, {"prefil_chunk_size": 16})
+    with pytest.raises(ValueError, match=r"prefill_chunk_size=16 differs from the 32 that .* was exported with"):
+        configure(export_text(), {"prefill_chunk_size": 16})
+
+
+def test_a_folder_without_weights_is_refused_in_a_sentence(text_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(text_checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(OSError, match=r"model\.safetensors") as caught:
+        configure(folder)
+    assert str(folder) in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"Invalid repository ID or local directory specified: '.*empty'"):
+        configure(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_native_code_of_a_hub_artifact_runs_only_where_it_is_trusted(
+    export_text: Callable[..., Path], hub: Callable[[Path], Path], trusted: bool
+) -> None:
+    snapshot = hub(export_text())
+    vllm_config = configure("someone/tiny", {}, trust_remote_code=trusted)
+    found = find_served(vllm_config)
+    assert found is not None
+    assert found.artifact.path == snapshot
+    assert found.trust_native_code is trusted
+    assert vllm_config.model_config.max_model_len == SIZES["max_model_len"]
+
+
+def test_a_hub_artifact_with_foreign_code_is_compiled_here(
+    text_checkpoint: Path,
+    export_text: Callable[..., Path],
+    hub: Callable[[Path], Path],
+    open_llm: Callable[..., Any],
+    shared_cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPTIMUM_NEURON_CACHE", shared_cache)
+    snapshot = hub(export_text(batch_size=1, sequence_length=96, prefill_chunk_size=64, target="cpu"))
+    for code in (snapshot / "graphs").iterdir():
+        code.write_bytes(b"hostile")
+    assert generate(open_llm("someone/tiny")) == reference(text_checkpoint)
+
+
+def test_a_hub_checkpoint_is_exported(text_checkpoint: Path, hub: Callable[[Path], Path], cache: Path) -> None:
+    hub(text_checkpoint)
+    assert served(configure("someone/tiny")).path.is_relative_to(cache)
+
+
+def test_a_server_of_a_checkpoint_says_what_it_compiles_and_how_to_avoid_it(
+    text_checkpoint: Path, tmp_path: Path
+) -> None:
+    options = ["--max-model-len", "160", "--max-num-seqs", "3", "--dtype", "float32"]
+    options += ["--additional-config", '{"target": "eager"}']
+    with serving(tmp_path, text_checkpoint, *options) as server:
+        answer = server.client.completions.create(
+            model=server.model,
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        assert answer.choices[0].token_ids == reference(text_checkpoint)
+        output = server.output()
+    assert f"{text_checkpoint} is a checkpoint: exporting it to {tmp_path}" in output
+    assert f"optimum-cli export neuron OUT --model {text_checkpoint} --batch-size 3" in output

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine in this process: its greedy tokens are those of `generate`, here and in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from optimum_neuron import NeuronModelForCausalLM
+
+
+CHUNK, LENGTH = 32, 512
+# around one chunk and two, one token, several chunks, and more prompts than slots
+LENGTHS = (1, 2, 31, 32, 33, 64, 65, 100, 300, 5, 7)
+Reference = Callable[[Sequence[int], int], list[int]]
+
+
+PROMPTS = [random_prompt(length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="session")
+def reference(text_checkpoint: Path) -> Reference:
+    """Greedy tokens of the tiny checkpoint in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(prompt: Sequence[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(known.get(key, ())) < count:
+            known[key] = greedy(model, prompt, count)
+        return known[key][:count]
+
+    return tokens
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "odd small budget": {"max_num_batched_tokens": 7, "async_scheduling": False},
+    "whole prompts": {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+    "chunked prefill off": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    "threshold, priorities": {"long_prefill_token_threshold": 9, "scheduling_policy": "priority"},
+    "three requests, shorter than compiled": {"max_num_seqs": 3, "max_model_len": 317},
+    "one request at a time": {"max_num_seqs": 1},
+}
+COUNTS = [NEW - index % 5 for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_are_transformers_whatever_the_options(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, name: str
+) -> None:
+    llm = open_llm(export_text(), **ENGINES[name])
+    expected = [reference(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    calls = graph_runner(llm).graph_calls
+    calls.clear()
+    assert ask(llm, PROMPTS, COUNTS) == expected
+    assert any(graph.startswith("mixed") for graph in calls) == (ENGINES[name].get("max_num_seqs", 4) > 1)
+    # the same again: prefixes are reused now, and prompts come in another order
+    assert ask(llm, PROMPTS[::-1], COUNTS[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mixed_step": False, "context_buckets": (128, 512), "output_logits": False},
+        {"ctx_batch_size": 2, "prefill_chunk_size": 16, "prefill_chunk_buckets": (4,)},
+        {"batch_size": 1},
+        {"batch_size": 6, "prefill_chunk_size": 4},
+    ],
+    ids=["no mixed graphs, no logits", "two rows", "one slot", "more slots than a chunk has tokens"],
+)
+def test_greedy_tokens_are_transformers_whatever_was_compiled(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, sizes: dict[str, Any]
+) -> None:
+    llm = open_llm(export_text(**sizes))
+    assert ask(llm, PROMPTS, COUNTS) == [
+        reference(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)
+    ]
+    used = {graph.split("_")[0] for graph, calls in graph_runner(llm).graph_calls.items() if calls}
+    assert ("mixed" in used) == (sizes.get("mixed_step", True) and sizes.get("batch_size", 4) > 1)
+
+
+def test_a_step_with_chunks_and_decodes_is_one_run_of_the_mixed_graph(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM]
+) -> None:
+    llm = open_llm(export_text(), async_scheduling=False, enable_prefix_caching=False)
+    calls = graph_runner(llm).graph_calls
+    calls.clear()
+    ask(llm, [random_prompt(1, 1), random_prompt(95, 1)], [8, 1])
+    # the short prompt's only chunk; then three steps with 31 tokens of the long one and one decode, and a last one
+    assert calls == {
+        f"chunked_prefill_chunk{CHUNK}_context{LENGTH}": 1,
+        f"mixed_chunk{CHUNK}_context{LENGTH}": 4,
+        f"token_generation_context{LENGTH}": 3,
+    }
+
+
+def test_requests_fill_their_slots_to_the_last_token(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference
+) -> None:
+    llm = open_llm(export_text())
+    prompts = [random_prompt(length) for length in (LENGTH - 1, LENGTH - 2, LENGTH - 20)]
+    assert ask(llm, prompts, 100) == [reference(prompt, LENGTH - len(prompt)) for prompt in prompts]
+    host = ask(llm, prompts, 100, logprobs=0)
+    assert host == [reference(prompt, LENGTH - len(prompt)) for prompt in prompts]
+    for length in (LENGTH, LENGTH + 1):
+        with pytest.raises(VLLMValidationError, match=r"maximum (model|context) length"):
+            ask(llm, [random_prompt(length)])
+
+
+def test_requests_of_different_lengths_end_and_make_room_at_different_times(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference
+) -> None:
+    llm = open_llm(export_text())
+    counts = [1 + 7 * index % 17 for index in range(24)]
+    prompts = [random_prompt(3 + 11 * index % 70, index) for index in range(24)]
+    assert ask(llm, prompts, counts) == [
+        reference(prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+    ]
+
+
+def test_several_answers_to_one_prompt_are_those_of_their_own_seeds(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM]
+) -> None:
+    llm = open_llm(export_text())
+    prompt, options = random_prompt(150, 5), {"temperature": 1.0, "top_k": 40, "max_tokens": 6, "ignore_eos": True}
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(n=3, seed=11, **options), use_tqdm=False)
+    answers = [list(answer.token_ids) for answer in output.outputs]
+    # vLLM gives the n-th answer the seed + n
+    assert answers == [ask(llm, [prompt], seed=seed, **options)[0] for seed in (11, 12, 13)]
+    assert len({tuple(answer) for answer in answers}) == 3
+
+
+def test_stop_tokens_end_requests_whose_next_step_has_already_begun(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference
+) -> None:
+    llm = open_llm(export_text())
+    prompts = [random_prompt(40, seed) for seed in range(8)]
+    expected = [reference(prompt, 8) for prompt in prompts]
+    stops = [tokens[3] for tokens in expected]
+    for seed, (prompt, stop) in enumerate(zip(prompts, stops, strict=True)):
+        wanted = expected[seed][: expected[seed].index(stop) + 1]
+        assert ask(llm, [prompt], 8, stop_token_ids=[stop]) == [wanted]
+    assert ask(llm, prompts, 8) == expected
+
+
+@pytest.fixture
+def stepped(export_text: Callable[..., Path], open_llm: Callable[..., LLM]) -> Iterator[LLM]:
+    llm = open_llm(export_text())
+    yield llm
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def add(llm: LLM, name: str, prompt: Sequence[int], count: int, **params: Any) -> None:
+    params = {"temperature": 0, "ignore_eos": True} | params
+    llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, SamplingParams(max_tokens=count, **params))
+
+
+def finish(llm: LLM, each_step: Callable[[int], None] = lambda step: None) -> dict[str, list[int]]:
+    """Steps until nobody is left; returns the tokens of all who finished."""
+    done: dict[str, list[int]] = {}
+    step = 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        each_step(step)
+        step += 1
+    return done
+
+
+def test_aborted_requests_leave_their_slots_and_change_nobody(stepped: LLM, reference: Reference) -> None:
+    prompts = {f"r{index}": random_prompt(20 + 13 * index, index) for index in range(9)}
+    for name, prompt in prompts.items():
+        add(stepped, name, prompt, 20)
+    aborted = {2: "r0", 4: "r8", 9: "r1", 10: "r4"}
+
+    def abort(step: int) -> None:
+        if step in aborted:
+            stepped.llm_engine.abort_request([aborted[step]])
+
+    done = finish(stepped, abort)
+    assert done == {name: reference(prompts[name], 20) for name in prompts if name not in aborted.values()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_reset_of_the_cache_preempts_and_all_come_back_exact(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, asynchronous: bool
+) -> None:
+    llm = open_llm(export_text(), async_scheduling=asynchronous)
+    prompts = {f"r{index}": random_prompt(20 + 13 * index, index) for index in range(6)}
+    for name, prompt in prompts.items():
+        add(llm, name, prompt, 16)
+    resets = []
+
+    def reset(step: int) -> None:
+        if step in (3, 4, 11, 19):
+            resets.append(preempt_all(llm))
+
+    assert finish(llm, reset) == {name: reference(prompt, 16) for name, prompt in prompts.items()}
+    assert len(resets) == 4 and any(resets)
+
+
+def preempt_all(llm: LLM) -> bool:
+    """Whether vLLM says that the cache is reset; with a step on its way it preempts all, and then complains."""
+    try:
+        return llm.llm_engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError as error:
+        assert "Failed to reset KV cache" in str(error)
+        return True
+
+
+@pytest.mark.slow
+def test_smollm2_answers_as_generate_does_here_and_in_transformers(
+    smollm2_gguf: Path, smollm2_artifact: Path, open_llm: Callable[..., LLM]
+) -> None:
+    prompts = [random_prompt(length, 1) for length in (1, 5, 127, 128, 129, 300, 2100)]
+    counts = [12, 12, 12, 12, 12, 12, 4]
+    llm = open_llm(smollm2_artifact)
+    answers = ask(llm, prompts, counts)
+    assert any(graph.startswith("mixed") for graph in graph_runner(llm).graph_calls)
+    ours = NeuronModelForCausalLM.from_pretrained(smollm2_artifact)
+    folder, file = smollm2_gguf.parent, smollm2_gguf.name
+    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    for prompt, count, answer in zip(prompts, counts, answers, strict=True):
+        assert answer == greedy(ours, prompt, count), len(prompt)
+        assert answer == greedy(theirs, prompt, count), len(prompt)

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who chooses tokens in vLLM's engine: the graphs with the request's own random numbers, or vLLM's sampler from logits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import artifact_runner
+from llm_answers import ask, graph_runner, random_prompt
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+from optimum_neuron import Request
+from optimum_neuron import SamplingParams as OnDevice
+from optimum_neuron.engine.engine import Engine
+
+
+VOCAB = 49152
+PROMPTS = [random_prompt(length, 3) for length in (3, 40, 33, 7, 64)]
+ON_DEVICE: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.5, "top_k": 200, "seed": 2},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "seed": 3},
+    {"temperature": 0.3, "top_k": 256, "seed": 0},
+    {"temperature": 1.0, "top_k": 1, "seed": 4},
+]
+ON_HOST: list[dict[str, Any]] = [
+    {"temperature": 0.9, "top_k": 1000, "seed": 1},
+    {"temperature": 1.2, "seed": 2},
+    {"temperature": 1.0, "top_k": 50, "min_p": 0.05, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 1.0, "seed": 4},
+    {"temperature": 0.7, "top_k": 20, "logprobs": 3, "seed": 5},
+]
+# Sums in float32 are rounded in another order than transformers'. Measured on log probabilities around -10: 9.6e-7.
+NOISE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(text_checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def llm(export_text: Callable[..., Path], open_llm: Callable[..., LLM]) -> LLM:
+    # JSON may otherwise have any number of spaces, which a random model makes use of.
+    return open_llm(export_text(), structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})
+
+
+@torch.no_grad()
+def logits_after(model: Any, tokens: Sequence[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1].float()
+    return logits
+
+
+def choose_by(
+    model: Any, prompt: Sequence[int], count: int, change: Callable[[Tensor, list[int]], Tensor]
+) -> list[int]:
+    """The best token at every step, by transformers' logits as `change(logits, generated)` changes them."""
+    generated: list[int] = []
+    for _ in range(count):
+        generated.append(int(change(logits_after(model, [*prompt, *generated]), generated).argmax()))
+    return generated
+
+
+def ask_each(llm: LLM, params: Sequence[dict[str, Any]], count: int = 10) -> list[list[int]]:
+    """One request for each of PROMPTS, all at once."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        [SamplingParams(**{"max_tokens": count, "ignore_eos": True} | each) for each in params],
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_seeded_tokens_of_the_graphs_are_those_of_our_engine(export_text: Callable[..., Path], llm: LLM) -> None:
+    engine = Engine(artifact_runner(export_text()), vocab_size=VOCAB)
+    answers: dict[str, list[int]] = {}
+    for index, (prompt, params) in enumerate(zip(PROMPTS, ON_DEVICE, strict=True)):
+        sampling = OnDevice(params["top_k"], params.get("top_p", 1.0), params["temperature"])
+        engine.add_request(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                max_new_tokens=10,
+                sampling=sampling,
+                seed=params["seed"],
+            )
+        )
+    for event in engine.run():
+        answers.setdefault(event.request_id, []).append(event.token_id)
+    assert ask_each(llm, ON_DEVICE) == [answers[str(index)] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("params", [ON_DEVICE, ON_HOST], ids=["graphs sample", "vllm samples"])
+def test_a_seed_gives_the_same_tokens_whatever_the_neighbours_and_the_chunks(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], llm: LLM, params: list[dict[str, Any]]
+) -> None:
+    together = ask_each(llm, params)
+    alone = [
+        ask(llm, [prompt], 10, **each)[0] for prompt, each in zip(reversed(PROMPTS), reversed(params), strict=True)
+    ]
+    assert alone[::-1] == together
+    chunked = open_llm(export_text(), max_num_batched_tokens=7, async_scheduling=False)
+    assert ask_each(chunked, params) == together
+    mixed_kinds = [a if index % 2 else b for index, (a, b) in enumerate(zip(ON_DEVICE, ON_HOST, strict=True))]
+    assert [tokens == kept for tokens, kept in zip(ask_each(llm, mixed_kinds), together, strict=True)] == [
+        each in params for each in mixed_kinds
+    ]
+    others = [each | {"seed": each["seed"] + 100} for each in params]
+    assert ask_each(llm, others) != together
+
+
+def test_logprobs_are_those_of_transformers_beside_requests_without_any(llm: LLM, model: Any) -> None:
+    params = [{"temperature": 0, "logprobs": 5}, {"temperature": 0}, {"temperature": 0, "logprobs": 0}, *ON_HOST[3:]]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        [SamplingParams(**{"max_tokens": 6, "ignore_eos": True} | each) for each in params],
+        use_tqdm=False,
+    )
+    for prompt, each, output in zip(PROMPTS, params, outputs, strict=True):
+        answer = output.outputs[0]
+        if "logprobs" not in each:
+            assert answer.logprobs is None
+            continue
+        assert answer.logprobs is not None and len(answer.logprobs) == 6
+        for index, at in enumerate(answer.logprobs):
+            expected = torch.log_softmax(logits_after(model, [*prompt, *answer.token_ids[:index]]), dim=-1)
+            best = expected.topk(each["logprobs"]).indices.tolist()
+            assert set(at) == {answer.token_ids[index], *best}
+            for token, found in at.items():
+                assert abs(found.logprob - float(expected[token])) < NOISE
+                assert found.rank == int((expected > expected[token]).sum()) + 1
+
+
+def test_logprobs_of_named_tokens(llm: LLM, model: Any) -> None:
+    (output,) = llm.generate(
+        [{"prompt_token_ids": PROMPTS[1]}],
+        SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=[7, 4000, 123]),
+        use_tqdm=False,
+    )
+    expected = torch.log_softmax(logits_after(model, PROMPTS[1]), dim=-1)
+    assert output.outputs[0].logprobs is not None
+    found = output.outputs[0].logprobs[0]
+    assert {7, 4000, 123} <= set(found)
+    assert all(abs(found[token].logprob - float(expected[token])) < NOISE for token in found)
+
+
+def penalised(prompt: Sequence[int], repetition: float, presence: float, frequency: float) -> Callable[..., Tensor]:
+    def change(logits: Tensor, generated: list[int]) -> Tensor:
+        logits = logits.clone()
+        for token in {*prompt, *generated}:
+            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+        for token in set(generated):
+            logits[token] -= presence + frequency * generated.count(token)
+        return logits
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("repetition", "presence", "frequency"), [(1.3, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 1.5), (1.1, -0.5, 0.7)]
+)
+def test_penalties_are_applied_to_what_was_said(
+    llm: LLM, model: Any, repetition: float, presence: float, frequency: float
+) -> None:
+    params = {
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        # what the model would say is made likelier, so that penalties have something to do
+        "logit_bias": dict.fromkeys(range(200, 203), 8.0),
+    }
+
+    def change(logits: Tensor, generated: list[int]) -> Tensor:
+        logits = logits.clone()
+        logits[200:203] += 8.0
+        return penalised(prompt, repetition, presence, frequency)(logits, generated)
+
+    answers = ask(llm, PROMPTS[:3], 12, **params)
+    for prompt, answer in zip(PROMPTS[:3], answers, strict=True):
+        assert answer == choose_by(model, prompt, 12, change)
+        assert answer != choose_by(model, prompt, 12, lambda logits, _: logits)
+
+
+def only(allowed: Sequence[int]) -> Callable[..., Tensor]:
+    def change(logits: Tensor, _: list[int]) -> Tensor:
+        return torch.full_like(logits, -torch.inf).index_copy_(0, torch.tensor(allowed), logits[allowed])
+
+    return change
+
+
+def without(forbidden: Callable[[list[int]], Sequence[int]]) -> Callable[..., Tensor]:
+    def change(logits: Tensor, generated: list[int]) -> Tensor:
+        return logits.index_fill(0, torch.tensor(forbidden(generated), dtype=torch.long), -torch.inf)
+
+    return change
+
+
+def test_allowed_tokens_biases_and_minimal_lengths_are_honoured(llm: LLM, model: Any) -> None:
+    prompt = PROMPTS[1]
+    plain = choose_by(model, prompt, 8, lambda logits, _: logits)
+    allowed = [5, 1000, 20000, 49151, *plain[1:3]]
+    assert ask(llm, [prompt], 8, allowed_token_ids=allowed)[0] == choose_by(model, prompt, 8, only(allowed))
+    assert ask(llm, [prompt], 4, logit_bias={77: 100.0})[0] == [77] * 4
+    stop = plain[2]
+    early = plain.index(stop) + 1
+    assert ask(llm, [prompt], 8, stop_token_ids=[stop])[0] == plain[:early]
+    late = choose_by(model, prompt, 8, without(lambda generated: [stop] if len(generated) < 5 else []))
+    ends = next((index + 1 for index in range(5, 8) if late[index] == stop), 8)
+    assert ask(llm, [prompt], 8, stop_token_ids=[stop], min_tokens=5)[0] == late[:ends]
+
+
+def test_bad_words_are_not_said(llm: LLM, model: Any, text_checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(text_checkpoint)
+    prompt = PROMPTS[3]
+    plain = choose_by(model, prompt, 8, lambda logits, _: logits)
+    word = next(text for token in plain if len(tokenizer.encode(text := tokenizer.decode([token]))) == 1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, bad_words=[word])
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    # with and without a space before it, as vLLM has it
+    ids = [tokenizer.encode(text)[0] for text in (word, " " + word.lstrip()) if len(tokenizer.encode(text)) == 1]
+    assert list(output.outputs[0].token_ids) == choose_by(model, prompt, 8, without(lambda _: ids))
+
+
+def test_parameters_that_leave_one_token_are_greedy(llm: LLM, model: Any) -> None:
+    plain = choose_by(model, PROMPTS[2], 6, lambda logits, _: logits)
+    for params in ({"min_p": 1.0}, {"top_p": 1e-6}, {"top_k": 1}, {"top_k": 1, "logprobs": 1}):
+        assert ask(llm, [PROMPTS[2]], 6, **{"temperature": 1.0, "seed": 9} | params)[0] == plain, params
+
+
+@pytest.mark.parametrize(
+    ("structure", "pattern"),
+    [
+        ({"choice": ["Paris", "Rome is old", "Oslo"]}, "Paris|Rome is old|Oslo"),
+        ({"regex": r"[0-9]{3}-[a-f]{4}"}, r"[0-9]{3}-[a-f]{4}"),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"city": {"enum": ["Paris", "Rome"]}, "open": {"type": "boolean"}},
+                    "required": ["city", "open"],
+                    "additionalProperties": False,
+                },
+            },
+            None,
+        ),
+    ],
+    ids=["choice", "regex", "json"],
+)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_structured_answers_have_their_form_beside_others_that_have_none(
+    llm: LLM, structure: dict[str, Any], pattern: str | None, temperature: float
+) -> None:
+    plain = ask(llm, [PROMPTS[0], PROMPTS[4]], 9)
+    shaped = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(**structure)
+    )
+    free = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], [free, shaped, shaped, shaped, free], use_tqdm=False
+    )
+    for output in outputs[1:4]:
+        text = output.outputs[0].text
+        if pattern is not None:
+            assert re.fullmatch(pattern, text), text
+        else:
+            assert json.loads(text).keys() == {"city", "open"}, text
+    assert [list(outputs[index].outputs[0].token_ids) for index in (0, 4)] == plain
+
+
+class OddTokens(LogitsProcessor):
+    """A user's processor: after an even token only odd ones, and the other way round."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._said: dict[int, tuple[Sequence[int], list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._said.pop(index, None)
+        for index, _, prompt, output in batch_update.added:
+            self._said[index] = (prompt or [], output)
+        for source, destination, _ in batch_update.moved:
+            self._said[destination] = self._said.pop(source)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        for index, (prompt, output) in self._said.items():
+            logits[index, [*prompt, *output][-1] % 2 :: 2] = -torch.inf
+        return logits
+
+
+def test_a_users_processor_sees_every_request_and_all_that_it_said(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], model: Any
+) -> None:
+    llm = open_llm(export_text(), logits_processors=[OddTokens])
+
+    def change(prompt: list[int]) -> Callable[..., Tensor]:
+        return without(lambda generated: range([*prompt, *generated][-1] % 2, VOCAB, 2))
+
+    counts = [7, 3, 9, 2, 5]
+    expected = [choose_by(model, prompt, count, change(prompt)) for prompt, count in zip(PROMPTS, counts, strict=True)]
+    assert ask(llm, PROMPTS, counts) == expected
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 1}, "logprobs needs logits on the host"),
+    ({"temperature": 1.0}, "sampling without top_k considers more than max_topk=256 tokens"),
+    ({"temperature": 1.0, "top_k": 257}, "top_k=257 considers more than max_topk=256 tokens"),
+    ({"temperature": 1.0, "top_k": 5, "min_p": 0.1}, "min_p needs logits on the host"),
+    ({"presence_penalty": 0.1}, "presence_penalty needs logits on the host"),
+    ({"frequency_penalty": 0.1}, "frequency_penalty needs logits on the host"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty needs logits on the host"),
+    ({"min_tokens": 1}, "min_tokens needs logits on the host"),
+    ({"logit_bias": {5: 1.0}}, "logit_bias needs logits on the host"),
+    ({"allowed_token_ids": [5]}, "allowed_token_ids needs logits on the host"),
+    ({"bad_words": ["no"]}, "bad_words needs logits on the host"),
+    ({"logprob_token_ids": [5]}, "logprobs needs logits on the host"),
+    ({"structured_outputs": StructuredOutputsParams(choice=["a"])}, "structured outputs needs logits on the host"),
+]
+
+
+def test_what_an_artifact_without_logits_cannot_honour_is_refused_and_others_are_served(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], model: Any
+) -> None:
+    llm = open_llm(export_text(output_logits=False))
+    expected = choose_by(model, PROMPTS[0], 5, lambda logits, _: logits)
+    for params, reason in REFUSED:
+        with pytest.raises(VLLMValidationError, match=re.escape(reason)) as refusal:
+            ask(llm, [PROMPTS[1]], 5, **params)
+        assert "export it with --output-logits" in str(refusal.value), params
+        assert "temperature=0, or top_k between 1 and 256" in str(refusal.value), params
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert ask(llm, [PROMPTS[0]], 5)[0] == expected
+    assert len(ask(llm, [PROMPTS[0]], 5, temperature=1.0, top_k=256)[0]) == 5
+
+
+def test_what_no_artifact_can_honour_is_refused(llm: LLM) -> None:
+    with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is not supported.*only; leave it out"):
+        ask(llm, [PROMPTS[1]], 5, prompt_logprobs=1)
+
+
+def test_an_artifact_without_a_sampler_leaves_all_choices_to_vllm(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], llm: LLM, model: Any
+) -> None:
+    plain = open_llm(export_text(on_device_sampling=False, output_logits=False))
+    assert graph_runner(plain).config.on_device_sampling is False
+    expected = [choose_by(model, prompt, 5, lambda logits, _: logits) for prompt in PROMPTS]
+    assert ask(plain, PROMPTS, 5) == expected
+    assert ask_each(plain, ON_HOST) == ask_each(llm, ON_HOST)
+    assert ask(plain, PROMPTS[:1], 5, temperature=1.0, top_k=3, seed=1) == ask(
+        plain, PROMPTS[:1], 5, temperature=1.0, top_k=3, seed=1
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads under vLLM's own scheduler: nobody waits for ever, and no copied row changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from real_schedules import Served
+from scheduler_outputs import random_prompt
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+
+LENGTH = 96
+SEEDED = {"temperature": 1.0, "top_k": 50, "seed": 5}
+HOST = {"logprobs": 1}
+TOPICS = [random_prompt(LENGTH, seed) for seed in range(3)]
+# An action is a request (topic, shared tokens, own tokens, new tokens, parameters), an abort, a reset or some steps.
+REQUESTS = st.tuples(
+    st.integers(0, 2), st.integers(0, 50), st.integers(1, 20), st.integers(1, 12), st.sampled_from([{}, SEEDED, HOST])
+)
+ACTIONS = st.lists(
+    st.one_of(
+        REQUESTS.map(lambda request: ("add", request)),
+        REQUESTS.map(lambda request: ("add", request)),
+        st.tuples(st.just("step"), st.integers(1, 5)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("reset"), st.booleans()),
+    ),
+    min_size=1,
+    max_size=30,
+)
+# A reset lets all requests change slots, and then some of them are preempted, or finish, where another was before.
+SHORT = ("add", (0, 0, 1, 3, {}))
+SWAPPED = [
+    ("add", (0, 21, 20, 9, {})),
+    SHORT,
+    ("step", 6),
+    SHORT,
+    SHORT,
+    ("step", 3),
+    SHORT,
+    SHORT,
+    ("reset", True),
+] * 2
+# Artifacts and engine options, by what is special about them.
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one row": ({}, {}),
+    "one row, async": ({}, {"async_scheduling": True}),
+    "two rows": ({"ctx_batch_size": 2}, {}),
+    "two rows, async, threshold": (
+        {"ctx_batch_size": 2},
+        {"async_scheduling": True, "long_prefill_token_threshold": 5},
+    ),
+    "whole prompts, async": ({}, {"async_scheduling": True, "max_num_batched_tokens": 400}),
+    "tiny budget": ({}, {"max_num_batched_tokens": 3, "max_num_seqs": 3}),
+    "no mixed graphs": ({"mixed_step": False}, {}),
+    "priorities": ({}, {"scheduling_policy": "priority"}),
+    "one request at a time": ({}, {"max_num_seqs": 1, "async_scheduling": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
+    made: dict[str, VllmConfig] = {}
+
+    def one(name: str) -> VllmConfig:
+        if name not in made:
+            sizes, options = ENGINES[name]
+            artifact = export_text(sequence_length=LENGTH, prefill_chunk_size=8, **sizes)
+            options = {"async_scheduling": False, **options}
+            made[name] = EngineArgs(model=str(artifact), **options).create_engine_config()
+        return made[name]
+
+    return one
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS)
+@example(actions=SWAPPED)
+def test_all_requests_get_their_tokens_in_steps_that_fit(
+    configure: Callable[[str], VllmConfig], name: str, actions: list[tuple[str, Any]]
+) -> None:
+    config = configure(name)
+    engine = Served(config)
+    for kind, value in actions:
+        if kind == "add":
+            topic, shared, own, new_tokens, params = value
+            number = len(engine.requests)
+            prompt = TOPICS[topic][:shared] + random_prompt(own, number % 4)
+            engine.add(f"r{number}", prompt, new_tokens, priority=number % 3, **params)
+        elif kind == "step":
+            for _ in range(value):
+                engine.step()
+        elif kind == "abort":
+            engine.abort(f"r{value}")
+        else:
+            engine.reset(value)
+    engine.run()
+    engine.check_answers()
+    budget = config.scheduler_config.max_num_batched_tokens
+    assert all(sum(counts.values()) <= budget for counts in engine.steps)
+    if name.startswith("one row"):
+        assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 90), min_size=2, max_size=12))
+def test_prompts_start_in_the_order_of_their_arrival(
+    configure: Callable[[str], VllmConfig], lengths: list[int]
+) -> None:
+    engine = Served(configure("one row"))
+    for index, length in enumerate(lengths):
+        engine.add(f"r{index}", random_prompt(length, index), 3)
+    engine.run()
+    engine.check_answers()
+    assert list(engine.first_steps()) == [f"r{index}" for index in range(len(lengths))]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of requests between steps: preempted and rebuilt, continued from another slot, sampled here or there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scheduler_outputs import GREEDY, Driver, new_request, random_prompt, step_output
+from slot_model import answer, next_logits, uniforms
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from optimum_neuron.graphs.spec import SamplingParams
+
+
+SEEDED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 7}
+HOST = GREEDY | {"logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def vllm_config(export_text: Callable[..., Path]) -> VllmConfig:
+    return EngineArgs(model=str(export_text())).create_engine_config()
+
+
+def undisturbed(prompt: list[int], count: int, params: dict[str, Any]) -> list[int]:
+    if params.get("temperature") == 0:
+        return answer(prompt, count)
+    sampling = SamplingParams(params["top_k"], params["top_p"], params["temperature"])
+    return answer(prompt, count, sampling, uniforms(params["seed"], count))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, HOST], ids=["greedy", "seeded", "vllm samples"])
+@pytest.mark.parametrize("slot", [0, 2], ids=["same slot", "another slot"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_preempted_request_rebuilds_its_prompt_and_its_tokens_and_goes_on(
+    vllm_config: VllmConfig, version: int, slot: int, params: dict[str, Any]
+) -> None:
+    prompts = {"a": random_prompt(11, 1), "b": random_prompt(3, 2)}
+    driver = Driver(vllm_config, prompts)
+    driver.params["a"] = params
+    driver.step({"a": 11, "b": 3}, {"a": 0, "b": 1})
+    driver.step({"a": 1, "b": 1})
+    driver.step({"a": 1, "b": 1})
+    assert driver.step({"b": 1}) == ["token_generation 1"]
+    # 11 prompt tokens and 3 generated ones, of which the last is not computed yet either
+    assert driver.step({"b": 1, "a": 8}, resume={"a": slot}, version=version) == [f"mixed 1 | {slot}:0+8"]
+    assert len(driver.tokens["a"]) == 3
+    assert driver.step({"b": 1, "a": 6}) == [f"mixed 1 | {slot}:8+6"]
+    driver.step({"a": 1, "b": 1})
+    driver.step({"a": 1, "b": 1})
+    assert driver.tokens["a"] == undisturbed(prompts["a"], 6, params)
+    assert driver.tokens["b"] == answer(prompts["b"], 8)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, HOST], ids=["greedy", "seeded", "vllm samples"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_tokens_that_vllm_dropped_at_a_preemption_are_chosen_again(
+    vllm_config: VllmConfig, version: int, params: dict[str, Any]
+) -> None:
+    """With async scheduling the step that runs during a reset of the cache is void: its token never reached vLLM."""
+    prompts = {"a": random_prompt(5, 1)}
+    driver = Driver(vllm_config, prompts)
+    driver.params["a"] = params
+    driver.step({"a": 5}, {"a": 0})
+    driver.step({"a": 1})
+    driver.step({"a": 1})
+    driver.tokens["a"].pop()
+    driver.step({"a": 7}, resume={"a": 0}, version=version)
+    driver.step({"a": 1})
+    assert driver.tokens["a"] == undisturbed(prompts["a"], 4, params)
+
+
+def test_what_vllms_processors_remember_of_dropped_tokens_is_forgotten(vllm_config: VllmConfig) -> None:
+    """Once a request has its min_tokens, vLLM's processor looks at it no more; here it falls below them again."""
+    prompt = random_prompt(5, 1)
+    first, second, stop = answer(prompt, 3)
+    third = int(next_logits(np.asarray([*prompt, first, second])).index_fill(0, torch.tensor([stop]), -1e9).argmax())
+    driver = Driver(vllm_config, {"a": prompt})
+    driver.params["a"] = GREEDY | {"min_tokens": 3, "stop_token_ids": [stop]}
+    driver.step({"a": 5}, {"a": 0})
+    for _ in range(3):
+        driver.step({"a": 1})
+    assert driver.tokens["a"][:3] == [first, second, third]
+    del driver.tokens["a"][2:]
+    driver.step({"a": 7}, resume={"a": 0})
+    assert driver.tokens["a"] == [first, second, third]
+
+
+def test_a_resumed_request_continues_from_the_rows_that_are_still_there(vllm_config: VllmConfig) -> None:
+    driver = Driver(vllm_config, {"a": random_prompt(18, 1)})
+    driver.step({"a": 18}, {"a": 0})
+    driver.step({"a": 1})
+    assert driver.step({"a": 3}, resume={"a": 3}, reuse={"a": (0, 17)}) == ["chunked_prefill | 3:17+3"]
+    driver.step({"a": 1})
+    assert driver.tokens["a"] == answer(driver.prompts["a"], 4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_copies_are_made_in_the_order_of_vllms_decisions(vllm_config: VllmConfig, version: int) -> None:
+    """vLLM lists new requests before resumed ones. Here the resumed one comes first, and its copy is copied on."""
+    shared = random_prompt(20, 1)
+    prompts = {"old": shared + random_prompt(4, 2), "new": shared + random_prompt(6, 3), "x": random_prompt(30, 4)}
+    driver = Driver(vllm_config, prompts)
+    driver.step({"old": 24}, {"old": 0})
+    driver.step({"x": 30}, {"x": 1})
+    # old comes back to x's slot; then new copies from there, and takes the slot that old's copy came from
+    runs = driver.step(
+        {"old": 4, "new": 6},
+        start={"new": 0},
+        resume={"old": 1},
+        finished=("x",),
+        reuse={"old": (0, 21), "new": (1, 20)},
+        version=version,
+    )
+    assert runs == ["chunked_prefill | 1:21+4", "chunked_prefill | 0:20+6"]
+    driver.step({"old": 1, "new": 1})
+    assert driver.tokens["old"] == answer(prompts["old"], 3)
+    assert driver.tokens["new"] == answer(prompts["new"], 2)
+
+
+def test_requests_of_one_step_copy_from_each_other_and_take_each_others_slots(vllm_config: VllmConfig) -> None:
+    shared = random_prompt(20, 1)
+    prompts = {name: shared + random_prompt(2, seed) for seed, name in enumerate("xabc")}
+    driver = Driver(vllm_config, prompts)
+    driver.step({"x": 22}, {"x": 2})
+    # a copies from x's slot, b from a's copy, and c gets x's slot, which holds its prefix in place
+    reuse = {"a": (2, 20), "b": (0, 20), "c": (2, 20)}
+    driver.step({"a": 2, "b": 2, "c": 2}, {"a": 0, "b": 1, "c": 2}, finished=("x",), reuse=reuse)
+    driver.step({"a": 1, "b": 1, "c": 1})
+    for name in "abc":
+        assert driver.tokens[name] == answer(prompts[name], 2)
+
+
+def test_the_next_turn_of_a_session_goes_on_behind_what_its_slot_holds(vllm_config: VllmConfig) -> None:
+    """vLLM keeps a streaming session's block, drops its last token, and sends the longer prompt as a new request."""
+    first = random_prompt(9, 1)
+    driver = Driver(vllm_config, {"s": first})
+    driver.step({"s": 9}, {"s": 1})
+    driver.step({"s": 1})
+    driver.step({"s": 1})
+    assert driver.tokens["s"] == answer(first, 3)
+    second = first + driver.tokens["s"][:2] + random_prompt(5, 2)
+    driver.tokens["s"] = []
+    for step in (
+        step_output({"s": 5}, new=[new_request("s", second, 1, computed=11, **SEEDED)]),
+        step_output({"s": 1}, computed={"s": 16}),
+    ):
+        driver.run(step)
+    assert driver.model.runs[-2:] == ["chunked_prefill | 1:11+5", "token_generation 1"]
+    assert driver.tokens["s"] == undisturbed(second, 2, SEEDED)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (step_output({"a": 1}, computed={"a": 5}), "slot 0 of request a holds 6 tokens, and vLLM counts 5"),
+        (step_output({"a": 1}, computed={"a": 7}), "slot 0 of request a holds 6 tokens, and vLLM counts 7"),
+        (
+            step_output({"b": 2}, new=[new_request("b", [5, 6, 7], 1, 1)]),
+            "slot 1 of request b holds 0 tokens, and vLLM",
+        ),
+        (
+            step_output({"b": 2}, new=[new_request("b", [5, 6, 7], 0, 1)]),
+            "slot 0 of request b holds 0 tokens, and vLLM",
+        ),
+        (step_output({"a": 2}, computed={"a": 6}), "schedules 2 tokens of request a, which has 1 to compute"),
+        (step_output({"b": 4}, new=[new_request("b", [5, 6, 7], 1)]), "schedules 4 tokens of request b, which has 3"),
+    ],
+    ids=["fewer computed", "more computed", "new and computed", "another's rows", "two decodes", "beyond the prompt"],
+)
+def test_books_that_differ_are_a_loud_error(vllm_config: VllmConfig, step: Any, message: str) -> None:
+    driver = Driver(vllm_config, {"a": random_prompt(6, 1)})
+    driver.step({"a": 6}, {"a": 0})
+    with pytest.raises(RuntimeError, match=message):
+        driver.runner.execute(step)
+
+
+def test_logprobs_belong_to_their_requests_where_others_have_none(vllm_config: VllmConfig) -> None:
+    prompts = {name: random_prompt(4, seed) for seed, name in enumerate("abcd")}
+    driver = Driver(vllm_config, prompts)
+    driver.params = {"b": GREEDY | {"logprobs": 2}, "d": GREEDY | {"logprobs": 1}}
+    driver.step({"a": 4}, {"a": 0})
+    driver.step({"a": 1, "d": 4}, {"d": 2})
+    driver.step({"d": 1, "b": 4}, {"b": 1})
+    known = {name: list(tokens) for name, tokens in driver.tokens.items()}
+    computed = dict(driver.computed)
+    output = driver.run(
+        step_output({"b": 1, "c": 2, "a": 1, "d": 1}, new=[new_request("c", prompts["c"], 3)], computed=computed)
+    )
+    assert output.logprobs is not None
+    for row, name in enumerate(output.req_ids):
+        if name not in driver.params:
+            continue
+        expected = torch.log_softmax(next_logits(np.asarray(prompts[name] + known[name])), dim=-1)
+        one = output.logprobs.slice_request(row, 1)
+        ids = one.logprob_token_ids[0].tolist()
+        assert ids[0] == driver.tokens[name][-1] == int(expected.argmax())
+        assert ids[1:] == expected.topk(2).indices.tolist()
+        assert one.logprobs[0].tolist() == pytest.approx(expected[ids].tolist(), abs=1e-6)
+    assert output.sampled_token_ids[1] == []
+    assert driver.tokens["a"] == answer(prompts["a"], 3)
+
+
+def test_random_numbers_do_not_depend_on_chunks_groups_or_neighbours(vllm_config: VllmConfig) -> None:
+    prompts = {"a": random_prompt(20, 1), "b": random_prompt(13, 2), "c": random_prompt(2, 3)}
+    driver = Driver(vllm_config, prompts)
+    driver.params = {"a": SEEDED, "b": SEEDED | {"seed": 8, "temperature": 1.3}, "c": SEEDED | {"seed": -3}}
+    driver.step({"c": 2}, {"c": 3})
+    driver.step({"c": 1, "a": 5}, {"a": 0})
+    driver.step({"c": 1, "a": 15, "b": 13}, {"b": 1})  # a and b end in later runs of the same step
+    driver.step({"b": 1})
+    driver.step({"b": 1, "a": 1, "c": 1})
+    for name in "ab":
+        assert driver.tokens[name] == undisturbed(prompts[name], len(driver.tokens[name]), driver.params[name])
+    assert len(driver.tokens["c"]) == 4
+    twin = Driver(vllm_config, {"c": prompts["c"]})
+    twin.params = driver.params
+    for counts, start in (({"c": 2}, {"c": 0}), *[({"c": 1}, {})] * 3):
+        twin.step(counts, start)
+    assert driver.tokens["c"] == twin.tokens["c"]
+
+
+def test_requests_without_a_seed_draw_from_the_engines(vllm_config: VllmConfig) -> None:
+    def tokens(seed: int) -> list[int]:
+        vllm_config.model_config.seed = seed
+        driver = Driver(vllm_config, {"a": random_prompt(3, 1), "b": random_prompt(3, 1)})
+        driver.params = {name: {"temperature": 1.0, "top_k": 200} for name in "ab"}
+        driver.step({"a": 3, "b": 3}, {"a": 0, "b": 1})
+        for _ in range(4):
+            driver.step({"a": 1, "b": 1})
+        assert driver.tokens["a"] != driver.tokens["b"]
+        return driver.tokens["a"]
+
+    before = vllm_config.model_config.seed
+    try:
+        assert tokens(1) == tokens(1) != tokens(2)
+    finally:
+        vllm_config.model_config.seed = before
