@@ -67,7 +67,7 @@ class HostSampler:
         # Its arguments differ between vLLM's versions.
         known = inspect.signature(InputBatch.__init__).parameters
         self._batch = InputBatch(**{name: value for name, value in arguments.items() if name in known})
-        self._sampler = Sampler(logprobs_mode=model.logprobs_mode)
+        self._sampler = Sampler(logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; nothing where it is not in the batch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +13,16 @@ from vllm.engine.arg_utils import EngineArgs
 
 from ..config import NeuronConfig
 from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
+from .options import refuse_options
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 WORKER = "optimum_neuron.vllm.worker.NeuronWorker"
+SCHEDULERS = {
+    False: "optimum_neuron.vllm.scheduler.StepScheduler",
+    True: "optimum_neuron.vllm.scheduler.AsyncStepScheduler",
+}
 CONNECTOR, CONNECTOR_MODULE = "SlotConnector", "optimum_neuron.vllm.slot_connector"
 # As long as a rank's process may take to end.
 SHUTDOWN_SECONDS = 15
@@ -37,8 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
         vllm_config.parallel_config.worker_cls = WORKER
     if vllm_config.model_config is None or vllm_config.cache_config is None:
         return  # vLLM also makes configurations without a model
-    for reason in _refusals(vllm_config):
-        raise ValueError(reason)
+    refuse_options(vllm_config, fitted=_is_ours(vllm_config))
     served = find_served(vllm_config)
     if served is None:
         served = export_served(_source(vllm_config), _export_config(vllm_config))
@@ -70,49 +73,10 @@ def _source(vllm_config: VllmConfig) -> ModelSource:
     return ModelSource(model.model, model.revision, model.hf_token, model.trust_remote_code)
 
 
-def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    """Every option that is set and that compiled graphs cannot honour, as a sentence with the remedy."""
-    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
-    if parallel.tensor_parallel_size > 1:
-        yield (
-            f"--tensor-parallel-size {parallel.tensor_parallel_size} is vLLM's, and an artifact brings its own: export with "
-            f"--tensor-parallel-size {parallel.tensor_parallel_size}, or serve a checkpoint with --additional-config "
-            f"'{{\"tensor_parallel_size\": {parallel.tensor_parallel_size}}}'"
-        )
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            yield f"--{_option(name)} {getattr(parallel, name)} is not supported: an artifact is one worker; leave it out"
-    if vllm_config.speculative_config is not None:
-        yield "speculative decoding is not supported: graphs advance one token per request and step; leave it out"
-    if vllm_config.lora_config is not None:
-        yield "--enable-lora is not supported: weights are fixed at export; merge the adapter before the export"
-    if model.runner_type != "generate":
-        yield f"--runner {model.runner_type} is not supported: an artifact generates text; use --runner generate"
-    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported: the cache has the type of the weights; leave it out"
-    if cache.num_gpu_blocks_override is not None and not _is_ours(vllm_config):
-        yield (
-            f"--num-gpu-blocks-override {cache.num_gpu_blocks_override} is not supported: blocks are the compiled slots; "
-            f"leave it out"
-        )
-    if getattr(cache, "user_specified_block_size", False) and not _is_ours(vllm_config):
-        yield f"--block-size {cache.block_size} is not supported: a block is a whole slot; leave it out"
-    if vllm_config.kv_transfer_config is not None and not _is_ours(vllm_config):
-        yield "--kv-transfer-config is not supported: a slot's cache stays on its device; leave it out"
-    if getattr(cache, "kv_offloading_size", None):
-        yield "--kv-offloading-size is not supported: a slot's cache stays on its device; leave it out"
-    if getattr(vllm_config, "watermark_config", None) is not None:
-        yield "watermarking is not supported: it needs another model runner; leave it out"
-
-
 def _is_ours(vllm_config: VllmConfig) -> bool:
     """Whether `configure` has already been here."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
@@ -186,22 +150,31 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     if default_budget and scheduler.enable_chunked_prefill:
         logger.info("max_num_batched_tokens=%d: what one step of the artifact's graphs holds", budget)
         scheduler.max_num_batched_tokens = budget
-    elif scheduler.max_num_batched_tokens > budget:
+    if scheduler.max_num_batched_tokens > budget:
         logger.warning(
             "max_num_batched_tokens=%d is more than the %d tokens that one step of the graphs holds: larger steps run "
             "several graphs, and running requests wait for all of them",
             scheduler.max_num_batched_tokens,
             budget,
         )
+    elif (
+        scheduler.max_num_batched_tokens > chunk_tokens(config)
+        and scheduler.enable_chunked_prefill
+        and scheduler.scheduler_cls is None
+    ):
+        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+        if scheduler.long_prefill_token_threshold == 0:
+            scheduler.long_prefill_token_threshold = min(chunk_tokens(config), vllm_config.model_config.max_model_len)
+
+
+def chunk_tokens(config: NeuronConfig) -> int:
+    """Prompt tokens that one run of one graph holds."""
+    return config.ctx_batch_size * config.prefill_chunk_size
 
 
 def step_tokens(config: NeuronConfig) -> int:
-    """Tokens that the scheduler may put into a step so that one run of one graph holds it.
-
-    Decodes come out of the same number, so that the rest always fits the chunk rows; with more slots than a chunk has
-    tokens, all of them must still be able to decode.
-    """
-    return max(config.ctx_batch_size * config.prefill_chunk_size, config.batch_size)
+    """Tokens that one run of one graph holds: full chunk rows, beside a token of every slot."""
+    return chunk_tokens(config) + config.batch_size
 
 
 def _has_default_budget(vllm_config: VllmConfig) -> bool:

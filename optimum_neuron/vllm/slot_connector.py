@@ -39,10 +39,14 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
 
     It also holds a new prompt back for a step whose chunk rows are taken, where the step would otherwise need a second
     run of a graph. That is only a matter of speed: the worker runs whatever it is given.
+
+    Attributes:
+        resting: the request whose prompt takes nothing of this step, if any.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self.resting: str | None = None
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
         self._config: NeuronConfig = served.artifact.config
@@ -164,8 +168,8 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._room is None:
             budget, rows = self._budget, self._config.ctx_batch_size
             for request in self._holders.values():
-                if request.status != RequestStatus.RUNNING:
-                    continue  # preempted
+                if request.status != RequestStatus.RUNNING or request.request_id == self.resting:
+                    continue  # preempted, or not in this step
                 count = 1
                 if request.is_prefill_chunk or request.request_id in self._admitted:
                     count = self._share(request.num_tokens - request.num_computed_tokens, budget)

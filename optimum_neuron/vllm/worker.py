@@ -112,7 +112,12 @@ class NeuronWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self.model_runner is not None
-        self.model_runner.runner.warm_up()
+        if self._thread is None:
+            self.model_runner.runner.warm_up()
+        else:
+            # By the thread of the steps: OpenMP gives every thread that computes workers of its own, and where there are more
+            # of them than cores, they no longer wait awake for the next layer.
+            self._thread.submit(_inferring, self.model_runner.runner.warm_up).result()
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of vLLM's engine in this process share: prompts, questions, and greedy tokens by `generate`."""
+"""What tests of vLLM's engine in this process share: prompts, questions, and the tokens that transformers would choose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm import LLM, SamplingParams
 
 
@@ -45,3 +46,19 @@ def graph_runner(llm: LLM) -> Any:
     """The GraphRunner in the worker of an engine in this process."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     return executor.driver_worker.worker.model_runner.runner
+
+
+@torch.no_grad()
+def logits_after(model: Any, tokens: Sequence[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1].float()
+    return logits
+
+
+def choose_by(
+    model: Any, prompt: Sequence[int], count: int, change: Callable[[Tensor, list[int]], Tensor]
+) -> list[int]:
+    """The best token at every step, by transformers' logits as `change(logits, generated)` changes them."""
+    generated: list[int] = []
+    for _ in range(count):
+        generated.append(int(change(logits_after(model, [*prompt, *generated]), generated).argmax()))
+    return generated

@@ -1,80 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the plugin is vLLM's platform, and when it leaves somebody else's vLLM alone."""
+"""When a vLLM process is ours, what is imported to decide it, and models that only this plugin lets vLLM serve."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import vllm.platforms
+from helpers import python_process
+from llm_answers import ask, greedy, random_prompt
+from transformers import AutoModelForCausalLM, BioGptConfig
+from vllm import LLM, ModelRegistry
+from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-from optimum_neuron.targets.neuron.run.device import NeuronDevices
-from optimum_neuron.vllm import activation
-from optimum_neuron.vllm.activation import PLATFORM_GROUP, is_wanted
+from optimum_neuron import NeuronConfig, export_model
+from optimum_neuron.vllm import PLUGIN_NAME, activation, general_plugin, models
 
 
-OURS = EntryPoint("optimum_neuron", "optimum_neuron.vllm:platform_plugin", PLATFORM_GROUP)
-OTHER = EntryPoint("other", "other:plugin", PLATFORM_GROUP)
-SERVE = ("vllm", "serve")
+SERVE = ["vllm", "serve"]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what a machine has: a device of vLLM's own, a Neuron device, another platform plugin."""
-
-    def make(*, vllm_device: bool = False, neuron: bool = False, other_plugin: bool = False) -> None:
-        plugins = [OURS, OTHER] if other_plugin else [OURS]
-        monkeypatch.setattr(activation, "entry_points", lambda group: plugins)
-        devices = NeuronDevices("trn2", 1, 8) if neuron else None
-        monkeypatch.setattr(activation, "find_devices", lambda: devices)
-        monkeypatch.setattr(activation, "_vllm_has_a_platform", lambda: vllm_device)
-
-    make()
-    return make
+def folders(export_text: Callable[..., Path], text_checkpoint: Path, tmp_path: Path) -> dict[str, str]:
+    """What a command line may name: an artifact, a checkpoint, a folder with a manifest of another format, or none."""
+    contents = {
+        "other": '{"format": "other"}',
+        "broken": "{",
+        "list": "[1]",
+        "object": "{}",
+        "empty": "",
+        "binary": "\0",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "neuron_config.json").write_text(content, encoding="utf-8")
+    names = {name: str(tmp_path / name) for name in (*contents, "missing")}
+    return {"artifact": str(export_text()), "checkpoint": str(text_checkpoint), **names}
 
 
 @pytest.mark.parametrize(
-    ("has", "wanted"),
+    ("arguments", "environ", "devices", "builtin", "other", "wanted"),
     [
-        ({}, True),
-        ({"vllm_device": True}, False),
-        ({"neuron": True, "vllm_device": True}, True),
-        ({"other_plugin": True}, False),
-        ({"other_plugin": True, "neuron": True}, False),
+        # vLLM can use nothing here, or there are Neuron devices
+        ([], {}, False, False, False, True),
+        ([], {}, False, True, False, False),
+        ([], {}, True, True, False, True),
+        (["{checkpoint}"], {}, False, True, False, False),
+        # the command line names an artifact
+        (["{artifact}"], {}, False, True, False, True),
+        (["--port", "1", "--model", "{artifact}"], {}, False, True, False, True),
+        (["--model={artifact}"], {}, False, True, False, True),
+        (["{artifact}/"], {}, False, True, False, True),
+        (["{other}"], {}, False, True, False, False),
+        (["{broken}"], {}, False, True, False, False),
+        (["{list}"], {}, False, True, False, False),
+        (["{object}"], {}, False, True, False, False),
+        (["{empty}"], {}, False, True, False, False),
+        (["{binary}"], {}, False, True, False, False),
+        (["--model={missing}"], {}, False, True, False, False),
+        # another platform plugin is installed
+        ([], {}, False, False, True, False),
+        ([], {}, True, False, True, False),
+        (["{artifact}"], {}, False, False, True, True),
+        # the user says so
+        ([], {"VLLM_PLUGINS": "optimum_neuron"}, False, True, True, True),
+        ([], {"VLLM_PLUGINS": "a, optimum_neuron ,b"}, False, True, True, True),
+        ([], {"VLLM_PLUGINS": "optimum_neuron_other"}, False, True, False, False),
+        ([], {"VLLM_PLUGINS": "another"}, False, False, False, True),
+        (["{artifact}"], {"VLLM_TARGET_DEVICE": "cpu"}, True, False, False, False),
+        ([], {"VLLM_TARGET_DEVICE": "cuda"}, False, False, False, False),
+        ([], {"VLLM_TARGET_DEVICE": "empty"}, False, False, False, True),
+        ([], {"VLLM_TARGET_DEVICE": ""}, False, False, False, True),
+        ([], {"VLLM_TARGET_DEVICE": "neuron"}, True, True, False, True),
+        ([], {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "optimum_neuron"}, False, False, False, True),
     ],
-    ids=str,
 )
-def test_a_machine_decides_where_nobody_says(
-    machine: Callable[..., None], text_checkpoint: Path, has: dict[str, Any], wanted: bool
+def test_whose_a_process_is(
+    folders: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    environ: dict[str, str],
+    devices: bool,
+    builtin: bool,
+    other: bool,
+    wanted: bool,
 ) -> None:
-    machine(**has)
-    assert is_wanted([*SERVE, str(text_checkpoint)], {}) is wanted
-    assert is_wanted(["script.py"], {"VLLM_TARGET_DEVICE": "empty", "VLLM_PLUGINS": "another"}) is wanted
+    monkeypatch.setattr(activation, "find_devices", lambda: object() if devices else None)
+    plugins = {"nothing": lambda: None, "cuda": lambda: "some.Platform" if builtin else None}
+    monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", plugins)
+    if other:
+        metadata = tmp_path / "installed" / "vllm_other-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-other\nVersion: 1.0\n", encoding="utf-8")
+        entry = f"[{activation.PLATFORM_GROUP}]\nother = vllm_other:register\n"
+        (metadata / "entry_points.txt").write_text(entry, encoding="utf-8")
+        monkeypatch.syspath_prepend(metadata.parent)
+    argv = [*SERVE, *(argument.format(**folders) for argument in arguments)]
+    assert activation.is_wanted(argv, environ) is wanted
 
 
-@pytest.mark.parametrize("name", ["{}", "{}/", "--model={}"], ids=["argument", "with_slash", "option"])
-def test_an_artifact_on_the_command_line_is_ours_on_any_machine(
-    machine: Callable[..., None], export_text: Callable[..., Path], name: str
+def test_a_process_is_asked_for_its_own_command_line_and_environment(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine(vllm_device=True, other_plugin=True)
-    assert is_wanted([*SERVE, "--port", "80", name.format(export_text())], {})
+    monkeypatch.setattr(activation, "find_devices", lambda: None)
+    monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", {"cuda": lambda: "some.Platform"})
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr("sys.argv", SERVE)
+    assert not activation.is_wanted()
+    monkeypatch.setattr("sys.argv", [*SERVE, folders["artifact"]])
+    assert activation.is_wanted()
+    monkeypatch.setattr("sys.argv", SERVE)
+    monkeypatch.setenv("VLLM_PLUGINS", PLUGIN_NAME)
+    assert activation.is_wanted()
 
 
-def test_folders_that_are_no_artifact_are_not_ours(machine: Callable[..., None], tmp_path: Path) -> None:
-    machine(vllm_device=True)
-    for text in ("", "[]", "{}", '{"format": "another"}', "\x00"):
-        (tmp_path / "neuron_config.json").write_text(text, encoding="utf-8")
-        assert not is_wanted([*SERVE, str(tmp_path)], {})
+def test_the_plugins_module_imports_neither_torch_nor_vllm() -> None:
+    script = (
+        "import sys, optimum_neuron.vllm; print(sorted({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    process = python_process(script)
+    output, errors = process.communicate(timeout=120)
+    assert output.strip() == "[]", errors
 
 
-def test_the_environment_decides_before_anything_else(
-    machine: Callable[..., None], export_text: Callable[..., Path]
-) -> None:
-    machine(vllm_device=True, other_plugin=True)
-    assert is_wanted(["script.py"], {"VLLM_PLUGINS": "lora_resolver, optimum_neuron", "VLLM_TARGET_DEVICE": "cuda"})
-    assert not is_wanted([*SERVE, str(export_text())], {"VLLM_TARGET_DEVICE": "cuda"})
-    machine(neuron=True)
-    assert not is_wanted(["script.py"], {"VLLM_TARGET_DEVICE": "cpu"})
-    assert is_wanted(["script.py"], {"VLLM_TARGET_DEVICE": "neuron"})
+def test_vllm_finds_our_platform_by_its_entry_point() -> None:
+    assert vllm.platforms.current_platform.device_name == PLUGIN_NAME
+    assert type(vllm.platforms.current_platform).__module__ == "optimum_neuron.vllm.platform"
+
+
+def test_only_architectures_that_vllm_does_not_know_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ours = f"{models.__name__}"
+    for name in [name for name, model in ModelRegistry.models.items() if getattr(model, "module_name", "") == ours]:
+        del ModelRegistry.models[name]
+    before = dict(ModelRegistry.models)
+    assert "BioGptForCausalLM" not in before and "LlamaForCausalLM" in before
+    general_plugin()
+    after = ModelRegistry.models
+    assert {name: after[name] for name in before} == before
+    added = {name: after[name] for name in after.keys() - before.keys()}
+    assert "BioGptForCausalLM" in added
+    assert all(isinstance(model, _LazyRegisteredModel) and model.module_name == ours for model in added.values())
+
+
+def test_another_platforms_registry_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "models", {})
+    monkeypatch.setattr(vllm.platforms, "current_platform", types.SimpleNamespace(device_name="cuda"))
+    general_plugin()
+    assert not ModelRegistry.models
+
+
+def test_a_model_that_vllm_has_no_code_for_is_served(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
+    config = BioGptConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(2)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "checkpoint")
+    sizes = NeuronConfig(batch_size=2, sequence_length=128, prefill_chunk_size=16, dtype="float32", target="eager")
+    artifact = export_model(tmp_path / "checkpoint", tmp_path / "artifact", config=sizes)
+    llm = open_llm(artifact, skip_tokenizer_init=True)
+    prompts = [random_prompt(length, vocab=300) for length in (3, 40, 17)]
+    assert ask(llm, prompts, 8) == [greedy(model, prompt, 8) for prompt in prompts]

@@ -120,17 +120,17 @@ def test_the_artifact_has_the_sizes_of_the_engine(text_checkpoint: Path, cache: 
     assert config.output_logits
     assert vllm_config.model_config.max_model_len == 160
     assert vllm_config.scheduler_config.max_num_seqs == 3
-    assert vllm_config.scheduler_config.max_num_batched_tokens == 16
+    assert vllm_config.scheduler_config.max_num_batched_tokens == 16 + 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "slots", "chunk", "budget"),
     [
-        ({}, DEFAULT_SLOTS, 128, 128),
-        ({"max_num_seqs": 2}, 2, 128, 128),
+        ({}, DEFAULT_SLOTS, 128, 128 + DEFAULT_SLOTS),
+        ({"max_num_seqs": 2}, 2, 128, 130),
         ({"max_num_batched_tokens": 24}, DEFAULT_SLOTS, 24, 24),
         ({"max_num_seqs": 2, "max_num_batched_tokens": 500}, 2, 128, 500),
-        ({"performance_mode": "throughput"}, DEFAULT_SLOTS, 128, 128),
+        ({"performance_mode": "throughput"}, DEFAULT_SLOTS, 128, 128 + DEFAULT_SLOTS),
     ],
     ids=str,
 )

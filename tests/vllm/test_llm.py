@@ -95,11 +95,11 @@ def test_a_step_with_chunks_and_decodes_is_one_run_of_the_mixed_graph(
     calls = graph_runner(llm).graph_calls
     calls.clear()
     ask(llm, [random_prompt(1, 1), random_prompt(95, 1)], [8, 1])
-    # the short prompt's only chunk; then three steps with 31 tokens of the long one and one decode, and a last one
+    # the short prompt's only chunk; then three full chunks of the long one, each beside a decode, and the rest
     assert calls == {
         f"chunked_prefill_chunk{CHUNK}_context{LENGTH}": 1,
-        f"mixed_chunk{CHUNK}_context{LENGTH}": 4,
-        f"token_generation_context{LENGTH}": 3,
+        f"mixed_chunk{CHUNK}_context{LENGTH}": 3,
+        f"token_generation_context{LENGTH}": 4,
     }
 
 

@@ -158,21 +158,21 @@ def check_weather(text: str) -> None:
     assert 1 <= found["days"] <= 9
 
 
-def test_logprobs_are_the_logits_of_transformers(
+def test_logprobs_of_requests_at_once_are_the_logits_of_transformers(
     text_server: Server, text_checkpoint: Path, tokenizer: Any, greedy: Callable[..., list[int]]
 ) -> None:
-    ids = tokenizer(PROMPTS[1]).input_ids
-    answer = complete(text_server, ids, 8, logprobs=3).choices[0]
-    assert answer.token_ids == greedy(ids, 8)
     model = AutoModelForCausalLM.from_pretrained(text_checkpoint).eval()
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids + answer.token_ids])).logits[0, len(ids) - 1 : -1]
-    expected = logits.log_softmax(-1).topk(3)
-    chosen = torch.tensor(answer.logprobs.token_logprobs)
-    torch.testing.assert_close(chosen, expected.values[:, 0], rtol=0, atol=1e-4)
-    for row, top in enumerate(answer.logprobs.top_logprobs):
-        assert list(top) == [tokenizer.decode(token) for token in expected.indices[row]]
-        torch.testing.assert_close(torch.tensor(list(top.values())), expected.values[row], rtol=0, atol=1e-4)
+    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[1:]]
+    for prompt, answer in zip(prompts, complete(text_server, prompts, 8, logprobs=3).choices, strict=True):
+        assert answer.token_ids == greedy(prompt, 8)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).topk(3)
+        chosen = torch.tensor(answer.logprobs.token_logprobs)
+        torch.testing.assert_close(chosen, expected.values[:, 0], rtol=0, atol=1e-4)
+        for row, top in enumerate(answer.logprobs.top_logprobs):
+            assert list(top) == [tokenizer.decode(token) for token in expected.indices[row]]
+            torch.testing.assert_close(torch.tensor(list(top.values())), expected.values[row], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"extra_body": {"top_k": 40}}], ids=["host", "on_device"])

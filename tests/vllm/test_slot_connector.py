@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix reuse between slots, and who waits for a chunk row: the connector under vLLM's own scheduler."""
+"""Prefix reuse between slots: the connector under vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -252,88 +252,3 @@ def test_a_request_may_decline_to_reuse(serve: Callable[..., Served]) -> None:
     engine.run()
     assert {"c": len(PREFIX) - 1} in engine.reused
     engine.check_answers()
-
-
-def test_a_prompt_waits_where_the_tail_of_another_leaves_room_but_no_row(serve: Callable[..., Served]) -> None:
-    engine = serve()
-    engine.add("a", other(1, 12), 8)
-    engine.add("b", other(2, 20), 8)
-    engine.add("c", other(3, 3), 8)
-    engine.run()
-    engine.check_answers()
-    assert engine.steps[:6] == [
-        {"a": 8},
-        {"a": 4},  # 4 tokens are left, and no row
-        {"a": 1, "b": 7},
-        {"a": 1, "b": 7},
-        {"a": 1, "b": 6},
-        {"a": 1, "b": 1, "c": 3},
-    ]
-    assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_prompts_that_fit_the_rows_which_are_left_are_taken_in_together(serve: Callable[..., Served]) -> None:
-    engine = serve(rows=2)
-    engine.add("a", other(1, 12), 4)
-    engine.add("b", other(2, 3), 4)
-    engine.add("c", other(3, 7), 4)
-    engine.add("d", other(4, 6), 4)
-    engine.run()
-    engine.check_answers()
-    assert engine.steps[:3] == [{"a": 12}, {"a": 1, "b": 3, "c": 7}, {"a": 1, "b": 1, "c": 1, "d": 6}]
-    assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_a_prompt_that_needs_more_rows_than_are_left_waits_and_a_shorter_one_goes_first(
-    serve: Callable[..., Served],
-) -> None:
-    engine = serve(rows=2)
-    engine.add("a", other(1, 20), 4)
-    engine.add("b", other(2, 20), 4)
-    engine.add("c", other(3, 7), 4)
-    engine.run()
-    engine.check_answers()
-    # After the 4 tokens of a's tail the step has 12 left, and one row, which holds 8 of them.
-    assert engine.steps[:3] == [{"a": 16}, {"a": 4, "c": 7}, {"a": 1, "c": 1, "b": 14}]
-    assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_a_long_prompt_is_not_passed_for_ever_by_short_ones(serve: Callable[..., Served]) -> None:
-    engine = serve(rows=2, long_prefill_token_threshold=16)
-    engine.add("a", other(0, 80), 2)
-    engine.add("long", other(1, 60), 2)
-    for index in range(30):
-        engine.add(f"s{index}", other(index, 3), 1)
-    engine.run()
-    engine.check_answers()
-    assert list(engine.first_steps()).index("long") <= 3
-
-
-def test_prompts_that_are_held_back_keep_their_order(serve: Callable[..., Served]) -> None:
-    engine = serve()
-    names = [f"r{index}" for index in range(12)]
-    for index, name in enumerate(names):
-        engine.add(name, other(index, 3 + 5 * (index % 4)), 2)
-    engine.run()
-    engine.check_answers()
-    assert list(engine.first_steps()) == names
-
-
-def test_a_larger_budget_holds_no_prompt_back(serve: Callable[..., Served]) -> None:
-    engine = serve(max_num_batched_tokens=64)
-    for index in range(4):
-        engine.add(f"r{index}", other(index, 12), 2)
-    engine.step()
-    assert engine.steps == [{f"r{index}": 12 for index in range(4)}]
-    assert len(engine.runs[0]) == 8
-    engine.run()
-    engine.check_answers()
-
-
-def test_priorities_decide_who_is_next(serve: Callable[..., Served]) -> None:
-    engine = serve(scheduling_policy="priority")
-    for index in range(6):
-        engine.add(f"r{index}", other(index, 8), 2, priority=-index)
-    engine.run()
-    engine.check_answers()
-    assert list(engine.first_steps()) == ["r5", "r4", "r3", "r2", "r1", "r0"]

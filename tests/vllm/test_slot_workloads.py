@@ -60,6 +60,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole prompts, async": ({}, {"async_scheduling": True, "max_num_batched_tokens": 400}),
     "tiny budget": ({}, {"max_num_batched_tokens": 3, "max_num_seqs": 3}),
     "no mixed graphs": ({"mixed_step": False}, {}),
+    "more slots than chunk tokens": ({"batch_size": 6, "prefill_chunk_size": 4}, {}),
     "priorities": ({}, {"scheduling_policy": "priority"}),
     "one request at a time": ({}, {"max_num_seqs": 1, "async_scheduling": True}),
 }
@@ -72,7 +73,7 @@ def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
     def one(name: str) -> VllmConfig:
         if name not in made:
             sizes, options = ENGINES[name]
-            artifact = export_text(sequence_length=LENGTH, prefill_chunk_size=8, **sizes)
+            artifact = export_text(**{"sequence_length": LENGTH, "prefill_chunk_size": 8} | sizes)
             options = {"async_scheduling": False, **options}
             made[name] = EngineArgs(model=str(artifact), **options).create_engine_config()
         return made[name]
@@ -81,7 +82,7 @@ def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 @example(actions=SWAPPED)
 def test_all_requests_get_their_tokens_in_steps_that_fit(
@@ -110,7 +111,7 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
         assert all(len(runs) <= 1 for runs in engine.runs)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 90), min_size=2, max_size=12))
 def test_prompts_start_in_the_order_of_their_arrival(
     configure: Callable[[str], VllmConfig], lengths: list[int]

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's options against what was compiled: fitted where they are sizes, refused in words where they cannot be honoured."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CompilationMode, KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from optimum_neuron.vllm.options import _REFUSED, _REFUSED_AT_FIRST, _WITHOUT_EFFECT
+from optimum_neuron.vllm.scheduler import StepScheduler
+from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, WORKER, configure, find_served
+
+
+LENGTH, SLOTS, CHUNK = 512, 4, 32
+STEP = CHUNK + SLOTS
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 2}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "--tensor-parallel-size 2 is vLLM's, and an artifact brings its own: export with --tensor-parallel-size 2, or serve a "
+        "checkpoint with --additional-config '{\"tensor_parallel_size\": 2}'",
+    ),
+    (
+        {"pipeline_parallel_size": 2},
+        "--pipeline-parallel-size 2 is not supported: an artifact is one worker; leave it out",
+    ),
+    (
+        {"prefill_context_parallel_size": 2},
+        "--prefill-context-parallel-size 2 is not supported: an artifact is one worker",
+    ),
+    (
+        {"speculative_config": SPECULATION},
+        "speculative decoding is not supported: graphs advance one token per request",
+    ),
+    ({"enable_lora": True}, "--enable-lora is not supported: weights are fixed at export; merge the adapter before"),
+    ({"runner": "pooling"}, "--runner pooling is not supported: an artifact generates text; use --runner generate"),
+    (
+        {"kv_cache_dtype": "fp8"},
+        "--kv-cache-dtype fp8 is not supported: the cache has the type of the weights; leave it",
+    ),
+    (
+        {"num_gpu_blocks_override": 3},
+        "--num-gpu-blocks-override 3 is not supported: blocks are the compiled slots; leave",
+    ),
+    ({"block_size": 16}, "--block-size 16 is not supported: a block is a whole slot; leave it out"),
+    (
+        {"kv_transfer_config": KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both")},
+        "--kv-transfer-config is not supported: a slot's cache stays on its device; leave it out",
+    ),
+    (
+        {"kv_offloading_size": 1.0},
+        "--kv-offloading-size 1.0 is not supported: a slot's cache stays on its device; leave it",
+    ),
+    ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is not supported: the slots were sized at"),
+    ({"cpu_offload_gb": 1.5}, "--cpu-offload-gb 1.5 is not supported: the weights stay where the graphs run; leave"),
+    ({"load_format": "dummy"}, "--load-format dummy is not supported: weights come from the artifact; leave it out"),
+    (
+        {"download_dir": "x"},
+        "--download-dir x is not supported: files of the Hub come from its own cache; set HF_HUB_",
+    ),
+    ({"hf_overrides": {"rope_theta": 1.0}}, "--hf-overrides is not supported: the artifact, or the checkpoint as it"),
+    ({"model_impl": "transformers"}, "--model-impl transformers is not supported: the model is compiled into the"),
+    ({"enable_prompt_embeds": True}, "--enable-prompt-embeds is not supported: graphs take token ids; leave it out"),
+    ({"quantization": "fp8"}, "--quantization fp8 is not supported: weights are fixed at export; leave it out"),
+    (
+        {"max_model_len": 513},
+        "--max-model-len 513 is more than the sequence_length=512 that the artifact was exported with; lower it, or export "
+        "with --sequence-length 513",
+    ),
+    (
+        {"dtype": "float16"},
+        "--dtype float16 differs from the float32 that the artifact was exported with; leave it out, or export with --dtype "
+        "float16",
+    ),
+    ({"additional_config": {"batch_size": 5}}, "batch_size=5 differs from the 4 that "),
+]
+
+
+@pytest.fixture(scope="module")
+def artifact(export_text: Callable[..., Path]) -> Path:
+    return export_text()
+
+
+def config_of(path: Path, context: UsageContext = UsageContext.LLM_CLASS, **options: Any) -> VllmConfig:
+    return EngineArgs(model=str(path), **options).create_engine_config(context)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
+def test_what_compiled_graphs_cannot_do_is_refused_with_the_remedy(
+    artifact: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        config_of(artifact, **options)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enforce_eager": True}, "--enforce-eager has no effect: the graphs are compiled already"),
+        (
+            {"gpu_memory_utilization": 0.5},
+            "--gpu-memory-utilization has no effect: the artifact's slots decide how much",
+        ),
+    ],
+    ids=["enforce_eager", "gpu_memory_utilization"],
+)
+def test_an_option_that_only_tunes_what_is_not_there_is_told_of_once(
+    artifact: Path, options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.optimum_neuron"):
+        configure(config_of(artifact, **options))
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("vllm.optimum_neuron")]
+    assert len(said) == 1 and said[0].startswith(message)
+
+
+def test_every_option_that_is_refused_exists(artifact: Path) -> None:
+    config = config_of(artifact)
+    for option in (*_REFUSED, *_REFUSED_AT_FIRST, *_WITHOUT_EFFECT):
+        value: Any = config
+        *sections, name = option.path.split(".")
+        for section in sections:
+            value = getattr(value, section)
+        assert value is None or hasattr(value, name), option.path
+
+
+def test_an_option_that_no_export_knows_is_refused_with_the_closest_name(artifact: Path) -> None:
+    with pytest.raises(TypeError, match="unknown option 'bath_size' = 4; did you mean 'batch_size'"):
+        config_of(artifact, additional_config={"bath_size": 4})
+
+
+@pytest.mark.parametrize("context", [UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER])
+def test_sizes_that_nobody_gave_are_the_compiled_ones(
+    artifact: Path, context: UsageContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.optimum_neuron"):
+        config = config_of(artifact, context)
+    scheduler, cache = config.scheduler_config, config.cache_config
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (SLOTS, STEP)
+    assert (config.model_config.max_model_len, config.model_config.dtype) == (LENGTH, torch.float32)
+    assert (cache.block_size, cache.num_gpu_blocks_override) == (LENGTH, SLOTS + 1)
+    assert cache.enable_prefix_caching is False
+    assert config.kv_transfer_config is not None
+    assert config.kv_transfer_config.kv_connector_extra_config == {"reuse": True}
+    assert config.parallel_config.worker_cls == WORKER
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert os.environ[ARTIFACT_VARIABLE] == str(artifact)
+    assert not [record for record in caplog.records if record.name.startswith("vllm.optimum_neuron")]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "warning"),
+    [
+        ({"max_num_seqs": 3}, (3, STEP, LENGTH), ""),
+        ({"max_num_seqs": 9}, (SLOTS, STEP, LENGTH), "max_num_seqs=9: the artifact has batch_size=4 slots"),
+        ({"max_num_batched_tokens": 7, "max_num_seqs": 4}, (SLOTS, 7, LENGTH), ""),
+        ({"max_num_batched_tokens": 3}, (3, 3, LENGTH), ""),
+        ({"max_num_batched_tokens": 100}, (SLOTS, 100, LENGTH), "100 is more than the 36 tokens that one step"),
+        ({"max_num_batched_tokens": 4096}, (SLOTS, 4096, LENGTH), "4096 is more than the 36 tokens that one step"),
+        ({"max_model_len": 100}, (SLOTS, STEP, 100), ""),
+        ({"max_model_len": 511, "max_num_seqs": 2}, (2, STEP, 511), ""),
+        ({"max_model_len": -1}, (SLOTS, STEP, LENGTH), ""),
+        ({"performance_mode": "throughput"}, (SLOTS, STEP, LENGTH), ""),
+        ({"enable_chunked_prefill": False}, (SLOTS, 8192, LENGTH), "8192 is more than the 36 tokens that one step"),
+    ],
+)
+def test_sizes_that_were_given_are_honoured_as_far_as_there_are_slots(
+    artifact: Path,
+    options: dict[str, Any],
+    sizes: tuple[int, int, int],
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.optimum_neuron"):
+        config = config_of(artifact, **options)
+    scheduler = config.scheduler_config
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, config.model_config.max_model_len) == sizes
+    assert config.cache_config.block_size == sizes[2]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("vllm.optimum_neuron")]
+    assert len(said) == bool(warning) and all(warning in message for message in said)
+
+
+def test_a_step_holds_all_decodes_where_there_are_more_slots_than_chunk_tokens(
+    export_text: Callable[..., Path],
+) -> None:
+    config = config_of(export_text(batch_size=6, prefill_chunk_size=4))
+    assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (6, 10)
+
+
+def test_a_step_holds_all_chunk_rows(export_text: Callable[..., Path]) -> None:
+    config = config_of(export_text(ctx_batch_size=2, prefill_chunk_size=16))
+    assert config.scheduler_config.max_num_batched_tokens == 2 * 16 + SLOTS
+    assert config.scheduler_config.long_prefill_token_threshold == 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "ours", "threshold"),
+    [
+        ({}, True, CHUNK),
+        ({"async_scheduling": False}, True, CHUNK),
+        ({"max_num_batched_tokens": CHUNK + 1}, True, CHUNK),
+        ({"max_model_len": CHUNK - 2}, True, CHUNK - 2),
+        ({"long_prefill_token_threshold": 9}, True, 9),
+        ({"max_num_batched_tokens": CHUNK}, False, 0),
+        ({"max_num_batched_tokens": STEP + 1}, False, 0),
+        ({"max_num_batched_tokens": STEP, "max_model_len": STEP, "enable_chunked_prefill": False}, False, 0),
+        ({"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}, False, 0),
+    ],
+    ids=str,
+)
+def test_our_scheduler_fills_chunk_rows_where_a_step_is_to_be_one_run(
+    artifact: Path, options: dict[str, Any], ours: bool, threshold: int
+) -> None:
+    scheduler = config_of(artifact, **options).scheduler_config
+    assert issubclass(scheduler.get_scheduler_cls(), StepScheduler) is ours
+    assert issubclass(scheduler.get_scheduler_cls(), AsyncScheduler) is scheduler.async_scheduling
+    assert scheduler.long_prefill_token_threshold == threshold
+
+
+def test_active_requests_are_never_more_than_the_slots(artifact: Path) -> None:
+    assert config_of(artifact, max_num_active_seqs=9).scheduler_config.max_num_active_seqs == SLOTS
+    assert config_of(artifact, max_num_active_seqs=2).scheduler_config.max_num_active_seqs == 2
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_type_of_the_weights_is_the_artifacts(artifact: Path, dtype: str) -> None:
+    assert config_of(artifact, dtype=dtype).model_config.dtype == torch.float32
+
+
+def test_prefix_caching_is_the_connectors(artifact: Path) -> None:
+    transfer = config_of(artifact, enable_prefix_caching=False).kv_transfer_config
+    assert transfer is not None and transfer.kv_connector_extra_config == {"reuse": False}
+
+
+def test_options_equal_to_the_compiled_ones_may_be_repeated(artifact: Path) -> None:
+    config = config_of(artifact, additional_config={"batch_size": SLOTS, "prefill_chunk_size": CHUNK})
+    assert config.scheduler_config.max_num_seqs == SLOTS
+
+
+def snapshot(config: VllmConfig) -> str:
+    parts = (config.scheduler_config, config.cache_config, config.model_config, config.parallel_config)
+    return repr((parts, config.kv_transfer_config, config.additional_config, config.shutdown_timeout))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 100, "enable_prefix_caching": False}])
+def test_a_fitted_configuration_is_not_changed_by_fitting_it_again(artifact: Path, options: dict[str, Any]) -> None:
+    config = config_of(artifact, **options)
+    before = snapshot(config)
+    configure(config)
+    configure(config)
+    assert snapshot(config) == before
+
+
+def test_a_fitted_configuration_reaches_other_processes(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(artifact, max_num_seqs=2)
+    monkeypatch.delenv(ARTIFACT_VARIABLE)
+    received: VllmConfig = pickle.loads(pickle.dumps(config))
+    assert snapshot(received) == snapshot(config)
+    configure(received)
+    assert snapshot(received) == snapshot(config)
+    assert os.environ[ARTIFACT_VARIABLE] == str(artifact)
+    served = find_served(received)
+    assert served is not None and served.artifact.path == artifact
+
+
+def test_a_configuration_without_a_model_is_left_alone() -> None:
+    config = VllmConfig()
+    assert config.parallel_config.worker_cls == WORKER
+    assert config.kv_transfer_config is None
