@@ -10,7 +10,8 @@ all_chunks      the same plugin with the policy of the runtimes that it succeeds
 vllm_cpu        vLLM's own CPU backend, where --vllm-cpu-python names an environment that has it
 
 A share of the prompts is long. What the others notice of it is the pause between two of their tokens (inter-token latency,
-ITL): at its worst, p99 and max. TTFT is the time to a request's first token. Prefix caching is off everywhere.
+ITL): at its worst, p99 and max. Where the load is so light that fewer than one pause in a hundred is a stall, only max
+shows it. TTFT is the time to a request's first token. Prefix caching is off everywhere.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     peer_help = "the python of an environment with vllm-cpu (default: leave this peer out)"
     add_option(what, "--vllm-cpu-python", type=Path, metavar="PYTHON", default=None, help=peer_help)
     load = parser.add_argument_group("load")
-    add_option(load, "--rates", type=above_zero, nargs="+", metavar="RATE", default=[0.5, 1.0, 2.0], help="requests/s")
+    add_option(load, "--rates", type=above_zero, nargs="+", metavar="RATE", default=[2.0, 3.0], help="requests/s")
     add_option(load, "--clients", type=positive, metavar="COUNT", default=8, help="of the load without a rate")
     add_option(
         load, "--seconds", type=positive, metavar="SECONDS", default=30, help="how long requests come at a rate"
     )
-    add_option(load, "--requests", type=positive, metavar="COUNT", default=40, help="of the clients together")
+    add_option(load, "--requests", type=positive, metavar="COUNT", default=100, help="of the clients together")
     add_option(load, "--long-share", type=share, metavar="SHARE", default=0.25, help="of prompts that are long")
     lengths = {"type": positive, "nargs": 2, "metavar": ("LEAST", "MOST")}
     add_option(load, "--long-prompt", **lengths, default=[1500, 2000], help="tokens of a long prompt")
