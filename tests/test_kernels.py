@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
+from optimum_neuron.graphs.attention import AttentionRows, attend_cache
+from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.masks import AttentionChunk
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import state_specs
 from optimum_neuron.targets.cpu import kernels, worker
+from optimum_neuron.targets.cpu.attention import attend_cache_on_cpu
 
 
 HERE = kernels.are_fast_here()
@@ -276,3 +280,11 @@ class TestAttend:
         for slot, position, words in ((2, 0, "seq_ids 2"), (-1, 0, "seq_ids -1"), (0, 70, "position_ids 70")):
             with pytest.raises(RuntimeError, match=words):
                 ops.attend(query, keys, keys, int32([slot]), int32([[position]]), 0.25, 0)
+
+
+def test_attention_within_blocks_of_positions_is_left_to_the_reference() -> None:
+    query, keys, values = random(2, 4, 1, 16, dtype=torch.float32), *torch.randn(2, 3, 2, 32, 16)
+    rows = AttentionRows(int32([[9], [30]]), None, 32)
+    call = AttentionCall(0, query, keys, values, 0.25, AttentionChunk(8), None, None)
+    found = attend_cache_on_cpu(call, rows, query, keys, values)
+    assert torch.equal(found, attend_cache(call, rows, query, keys, values))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from optimum_neuron.graphs.attention import ATTENTION_NAME
+from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 

@@ -10,91 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from . import kv_cache
+from .interface import AttentionCall
+from .masks import AttentionChunk, CausalMask, Window
 from .spec import LayerCache
 
 
-ATTENTION_NAME = "optimum_neuron"
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one.
 MASKED = -1e9
 MASKED_HALF = -3e4  # float16 ends at -65504
+# Between the numbers of the caches of a layer that attends several times; more than any model's layers.
+CALLS_APART = 100_000
 
 
-class AttentionBackend(Protocol):
-    """Receives every attention call of a model's forward pass as the keyword argument `attention_backend`."""
+@dataclass
+class LayerCalls:
+    """Numbers the caches of one forward pass: a layer that attends several times has one for each time."""
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Returns `[1, tokens, heads, value_dim]`."""
+    counts: dict[int, int] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads."""
-
-    layer_idx: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    *,
-    attention_backend: AttentionBackend,
-    **_: Any,  # transformers passes every keyword of the model call to every attention function
-) -> tuple[Tensor, None]:
-    call = AttentionCall(
-        layer_idx=module.layer_idx,
-        query=query,
-        key=key,
-        value=value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return attention_backend.attend(call), None
-
-
-def register() -> None:
-    """Makes `attn_implementation="optimum_neuron"` known to transformers; masks come from positions, not from it."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
-
-
-register()
+    def number(self, layer_idx: int) -> int:
+        """The layer's own number where it attends once."""
+        before = self.counts.get(layer_idx, 0)
+        self.counts[layer_idx] = before + 1
+        return layer_idx + before * CALLS_APART
 
 
 @dataclass
 class LayerRecorder:
     """Attention backend that learns each layer's cache sizes from one pass of the model."""
 
+    by_itself: bool = False
     layers: list[LayerCache] = field(default_factory=list)
+    calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        kv_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[-1], call.value.shape[-1]
-        self.layers.append(LayerCache(call.layer_idx, kv_heads, key_dim, value_dim))
-        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], value_dim))
+        self.store(call.layer_idx, call.key, call.value)
+        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[-1]))
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.calls.number(layer_idx)
+        self.layers.append(LayerCache(number, key.shape[1], key.shape[-1], value.shape[-1]))
+        return key, value
+
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+        if not self.by_itself:
+            return None
+        mask.visible_window()
+        return torch.zeros((1, 1, 1, 1), dtype=dtype)
 
 
 @dataclass
@@ -109,15 +76,18 @@ class AttentionRows:
     position_ids: Tensor
     seq_ids: Tensor | None
     context_length: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[Window, Tensor] = field(default_factory=dict)
 
-    def visible(self, sliding_window: int | None) -> Tensor:
+    def visible(self, sliding_window: Window) -> Tensor:
         """`[rows, tokens, context_length]`: which cache columns a token may see. Built once per window and step."""
         if sliding_window not in self.masks:
             columns = torch.arange(self.context_length, dtype=torch.int32)
             positions = self.position_ids[:, :, None]
             visible = columns <= positions
-            if sliding_window is not None:
+            if isinstance(sliding_window, AttentionChunk):
+                first = positions - positions % sliding_window.size
+                visible = visible & (columns >= first)
+            elif sliding_window is not None:
                 visible = visible & (columns > positions - sliding_window)
             self.masks[sliding_window] = visible
         return self.masks[sliding_window]
@@ -145,11 +115,40 @@ class CachedAttention:
     groups: list[AttentionRows]
     attend_cache: CacheAttention
     write_cache: CacheWrite
+    by_itself: bool = False
+    calls: LayerCalls = field(default_factory=LayerCalls)
+
+    def _write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.layer(self.calls.number(layer_idx))
+        self.write_cache(keys, key[0].transpose(0, 1), self.write_rows, self.write_columns)
+        self.write_cache(values, value[0].transpose(0, 1), self.write_rows, self.write_columns)
+        return keys, values
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots."""
+        context = self.groups[0].context_length
+        keys, values = (
+            kv_cache.read(states, None, states.shape[0] - 1, context).transpose(0, 1).flatten(1, 2)[None]
+            for states in self._write(layer_idx, key, value)
+        )
+        return keys, values
+
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+        """`[1, 1, tokens, slots * context_length]`, to be added to the scores of all slots."""
+        if not self.by_itself:
+            return None
+        window = mask.visible_window()
+        slots = torch.arange(next(self.cache.buffers()).shape[0] - 1, dtype=torch.int32)
+        rows = []
+        for group in self.groups:
+            own = slots[: len(group.position_ids)] if group.seq_ids is None else group.seq_ids
+            visible = group.visible(window)[:, :, None] & (own[:, None] == slots)[:, None, :, None]
+            rows.append(visible.flatten(2).flatten(0, 1))
+        fill = MASKED_HALF if dtype == torch.float16 else MASKED
+        return torch.where(torch.cat(rows), 0.0, fill).to(dtype)[None, None]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        keys, values = self.cache.layer(call.layer_idx)
-        self.write_cache(keys, call.key[0].transpose(0, 1), self.write_rows, self.write_columns)
-        self.write_cache(values, call.value[0].transpose(0, 1), self.write_rows, self.write_columns)
+        keys, values = self._write(call.layer_idx, call.key, call.value)
         outputs, start = [], 0
         for group in self.groups:
             rows, tokens = group.position_ids.shape

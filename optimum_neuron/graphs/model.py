@@ -3,41 +3,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import LayerRecorder
+from .interface import attending
 from .kv_cache import KVCache
+from .masks import UnsupportedModelError
+from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
-from .spec import GraphSpec, ModelSpec
-from .step import StepModule, example_inputs
+from .refusals import check_layers, check_result
+from .spec import GraphSpec, LayerCache, ModelSpec
+from .step import StepModule, accepts, example_inputs
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
-    """Runs the model on one token and returns what its graphs need to know.
+    """Runs the model on a few tokens and returns what its graphs need to know.
+
+    A model whose weights have data is also run as step graphs, and must compute what transformers' own attention does.
 
     Raises:
         ValueError: the model cannot run as step graphs; the reason is named.
     """
-    recorder = LayerRecorder()
-    token = torch.zeros((1, 1), dtype=torch.int32)
-    name = type(model).__name__
     try:
-        with torch.inference_mode():
-            logits = model(
-                input_ids=token, position_ids=token.clone(), use_cache=False, attention_backend=recorder
-            ).logits
-    except TypeError as error:
-        raise ValueError(f"{name} does not pass keyword arguments on to its attention layers: {error}") from error
-    expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    layers = tuple(recorder.layers)
-    if len({layer.layer_idx for layer in layers}) != len(layers) or len(layers) != expected:
-        raise ValueError(
-            f"{name} cannot be exported: {len(layers)} attention calls were seen for num_hidden_layers={expected}; "
-            f"every layer must call transformers' attention interface exactly once"
-        )
-    return ModelSpec(vocab_size=logits.shape[-1], layers=layers)
+        layers, vocab_size = _record(model)
+        check_layers(model, layers)
+        spec = ModelSpec(vocab_size=vocab_size, layers=layers)
+        check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+    except UnsupportedModelError as error:
+        raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
+    return spec
+
+
+def _record(model: PreTrainedModel) -> tuple[tuple[LayerCache, ...], int]:
+    """Each layer's cache, and the size of the vocabulary."""
+    needs = CacheNeeds.of(model)
+    recorder = LayerRecorder(needs.by_itself)
+    token = torch.zeros((1, 1), dtype=torch.int32)
+    kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
+    cache = needs.cache(token[0], recorder)
+    if cache is not None:
+        kwargs["past_key_values"] = cache
+    try:
+        with torch.inference_mode(), attending(recorder):
+            logits: Tensor = model(input_ids=token, position_ids=token.clone(), use_cache=False, **kwargs).logits
+    except UnsupportedModelError:
+        raise
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
+        raise UnsupportedModelError(f"it fails on a token with its position and no cache: {error}") from error
+    return tuple(recorder.layers), logits.shape[-1]
 
 
 def export_graph(

@@ -8,13 +8,15 @@ A step advances decode rows, or prompt chunks, or both. Their tokens pass throug
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention import AttentionRows, CachedAttention
+from .interface import attending
 from .kv_cache import KVCache, write_indices
+from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .spec import GraphSpec, TensorSpec
 
@@ -49,6 +51,7 @@ class StepModule(nn.Module):
         self.model = model
         self.kv_cache = cache
         self.spec = spec
+        self._needs = CacheNeeds.of(model)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
@@ -82,7 +85,13 @@ class StepModule(nn.Module):
             offset += rows * tokens
         write_rows, write_columns = (torch.cat(parts) for parts in zip(*writes, strict=True))
         attention = CachedAttention(
-            self.kv_cache, write_rows, write_columns, rows_of_groups, self.ops.attend_cache, self.ops.write_cache
+            self.kv_cache,
+            write_rows,
+            write_columns,
+            rows_of_groups,
+            self.ops.attend_cache,
+            self.ops.write_cache,
+            self._needs.by_itself,
         )
         return attention, torch.cat(last_tokens)
 
@@ -92,11 +101,18 @@ class StepModule(nn.Module):
         """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
         # An idle row's position is -1: a learned position table has no such row, and nobody reads the result.
         position_ids = position_ids.clamp(min=0)
-        kwargs = {"attention_backend": attention, "use_cache": False}
-        if _keeps_logits(self.model):
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if accepts(self.model, "attention_backend"):
+            kwargs["attention_backend"] = attention
+        keeps = accepts(self.model, "logits_to_keep", by_name=True)
+        if keeps:
             kwargs["logits_to_keep"] = output_rows
-        logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
-        return (logits if _keeps_logits(self.model) else logits[output_rows]).float()
+        cache = self._needs.cache(position_ids, attention)
+        if cache is not None:
+            kwargs["past_key_values"] = cache
+        with attending(attention):
+            logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
+        return (logits if keeps else logits[output_rows]).float()
 
     def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
         outputs = []
@@ -113,9 +129,11 @@ def actual_tokens_mask(position_ids: Tensor) -> Tensor:
     return torch.cat([first, position_ids[:, 1:] > position_ids[:, :-1]], dim=1)
 
 
-def _keeps_logits(model: nn.Module) -> bool:
-    """Whether the model computes logits of chosen tokens only; the others are computed in full, then chosen."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def accepts(model: nn.Module, keyword: str, *, by_name: bool = False) -> bool:
+    """Whether a model's forward takes a keyword; `by_name`: whether it has a parameter of that name."""
+    parameters = inspect.signature(model.forward).parameters
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keyword in parameters or (others and not by_name)
 
 
 def row_groups(spec: GraphSpec, inputs: tuple[Tensor, ...]) -> list[tuple[str, RowGroup]]:

@@ -36,7 +36,7 @@ class _EqualRows(TorchFunctionMode):
         x, *parameters = args
         flat = x.reshape(-1, x.shape[-1])
         padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
-        return func(padded, *parameters, **kwargs)[: len(flat)].view(*x.shape[:-1], -1)
+        return func(padded, *parameters, **kwargs)[: len(flat)].view(*x.shape[:-1], len(parameters[0]))
 
 
 class EagerExecutable:

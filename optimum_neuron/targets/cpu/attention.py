@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...graphs.attention import AttentionCall, AttentionRows, attend_cache
+from ...graphs.attention import AttentionRows, attend_cache
+from ...graphs.interface import AttentionCall
+from ...graphs.masks import AttentionChunk
 from .kernels import namespace
 
 
@@ -18,12 +20,11 @@ def attend_cache_on_cpu(
     call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """A drop-in for `attend_cache` that reads slots in place and stops at each token's own position."""
-    if not _fits(call, keys, values):
+    window = call.sliding_window
+    if isinstance(window, AttentionChunk) or not _fits(call, keys, values):
         return attend_cache(call, group, query, keys, values)
     kernel = getattr(torch.ops, namespace()).attend.default
-    output: Tensor = kernel(
-        query, keys, values, group.seq_ids, group.position_ids, call.scaling, call.sliding_window or 0
-    )
+    output: Tensor = kernel(query, keys, values, group.seq_ids, group.position_ids, call.scaling, window or 0)
     return output
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ....graphs.attention import ATTENTION_NAME, AttentionBackend, AttentionCall
+from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
 from ....graphs.model import inspect_model
 from ....graphs.spec import ModelSpec
 from ..lowering.experts import use_static_experts
@@ -96,8 +96,10 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
     wanted = getattr(torch, dtype)
     with FakeTensorMode(), torch.device("cpu"):
         try:
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=wanted, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+            options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code}
+            model = with_attention(
+                lambda name: AutoModelForCausalLM.from_config(model_config, attn_implementation=name, **options),
+                ATTENTION_NAME,
             ).eval()
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name}: {str(error).strip().splitlines()[0]}") from error
@@ -109,7 +111,7 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
         dtype=dtype,
         weights=tuple(_weights(model, wanted, probe.per_token)),
         spec=spec,
-        heads=tuple(probe.heads),
+        heads=tuple(probe.heads) or (text_config.num_attention_heads,) * len(spec.layers),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         longest=getattr(text_config, "max_position_embeddings", None),
@@ -154,6 +156,8 @@ class _Probe:
         return self.recorder.attend(call)
 
     def _wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if "attention_backend" not in kwargs:  # the model takes none: its config tells the heads
+            return args, kwargs
         self.recorder = kwargs["attention_backend"]
         return args, kwargs | {"attention_backend": self}
 

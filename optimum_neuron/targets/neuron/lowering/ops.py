@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, AttentionCall, AttentionRows
+from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows
+from ....graphs.interface import AttentionCall
 from ....graphs.ops import StepOps
 
 

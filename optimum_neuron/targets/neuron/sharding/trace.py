@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ....graphs.attention import AttentionCall
+from ....graphs.interface import AttentionCall
 from .reductions import Reduction, Reductions
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model gets as `past_key_values` where its code needs one: a view of the step's cache.
+
+Two kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
+their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
+that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class KeyStore(Protocol):
+    """Where a model that attends by itself puts the keys and values of a step."""
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes those of the step's tokens, returns those of all that a token may see under the step's mask."""
+
+
+class StepCache:
+    """The part of transformers' cache interface that decoders use.
+
+    Args:
+        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
+            positions. Others get 0: they are given positions.
+        keys: of a model that attends by itself; None where the attention interface stores keys and values.
+    """
+
+    is_compileable = False
+
+    def __init__(self, before: Tensor | None, keys: KeyStore | None) -> None:
+        self._before = before
+        self._keys = keys
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        return 0 if self._before is None else self._before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Nobody reads them: masks are made from positions."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return (key, value) if self._keys is None else self._keys.store(layer_idx, key, value)
+
+
+@dataclass(frozen=True)
+class CacheNeeds:
+    """What of a cache a model's code asks for.
+
+    Attributes:
+        by_itself: its attention is its own code, which takes all keys and values from the cache.
+        counts: an attention layer asks for the number of tokens before.
+    """
+
+    by_itself: bool
+    counts: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CacheNeeds:
+        return cls(_attends_by_itself(model), _counts_tokens(model))
+
+    def cache(self, position_ids: Tensor, keys: KeyStore) -> StepCache | None:
+        """What a step passes as `past_key_values`: None where nothing is asked for.
+
+        Args:
+            position_ids: `[tokens]`.
+        """
+        if not self.by_itself and not self.counts:
+            return None
+        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if self.counts else None
+        return StepCache(before, keys if self.by_itself else None)
+
+
+def _attends_by_itself(model: nn.Module) -> bool:
+    """Whether no code of the model knows transformers' attention functions."""
+    files = {type(module).__module__ for module in model.modules()}
+    return not any(
+        value is ALL_ATTENTION_FUNCTIONS
+        for name in files
+        if not name.startswith("torch.")
+        for value in vars(sys.modules[name]).values()
+    )
+
+
+def _counts_tokens(model: nn.Module) -> bool:
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if hasattr(module, "layer_idx") and code is not None and "get_seq_length" in code.co_names:
+            return True
+    return False

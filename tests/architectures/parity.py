@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared for one architecture: an exported tiny model on the eager target, and transformers' own."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from configs import EXPERT_COUNTS, VOCAB, tiny_config
+from helpers import artifact_runner, decode_rows, export_tiny
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from optimum_neuron.runtime.runner import Chunk, GraphRunner
+
+
+# Longer than any window or attention chunk, and no multiple of one.
+PROMPT, NEW_TOKENS = 29, 10
+# Whole chunks, and pieces that end within chunks, windows and attention chunks.
+EVEN, RAGGED = (8, 8, 8, 5), (3, 8, 1, 7, 2, 8)
+# Steps and the whole prompt add in different orders, twice the rounding at most; the largest of many values varies.
+NOISE_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one architecture.
+
+    Attributes:
+        reason: why the export was refused; None where it was not.
+        lacking: what this environment lacks to make the model at all.
+        difference: the largest difference of a logit from transformers' in float64.
+        noise: that of transformers' own float32.
+        tokens_agree: the greedy tokens are those of transformers' generate.
+        chunkings_agree: to the bit: the logits of both chunkings.
+        routed: tokens go to experts in groups, whose sizes change rounding.
+    """
+
+    name: str
+    reason: str | None = None
+    lacking: str | None = None
+    difference: float = 0.0
+    noise: float = 0.0
+    tokens_agree: bool = True
+    chunkings_agree: bool = True
+    routed: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return (
+            self.reason is None
+            and self.lacking is None
+            and self.difference <= NOISE_FACTOR * self.noise
+            and self.tokens_agree
+            and (self.chunkings_agree or self.routed)
+        )
+
+
+def compare(name: str, folder: Path) -> Outcome:
+    """Makes, exports and runs one tiny model."""
+    with _quiet():
+        return _compare(name, folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tiny models are odd ones, and transformers tells of it."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _compare(name: str, folder: Path) -> Outcome:
+    checkpoint = folder / "checkpoint"
+    try:
+        routed = make_checkpoint(name, checkpoint)
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # a package is missing, or the class needs another config than its own
+        return Outcome(name, lacking=str(error).strip().splitlines()[0].split(" but ")[0])
+    try:
+        artifact = export_tiny(checkpoint, folder / "artifact", sequence_length=64, ctx_batch_size=1)
+    except ValueError as error:
+        return Outcome(name, reason=str(error).replace(f"{checkpoint}: ", "").replace(str(checkpoint), "it"))
+    runner = artifact_runner(artifact)
+    prompt = tokens(PROMPT, seed=1)
+    own = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    own.generation_config.eos_token_id = None
+    text = own.generate(
+        torch.from_numpy(prompt)[None].long(), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False
+    )
+    generated = text[0, PROMPT:].tolist()
+    expected = logits_of(own, text)
+    exact, noise = measure_noise(own, text, expected)
+    found, chosen = run(runner, prompt, generated)
+    even = prefill(runner, 1, prompt, EVEN)
+    where = sorted(found)
+    return Outcome(
+        name,
+        difference=float((torch.stack([found[i] for i in where]) - exact[where]).abs().max()),
+        noise=noise,
+        tokens_agree=chosen == generated,
+        chunkings_agree=torch.equal(even[PROMPT - 1], found[PROMPT - 1]),
+        routed=routed,
+    )
+
+
+def make_checkpoint(name: str, folder: Path) -> bool:
+    """Writes a tiny random model; returns whether it has routed experts."""
+    config = tiny_config(name)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    sharpen(model)
+    model.save_pretrained(folder)
+    return any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
+
+
+def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield key, value
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel) -> None:
+    """Weights with which attention and routing decide: freshly made ones attend to all tokens alike."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() < 2:
+            parameter += 0.2 * noise
+        elif id(parameter) in embeddings:
+            parameter.copy_(noise)
+        else:
+            query = any(part in name for part in ("q_proj", "q_b_proj", "query", "qkv", "Wqkv", "c_attn"))
+            parameter.copy_(noise * (2.0 if query else 1.0) / parameter.shape[-1] ** 0.5)
+
+
+def tokens(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCAB - 8, count).astype(np.int32)
+
+
+def measure_noise(model: PreTrainedModel, text: Tensor, expected: Tensor) -> tuple[Tensor, float]:
+    """The best known logits, and how far transformers' float32 is from them after the prompt's first tokens."""
+    try:
+        exact = logits_of(model.double(), text)
+    except RuntimeError:  # code that cannot run in float64: rounding shows between texts of several lengths
+        model.float()
+        parts = [logits_of(model, text[:, :length]) for length in range(RAGGED[0], text.shape[1])]
+        return expected, max(float((part - expected[: len(part)]).abs().max()) for part in parts)
+    return exact, float((expected - exact)[RAGGED[0] - 1 :].abs().max())
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, text: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=text, use_cache=False).logits[0].double()
+    return logits
+
+
+def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: Sequence[int]) -> dict[int, Tensor]:
+    """Logits after each piece by the index of its last token."""
+    runner.reset_all()
+    found, start = {}, 0
+    for count in pieces:
+        output = runner.prefill([Chunk(slot, prompt[start : start + count])])
+        assert output.chunk_logits is not None
+        start += count
+        found[start - 1] = output.chunk_logits[0].clone()
+    return found
+
+
+def run(runner: GraphRunner, prompt: np.ndarray, generated: Sequence[int]) -> tuple[dict[int, Tensor], list[int]]:
+    """A prompt in ragged chunks and its tokens one by one, some of them beside the chunks of a neighbor's prompt.
+
+    Returns logits by the index of their token, and the greedy tokens.
+    """
+    found = prefill(runner, 1, prompt, RAGGED)
+    chosen = [int(found[PROMPT - 1].argmax())]
+    neighbor = [tokens(count, seed=count) for count in (5, 8, 3)]
+    for index, token in enumerate(generated[:-1]):
+        beside = [Chunk(0, neighbor.pop())] if neighbor and index % 2 else []
+        output = runner.step(beside, decode_rows(runner, {1: token}))
+        assert output.decode_logits is not None and output.decode_tokens is not None
+        found[PROMPT + index] = output.decode_logits[1].clone()
+        chosen.append(int(output.decode_tokens[1]))
+    return found, chosen

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What step graphs would compute wrongly is refused, with the cause; what a layer sees is learned from its mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helpers
+import pytest
+import torch
+from configs import tiny_config
+from parity import sharpen
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, with_attention
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.masks import AttentionChunk, UnsupportedModelError, causal_mask
+from optimum_neuron.graphs.model import export_graph, inspect_model
+from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    config = tiny_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    sharpen(model)
+    set_implementation(model, ATTENTION_NAME)
+    return model.to(dtype)
+
+
+class Mixer(nn.Module):
+    """Adds to each token a part of the one before it: a token shift, or a convolution of two."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        mixed = hidden_states + nn.functional.pad(hidden_states, (0, 0, 1, -1))
+        output: Tensor = self.layer(mixed)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_that_influence_each_other_outside_of_attention_are_found(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype)
+    inspect_model(model)
+    for layer in model.model.layers:
+        layer.mlp = Mixer(layer.mlp)
+    with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
+        inspect_model(model)
+
+
+def test_a_config_that_transformers_own_attention_cannot_run_is_compared_with_its_own_whole_prompt() -> None:
+    model = tiny_model("deepseek_v3", num_key_value_heads=2)
+    assert len(inspect_model(model).layers) == 4
+    model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bart", "ignores position_ids and counts the tokens of a call"),
+        ("roberta", "does not number positions 0, 1, 2"),
+        (
+            "bloom",
+            "0 attention calls were seen .* it attends by code of its own, and it adds alibi to attention scores",
+        ),
+        ("inkling_text", "calls attention with position_bias="),
+        ("deepseek_v32", "computes with its attention mask"),
+        ("lfm2", r"keeps more than keys and values in layers 0, 2.*convolution"),
+        ("falcon_h1", r"keeps more than keys and values in layers 0, 1, 2, 3.*LinearAttentionAndFullAttentionLayer"),
+        ("minimax_m3_vl_text", r"keeps more than keys and values in layers 1, 3.*selection of keys"),
+        ("mamba", "keeps more than keys and values in layers 0, 1, 2, 3"),
+        ("rwkv", "0 attention calls were seen for num_hidden_layers=4; its layers attend or keep state in code of"),
+        ("doge", "passes a mask or bias of its own to attention"),
+    ],
+)
+def test_a_model_is_refused_by_its_cause(name: str, reason: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"cannot be exported: .*{reason}"):
+        inspect_model(tiny_model(name, dtype))
+
+
+def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
+    """Near-ties between experts fall otherwise when anything is rounded otherwise: logits of these steps are far off."""
+    layers = {"num_hidden_layers": 32, "n_routed_experts": 32, "num_experts_per_tok": 4}
+    for dtype in (torch.bfloat16, torch.float16):
+        assert len(inspect_model(tiny_model("deepseek_v3", dtype, **layers)).layers) == 32
+
+
+def test_falcon_is_taken_with_rotary_positions_and_refused_with_alibi() -> None:
+    assert len(inspect_model(tiny_model("falcon")).layers) == 4
+    with pytest.raises(ValueError, match="adds alibi to attention scores"):
+        inspect_model(tiny_model("falcon", alibi=True))
+
+
+def test_a_model_made_bidirectional_is_refused() -> None:
+    model = tiny_model("bert")
+    inspect_model(model)
+    model = tiny_model("bert", is_decoder=False)
+    with pytest.raises(ValueError, match="masks attention by bidirectional_mask_function"):
+        inspect_model(model)
+
+
+def test_an_inspected_model_keeps_its_attention_and_weights() -> None:
+    model = tiny_model("gemma2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inspect_model(model)
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_without_data_is_inspected_without_a_comparison() -> None:
+    model = tiny_model("llama")
+    with no_data():
+        spec = inspect_model(data_free_copy(model))
+    assert spec == inspect_model(model)
+
+
+def test_a_mask_of_the_windows_that_transformers_makes_is_a_rule_about_positions() -> None:
+    positions = torch.arange(30)
+    rows = AttentionRows(positions[None].int(), None, 30)
+    left = torch.zeros(1, dtype=torch.int32)
+    for function, window in (
+        (causal_mask_function, None),
+        (sliding_window_causal_mask_function(8), 8),
+        (chunked_causal_mask_function(8, left), AttentionChunk(8)),
+    ):
+        mask = causal_mask(mask_function=function)
+        assert mask.visible_window() == window
+        zero = torch.tensor(0)
+        expected = torch.stack(
+            [torch.stack([torch.as_tensor(function(zero, zero, q, k)) for k in positions]) for q in positions]
+        )
+        assert torch.equal(rows.visible(window)[0], expected)
+
+
+def test_an_idle_row_sees_nothing_of_its_attention_chunk() -> None:
+    assert not AttentionRows(torch.tensor([[-1]], dtype=torch.int32), None, 30).visible(AttentionChunk(8)).any()
+
+
+def test_packed_rows_are_left_to_the_step_and_other_masks_are_refused() -> None:
+    packed = packed_sequence_mask_function(torch.tensor([[0, 0, 1]]))
+    assert causal_mask(mask_function=and_masks(sliding_window_causal_mask_function(4), packed)).visible_window() == 4
+    for function in (or_masks(causal_mask_function, packed), and_masks(causal_mask_function, lambda *_: True), packed):
+        with pytest.raises(UnsupportedModelError, match="no causal or windowed mask"):
+            causal_mask(mask_function=function).visible_window()
+
+
+def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
+    mask: Any = causal_mask(mask_function=causal_mask_function)
+    assert mask[:, :, :, :4] is mask
+    scores = torch.zeros(1, 1, 3, 3)
+    for compute in (
+        lambda: scores + mask,
+        lambda: mask + scores,
+        lambda: scores.masked_fill(mask, 0.0),
+        lambda: torch.cat([mask, scores]),
+        lambda: mask.dtype,
+        lambda: mask < 0,
+        lambda: ~mask,
+        lambda: bool(mask),
+    ):
+        with pytest.raises(UnsupportedModelError, match="it computes with its attention mask"):
+            compute()
+
+
+@pytest.mark.parametrize("name", ["falcon", "codegen", "llama4_text", "stablelm"])
+def test_what_is_taken_can_be_exported_and_computes_the_same(name: str) -> None:
+    model, config = tiny_model(name), helpers.tiny_config(ctx_batch_size=1)
+    spec = inspect_model(model)
+    cache = KVCache(state_specs(config, spec))
+    graph = helpers.mixed_spec(config)
+    inputs = helpers.step_inputs(graph, {0: (9, 7)}, {1: (3, torch.arange(5, 13).int().numpy())})
+    program = export_graph(model, cache, graph)
+    with torch.no_grad():
+        found = program.module()(*inputs)
+        expected = StepModule(model, KVCache(state_specs(config, spec)), graph)(*inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_no_llama_is_refused_for_its_untrained_weights() -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        assert len(inspect_model(model.eval()).layers) == 2
+
+
+def test_a_model_that_knows_only_the_names_of_transformers_gets_our_attention_afterwards() -> None:
+    config = tiny_config("gptj")
+    model = with_attention(
+        lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name), ATTENTION_NAME
+    )
+    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {
+        ATTENTION_NAME
+    }
+
+    def fail(name: str) -> PreTrainedModel:
+        raise KeyError("another")
+
+    with pytest.raises(KeyError, match="another"):
+        with_attention(fail, ATTENTION_NAME)
