@@ -31,6 +31,7 @@ examples:
   optimum-cli export neuron --model HuggingFaceTB/SmolLM2-135M-Instruct smollm2/
   optimum-cli export neuron --model model.Q4_1.gguf --dtype bfloat16 --sequence-length 4096 smollm2/
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
+  optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter my-lora/
 
 then:
   optimum-cli neuron inspect smollm2/
@@ -71,6 +72,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 revision=args.revision,
                 token=args.token,
                 trust_remote_code=args.trust_remote_code,
+                adapter=args.adapter,
                 overwrite=args.overwrite,
             )
             _print_summary(path, time.perf_counter() - start)
@@ -84,6 +86,13 @@ def _add_model_options(parser: ArgumentParser) -> None:
     group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
     group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
     add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    group.add_argument(
+        "--adapter",
+        action="append",
+        metavar="ADAPTER",
+        help="folder or Hub id of a PEFT adapter, as LoRA, to merge into the weights; give the option again to merge another "
+        "one into the result",
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
 
 

@@ -3,22 +3,14 @@
 
 from __future__ import annotations
 
-import fnmatch
-import shutil
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,14 +20,31 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .graphs.attention import ATTENTION_NAME
+from .graphs.interface import ATTENTION_NAME, set_implementation
+from .hub import download
+from .model_loading import cast_model, first_line, read_model
+from .quantized import dequantizing, refuse_quantized
+from .text_part import (
+    find_text_config,
+    is_multimodal,
+    multimodal_class,
+    take_text_part,
+)
+from .verbatim import CODE_FILES, VERBATIM, copy_files, describes_another, replace_tokenizer, write_config
+from .weight_files import check_weight_files
 
 
-# What an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
-VERBATIM = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-NOT_VERBATIM = ("*.index.json", "neuron_config.json")
 WEIGHT_FILES = ("*.safetensors", "*.index.json")
-CODE_FILES = ("*.py",)
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class Adapter(Protocol):
+    """A change of a model's weights, as `adapters.PeftAdapter`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def merge(self, model: PreTrainedModel) -> PreTrainedModel: ...
 
 
 @dataclass(frozen=True)
@@ -54,30 +63,27 @@ class Checkpoint:
     trust_remote_code: bool
 
     def load_config(self) -> PreTrainedConfig:
-        """Raises ValueError where the checkpoint is not one that transformers knows as a decoder."""
-        try:
-            config = AutoConfig.from_pretrained(self.folder, **self._options())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{self.source}: {_first_line(error)}") from error
-        except OSError as error:
-            raise FileNotFoundError(f"{self.source}: {_first_line(error)}") from error
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"{self.source} is an encoder-decoder ({config.model_type}); only decoders can be exported"
-            )
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None and self.gguf_file is None:
-            method = (
-                quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
-            )
-            raise ValueError(f"{self.source} is quantized ({method}); export an unquantized or a GGUF checkpoint")
-        return config
+        """The config of the language model, which is a part of a multimodal checkpoint's.
+
+        Raises:
+            ValueError: the checkpoint is not one that transformers knows as a decoder, or is quantized.
+            FileNotFoundError: its config cannot be read.
+        """
+        config = self._whole_config()
+        if self.gguf_file is None:
+            refuse_quantized(config, self.source)
+        text_config = config if self._runs_own_code(config) else find_text_config(config, self.source)
+        if text_config.dtype is None:
+            text_config.dtype = config.dtype
+        if hasattr(text_config, "quantization_config"):
+            del text_config.quantization_config  # the weights will be plain
+        return text_config
 
     def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
         """Raises ValueError where a sequence is longer than the model's positions."""
         text_config = model_config.get_text_config(decoder=True)
         longest = getattr(text_config, "max_position_embeddings", None)
-        if longest is not None and sequence_length > longest:
+        if longest is not None and 0 < longest < sequence_length:  # -1 where there is no limit
             raise ValueError(
                 f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
                 f"lower --sequence-length"
@@ -91,40 +97,87 @@ class Checkpoint:
             return None
         return str(model_config.dtype).removeprefix("torch.")
 
-    def load_model(self, dtype: str) -> PreTrainedModel:
-        """The model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one."""
-        options = self._options() | {
-            "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-            "attn_implementation": ATTENTION_NAME,
-        }
-        if self.gguf_file is not None:
-            if dtype == "auto":
-                options["dtype"] = torch.float32
-            # transformers keeps GGUF weights packed from the version that has this class on; graphs need them plain.
-            if hasattr(transformers, "GgufConfig"):
-                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(self.folder, **options)
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{self.source}: {_first_line(error)}") from error
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+    def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
+        """The language model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one.
+
+        Args:
+            adapters: merged one after another, in float32.
+
+        Raises:
+            ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
+            FileNotFoundError: there are no weights, or a file of them is missing.
+        """
+        wanted = self.resolve_dtype(self.load_config(), dtype)
+        config = self._whole_config()
+        multimodal = is_multimodal(config) and not self._runs_own_code(config)
+        options = self._weight_options(config, wanted, exact=bool(adapters))
+        # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
+        attention = "eager" if multimodal or adapters else ATTENTION_NAME
+        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
+        read = read_model(auto, self.folder, self.source, attention, options)
+        model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
+        if adapters:
+            model = model.float()
+        for adapter in adapters:
+            model = adapter.merge(model)
+        if adapters or (self.gguf_file is None and "quantization_config" in options):
+            model = cast_model(model, target, "eager" if multimodal else ATTENTION_NAME)
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        if multimodal:
+            model = take_text_part(model, self.source)
+            set_implementation(model, ATTENTION_NAME)
+        read.check_complete(tensors, model)
         return model.eval().requires_grad_(False)
 
-    def write_verbatim(self, model: PreTrainedModel, folder: Path) -> None:
-        """Puts config, generation config and tokenizer into `folder`: copied, or for GGUF written by transformers."""
+    def write_verbatim(self, model: PreTrainedModel, folder: Path, adapters: Sequence[Adapter] = ()) -> None:
+        """Puts config, generation config and tokenizer into `folder`.
+
+        They are copied, except for what the checkpoint's files do not tell of the exported model, which transformers writes.
+        """
         if self.gguf_file is not None:
-            model.config.architectures = [type(model).__name__]  # GGUF has no word for it, and servers read it
-            model.config.save_pretrained(folder)
+            write_config(model, folder)
             GenerationConfig.from_model_config(model.config).save_pretrained(folder)
             AutoTokenizer.from_pretrained(self.folder, gguf_file=self.gguf_file).save_pretrained(folder)
-            return
-        patterns = VERBATIM + (CODE_FILES if self.trust_remote_code else ())
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder).as_posix()
-            if path.is_file() and _matches(name, patterns) and not _matches(name, NOT_VERBATIM):
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, folder / name)
+        else:
+            copy_files(self.folder, folder, with_code=self.trust_remote_code)
+            if adapters or describes_another(folder, model):
+                write_config(model, folder)
+        for adapter in adapters:
+            replace_tokenizer(adapter.folder, folder)
+
+    def _whole_config(self) -> PreTrainedConfig:
+        try:
+            return AutoConfig.from_pretrained(self.folder, **self._options())
+        except (ValueError, KeyError) as error:
+            if not self.trust_remote_code and self.gguf_file is None and self._brings_code():
+                raise ValueError(
+                    f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
+                    f"(trust_remote_code=True) to run it"
+                ) from error
+            raise ValueError(f"{self.source}: {first_line(error)}") from error
+        except OSError as error:
+            raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
+
+    def _brings_code(self) -> bool:
+        return "auto_map" in json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+
+    def _runs_own_code(self, config: PreTrainedConfig) -> bool:
+        return self.trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
+
+    def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
+        """What transformers is told to load weights by; `exact`: as they are, or wider."""
+        options = self._options()
+        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
+        if self.gguf_file is None:
+            check_weight_files(self.folder, self.source)
+            quantization = dequantizing(config)
+            return options if quantization is None else options | {"quantization_config": quantization}
+        if dtype is None:
+            options["dtype"] = torch.float32
+        # transformers keeps GGUF weights packed from the version that has this class on; graphs need them plain.
+        if hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        return options
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
@@ -154,11 +207,13 @@ def find_checkpoint(
             f"{path} is a file of another kind; name a checkpoint folder, a .gguf file or a Hub id"
         )
     if path.is_dir():
+        _refuse_adapter(path, str(model))
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
         return Checkpoint(path, None, str(model), trust_remote_code)
     patterns = [*VERBATIM, *WEIGHT_FILES, *(CODE_FILES if trust_remote_code else ())]
     folder = download(str(model), patterns, revision=revision, token=token, **hub)
+    _refuse_adapter(folder, str(model))
     return Checkpoint(folder, None, str(model), trust_remote_code)
 
 
@@ -173,72 +228,23 @@ def find_config(
     path = Path(model).expanduser()
     if path.exists() or path.suffix == ".gguf":
         return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    patterns = ["config.json", *(CODE_FILES if trust_remote_code else ())]
-    return Checkpoint(
-        download(str(model), patterns, revision=revision, token=token), None, str(model), trust_remote_code
-    )
+    patterns = ["config.json", ADAPTER_CONFIG, *(CODE_FILES if trust_remote_code else ())]
+    folder = download(str(model), patterns, revision=revision, token=token)
+    _refuse_adapter(folder, str(model))
+    return Checkpoint(folder, None, str(model), trust_remote_code)
 
 
-def download(repo_id: str, patterns: list[str], *, revision: str | None, token: str | bool | None, **hub: Any) -> Path:
-    """Downloads a Hub repository's files that match `patterns`.
-
-    Raises:
-        FileNotFoundError: the name is neither a local path nor a reachable repository.
-    """
-    try:
-        return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=patterns, **hub))
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{repo_id} is neither a local path nor a Hub repository that can be read; check the name, or pass token"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise FileNotFoundError(
-            f"{repo_id} is no local path, is not in the Hub cache, and the Hub cannot be reached; check the name or go online"
-        ) from error
-
-
-def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Module:
-    """The model of a folder's config.json without weights, to be filled by `assign`."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=trust_remote_code,
+def _refuse_adapter(folder: Path, source: str) -> None:
+    """transformers would load an adapter beside the weights, or not, as PEFT is installed or not."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    if (folder / "config.json").is_file():
+        raise ValueError(
+            f"{source} holds a checkpoint and a PEFT adapter; move the adapter's files into a folder of their own, and name it by "
+            f"--adapter to merge it"
         )
-    return model.eval().requires_grad_(False)
-
-
-def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Binds tensors, named as in `weights.named_tensors`, to a model's parameters and buffers without copying.
-
-    Names that share a tensor share a parameter: torch.export then gives it one input.
-
-    Raises:
-        ValueError: the model has a parameter or buffer that `tensors` lacks.
-    """
-    parameters: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for members in (module._parameters, module._buffers):
-            for name, member in members.items():
-                full = ".".join(part for part in ("model", prefix, name) if part)
-                if member is None:
-                    continue
-                if full not in tensors:
-                    raise ValueError(f"the artifact's weights lack {full}; export the model again")
-                tensor = tensors[full]
-                if isinstance(member, nn.Parameter):
-                    members[name] = parameters.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
-                else:
-                    members[name] = tensor
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise ValueError(
+        f"{source} is a PEFT adapter, not a checkpoint; name the model that it was trained on: --model {base or 'BASE'} "
+        f"--adapter {source}"
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import __version__, golden, progress
+from .adapters import PeftAdapter, find_adapters
 from .artifact_writer import check_output, write_artifact
 from .checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
@@ -44,6 +46,7 @@ def export_model(
     force_download: bool = False,
     local_files_only: bool = False,
     trust_remote_code: bool = False,
+    adapter: str | Path | Sequence[str | Path] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Exports a checkpoint of a causal language model to an artifact folder.
@@ -55,6 +58,8 @@ def export_model(
         task: only "text-generation".
         revision, token, cache_dir, force_download, local_files_only: of a Hub repository, as in transformers.
         trust_remote_code: run modeling code that the checkpoint brings.
+        adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
+            `revision` is not theirs.
         overwrite: replace an artifact that is already at `output`.
 
     Returns:
@@ -65,7 +70,7 @@ def export_model(
         FileNotFoundError: there is no such checkpoint.
         FileExistsError: `output` is taken.
         OSError: the disk is full.
-        RuntimeError: compiling failed, or there is no compiler.
+        RuntimeError: compiling failed, or there is no compiler, or an adapter was named and PEFT is not installed.
     """
     config = NeuronConfig() if config is None else config
     if task not in TASKS:
@@ -75,29 +80,37 @@ def export_model(
     target.check(config)
     output = Path(output).expanduser().absolute()
     check_output(output, overwrite=overwrite)
+    hub: dict[str, Any] = {
+        "cache_dir": cache_dir,
+        "force_download": force_download,
+        "local_files_only": local_files_only,
+    }
     checkpoint = find_checkpoint(
         model,
         revision=revision,
         token=token,
         trust_remote_code=trust_remote_code,
-        cache_dir=cache_dir,
-        force_download=force_download,
-        local_files_only=local_files_only,
+        **hub,
     )
+    adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     with progress.stage("Loading the checkpoint"):
-        loaded = checkpoint.load_model(config.dtype)
+        for each in adapters:
+            each.warn_of_other_base(checkpoint)
+        loaded = checkpoint.load_model(config.dtype, adapters)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
     graphs = graph_specs(config)
     check_every_step_has_a_graph(config, graphs)
     _warn_of_host_sampling(loaded, config)
-    spec = inspect_model(loaded)
+    with progress.stage("Checking that step graphs compute what the model does"):
+        spec = inspect_model(loaded)
     _check_disk(output, named_tensors(loaded))
-    return _write(checkpoint, loaded, config, spec, graphs, target, output, overwrite)
+    return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, overwrite)
 
 
 def _write(
     checkpoint: Checkpoint,
+    adapters: Sequence[PeftAdapter],
     model: PreTrainedModel,
     config: NeuronConfig,
     spec: ModelSpec,
@@ -107,7 +120,7 @@ def _write(
     overwrite: bool,
 ) -> Path:
     with write_artifact(output, overwrite=overwrite) as writer:
-        checkpoint.write_verbatim(model, writer.path)
+        checkpoint.write_verbatim(model, writer.path, adapters)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
@@ -121,6 +134,7 @@ def _write(
                     "config": config.to_dict(),
                     "model": spec.to_dict(),
                     "source": checkpoint.source,
+                    "adapters": [adapter.record() for adapter in adapters],
                     "target": config.target,
                     "target_data": target_data,
                     "task": TASKS[0],

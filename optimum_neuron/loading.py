@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from .artifact import MANIFEST_NAME, Artifact, is_graph_file
-from .checkpoint import download
+from .hub import download
 
 
 def find_artifact(

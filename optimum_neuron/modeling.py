@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
         force_download: bool = False,
         local_files_only: bool = False,
         trust_remote_code: bool = False,
+        adapter: str | Path | Sequence[str | Path] | None = None,
         deterministic: bool = False,
         **options: Any,
     ) -> NeuronModelForCausalLM:
@@ -103,6 +104,7 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
             revision, token, cache_dir, force_download, local_files_only: as in transformers.
             trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
                 artifact are compiled again on this machine.
+            adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
@@ -129,9 +131,19 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
         found = find_artifact(model_id, export=export, native_code=trust_remote_code, **hub)
         if found is None:
             return cls._export(
-                model_id, wanted, trust_remote_code=trust_remote_code, deterministic=deterministic, **hub
+                model_id,
+                wanted,
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+                deterministic=deterministic,
+                **hub,
             )
         artifact, from_hub = found
+        if adapter is not None:
+            raise ValueError(
+                f"adapter={adapter!r} can be merged by an export only, and {model_id} is an artifact; export its checkpoint "
+                f"with the adapter"
+            )
         refuse_other_options(artifact, options if config is None else config.to_dict())
         return cls._load(
             artifact,
@@ -142,14 +154,20 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
 
     @classmethod
     def _export(
-        cls, model_id: str | Path, config: NeuronConfig, *, trust_remote_code: bool, deterministic: bool, **hub: Any
+        cls,
+        model_id: str | Path,
+        config: NeuronConfig,
+        *,
+        trust_remote_code: bool,
+        deterministic: bool,
+        **options: Any,
     ) -> NeuronModelForCausalLM:
         from .export import export_model
 
         folder = Path(tempfile.mkdtemp(prefix="optimum-neuron-"))
         try:
             path = export_model(
-                model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **hub
+                model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **options
             )
             model = cls._load(
                 Artifact.open(path),

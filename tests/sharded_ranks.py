@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.checkpoint import assign, empty_model
+from optimum_neuron.empty_model import assign, empty_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import inspect_model

@@ -23,7 +23,7 @@ from optimum_neuron.config import NeuronConfig
 
 EXPORT_SIZES = ["--target", "eager", "--sequence-length", "64", "--prefill-chunk-size", "8", "--dtype", "float32"]
 HIDDEN = ("HF_HUB_DISABLE_PROGRESS_BARS",)  # conftest sets it, a user does not
-MODEL_OPTIONS = ["--model", "--task", "--revision", "--token", "--trust-remote-code", "--overwrite"]
+MODEL_OPTIONS = ["--model", "--task", "--revision", "--token", "--trust-remote-code", "--adapter", "--overwrite"]
 
 
 def run_cli(*args: str | Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -181,7 +181,7 @@ def test_both_spellings_give_the_same_config(
 def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     options = (
         "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
-        "--sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
+        "--adapter first --adapter org/second --sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
         "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --max-topk 5 --output-logits"
     )
     with pytest.raises(SystemExit):
@@ -209,6 +209,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "revision": "v1",
         "token": "secret",
         "trust_remote_code": True,
+        "adapter": ["first", "org/second"],
         "overwrite": True,
     }
 
@@ -217,6 +218,7 @@ def test_no_option_means_the_default_config(captured: dict[str, Any], monkeypatc
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
     assert captured["config"] == NeuronConfig()
+    assert captured["adapter"] is None and captured["trust_remote_code"] is False
 
 
 def test_error_is_one_line_and_with_the_debug_variable_a_traceback(

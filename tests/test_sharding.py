@@ -16,7 +16,7 @@ from sharded_ranks import CASES, load_rank, make_model, run_ranks, run_steps, wr
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optimum_neuron.checkpoint import empty_model
+from optimum_neuron.empty_model import empty_model
 from optimum_neuron.graphs import collectives
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import export_graph, inspect_model

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..artifact import Artifact
-from ..checkpoint import assign, empty_model
 from ..config import NeuronConfig
+from ..empty_model import assign, empty_model
 from ..graphs.kv_cache import KVCache, copy_slot
 from ..graphs.step import StepModule
 from ..weights import named_tensors, read_weights, write_weights

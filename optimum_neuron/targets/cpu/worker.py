@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...artifact import WEIGHTS_NAME
-from ...checkpoint import assign, empty_model
 from ...config import NeuronConfig
+from ...empty_model import assign, empty_model
 from ...graphs.kv_cache import KVCache
 from ...graphs.model import export_graph
 from ...graphs.ops import DEFAULT_OPS, StepOps

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ....checkpoint import assign, empty_model
 from ....config import NeuronConfig
+from ....empty_model import assign, empty_model
 from ....graphs.model import inspect_model
 from ....graphs.ops import StepOps
 from ....graphs.spec import ModelSpec
