@@ -18,10 +18,10 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-neuron test-vllm lint format bench bench-serving bench-vllm clean
+.PHONY: help install demo test test-architectures test-neuron test-vllm lint format bench bench-serving bench-vllm clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
@@ -30,6 +30,9 @@ demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be
 
 test: lint $(DEMO_MODEL) ## lint, then run all tests
 	$(BIN)/python -m pytest
+
+test-architectures: $(INSTALLED) ## run the part of the tests that compares all of transformers' architectures
+	$(BIN)/python -m pytest tests/architectures
 
 # torch-xla, which lowers graphs to HLO, needs an older torch: an environment of its own
 test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)

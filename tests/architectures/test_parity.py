@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every causal language model of the installed transformers: exported exactly, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import transformers
+from configs import ARCHITECTURES
+from parity import Outcome, compare
+from table import TABLE, rows_of, status, why
+
+
+Compare = Callable[[str], Outcome]
+# What people serve most, and one of each mechanism.
+NEEDED = (
+    "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2", "stablelm", "nemotron", "falcon", "gptj",
+    "mixtral", "qwen3_moe", "gpt_oss", "dots1", "deepseek_v2", "deepseek_v3", "longcat_flash", "llama4_text",
+    "gemma3n_text", "diffllama", "afmoe",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Compare:
+    """Of one architecture, found on first use."""
+    found: dict[str, Outcome] = {}
+
+    def find(name: str) -> Outcome:
+        if name not in found:
+            found[name] = compare(name, tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return find
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_is_exact_or_refused(outcome: Compare, name: str) -> None:
+    result = outcome(name)
+    assert status(result) in ("exact", "refused", "not tested"), result
+    if status(result) == "refused":
+        assert result.reason and "optimum_neuron'" not in result.reason
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_people_serve_is_exact(outcome: Compare, name: str) -> None:
+    assert outcome(name).exact, outcome(name)
+
+
+def test_at_least_a_hundred_architectures_are_exact(outcome: Compare) -> None:
+    exact = [name for name in ARCHITECTURES if outcome(name).exact]
+    assert len(exact) >= 100, exact
+
+
+def test_the_readme_counts_as_the_table_does() -> None:
+    statuses = [found for found, _ in rows_of(TABLE.read_text(encoding="utf-8")).values()]
+    readme = " ".join((TABLE.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"{len(statuses)} model types for causal language models, {statuses.count('exact')} are exact" in readme
+
+
+def test_the_table_says_what_a_run_finds(outcome: Compare) -> None:
+    text = TABLE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}:" not in text:
+        pytest.skip("the table is of another version of transformers")
+    expected = {name: (status(outcome(name)), why(outcome(name))) for name in ARCHITECTURES}
+    assert rows_of(text) == expected, "write it anew: python tests/architectures/table.py"
