@@ -180,7 +180,8 @@ def _tell(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
     for name, module in _parts(whole, used):
         counts[name] = sum(tensor.numel() for tensor in module.parameters() if id(tensor) not in used)
     left_out = ", ".join(f"{name} ({count / 1e6:.1f} M parameters)" for name, count in counts.items() if count)
-    logger.warning("%s: exporting its language model, %s; left out: %s", source, type(model).__name__, left_out)
+    told = left_out or "nothing that has weights"
+    logger.warning("%s: exporting its language model, %s; left out: %s", source, type(model).__name__, told)
 
 
 def _parts(module: nn.Module, used: set[int], prefix: str = "") -> list[tuple[str, nn.Module]]:

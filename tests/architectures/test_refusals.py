@@ -11,7 +11,7 @@ import torch
 from configs import tiny_config
 from parity import sharpen
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2_5_VLTextConfig
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -29,6 +29,7 @@ from optimum_neuron.graphs.model import export_graph, inspect_model
 from optimum_neuron.graphs.spec import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
+from optimum_neuron.text_part import register_language_model
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -68,6 +69,19 @@ def test_tokens_that_influence_each_other_outside_of_attention_are_found(dtype: 
 def test_a_config_that_transformers_own_attention_cannot_run_is_compared_with_its_own_whole_prompt() -> None:
     model = tiny_model("deepseek_v3", num_key_value_heads=2)
     assert len(inspect_model(model).layers) == 4
+    model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
+        inspect_model(model)
+
+
+def test_a_language_model_that_transformers_has_only_inside_of_others_is_compared_too() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    config = Qwen2_5_VLTextConfig(**sizes, num_key_value_heads=2, vocab_size=300, rope_parameters=rope)
+    register_language_model(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    sharpen(model)
+    assert len(inspect_model(model).layers) == 2
     model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
         inspect_model(model)
