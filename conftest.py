@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -51,6 +52,21 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    # Latent attention: keys are wider than values; its own attention needs as many heads of both.
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **TINY_SIZES | {"num_key_value_heads": 4, "head_dim": 8},
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
     ),
 }
 CHAT_TEMPLATE = (

@@ -30,7 +30,8 @@ from optimum_neuron.targets import get_target
 from optimum_neuron.targets.eager import EagerExecutable
 
 
-ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss")
+# Dense, with sliding windows, with experts, with latent attention.
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
 # Experts take tokens in groups whose sizes follow the neighbors, so rounding does too.
 DENSE = ARCHITECTURES[:3]
 VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
