@@ -21,6 +21,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -67,6 +68,12 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **TINY_SIZES | {"num_hidden_layers": 4},
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=4,
+        conv_bias=True,
     ),
 }
 CHAT_TEMPLATE = (

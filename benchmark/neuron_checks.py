@@ -146,7 +146,9 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
 def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:
     start = time.perf_counter()
     executable = get_target(artifact.target).load(artifact, trust_native_code=True, trust_remote_code=False)
-    runners.append(GraphRunner(executable, artifact.config, artifact.graphs))
+    runners.append(
+        GraphRunner(executable, artifact.config, artifact.graphs, reuses_prefixes=artifact.model.reuses_prefixes)
+    )
     loaded = time.perf_counter()
     runners[0].warm_up()
     return {"load s": round(loaded - start, 2), "first runs s": round(time.perf_counter() - loaded, 2)}
@@ -198,8 +200,8 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
 
 
 def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
-    if runner.config.batch_size == 1:
-        return {"slots": 1}
+    if runner.config.batch_size == 1 or not artifact.model.reuses_prefixes:
+        return {"slots": runner.config.batch_size}
     length = min(17, runner.config.sequence_length)
     _prefill(runner, 0, _prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
     runner.executable.copy_slot(0, 1, length)

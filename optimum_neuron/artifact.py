@@ -27,7 +27,8 @@ WEIGHTS_FOLDER = "weights"
 WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
-FORMAT_VERSION = 1
+# 2: a slot keeps more than keys and values; what it keeps beside them would be overlooked by a reader of 1.
+FORMAT_VERSION = 2
 # Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
 OWNED_FOLDERS = (GRAPHS_FOLDER, WEIGHTS_FOLDER)
 _MANIFEST_TYPES = {
@@ -183,10 +184,10 @@ def _check_manifest(path: Path, manifest: object) -> None:
         raise ArtifactError(
             f"{where} has format {found!r}, not {FORMAT!r}: it was made by another program; export the model again"
         )
-    if manifest.get("format_version") != FORMAT_VERSION:
+    if manifest.get("format_version") not in range(1, FORMAT_VERSION + 1):
         raise ArtifactError(
-            f"{where} has format_version {manifest.get('format_version')!r}, this program reads {FORMAT_VERSION}; export "
-            f"the model again or install the version that made it"
+            f"{where} has format_version {manifest.get('format_version')!r}, this program reads 1 to {FORMAT_VERSION}; "
+            f"export the model again or install the version that made it"
         )
     missing = sorted(_MANIFEST_TYPES.keys() - manifest.keys())
     if missing:
@@ -213,6 +214,11 @@ def _check_manifest(path: Path, manifest: object) -> None:
 def _config(manifest: dict[str, Any]) -> NeuronConfig:
     # An artifact that does not mention mixed steps was made without them; the default of a new export is another.
     return NeuronConfig.from_dict({"mixed_step": False} | manifest["config"])
+
+
+def format_version(model: dict[str, Any]) -> int:
+    """The oldest version whose readers can honour the artifact of a model, given as its manifest has it."""
+    return 2 if model.get("convolutions") else 1
 
 
 def is_graph_file(name: str) -> bool:

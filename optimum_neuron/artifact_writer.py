@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .artifact import FORMAT, FORMAT_VERSION, MANIFEST_NAME, OWNED_FOLDERS, file_sha256
+from .artifact import FORMAT, MANIFEST_NAME, OWNED_FOLDERS, file_sha256, format_version
 from .partial import partial_folder
 
 
@@ -28,7 +28,7 @@ class ArtifactWriter:
             name: {"sha256": file_sha256(self.path / name), "size": (self.path / name).stat().st_size}
             for name in names
         }
-        document = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "files": files}
+        document = {"format": FORMAT, "format_version": format_version(manifest["model"]), **manifest, "files": files}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
         (self.path / MANIFEST_NAME).write_text(text, encoding="utf-8")
         for folder in OWNED_FOLDERS:

@@ -66,7 +66,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
     )
     cache, graphs = KVCache(state_specs(own, spec)), graph_specs(own)
     steps = {graph.name: StepModule(model, cache, graph).eval() for graph in graphs}
-    runner = GraphRunner(EagerExecutable(steps, cache), own, graphs)
+    runner = GraphRunner(EagerExecutable(steps, cache), own, graphs, reuses_prefixes=spec.reuses_prefixes)
     count = min(NEW_TOKENS, own.sequence_length)
     # The last token is not fed, so it takes no row of the cache.
     length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - count + 1)

@@ -73,7 +73,13 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
         self.neuron_config: NeuronConfig = artifact.config
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
-        self.runner = GraphRunner(executable, artifact.config, artifact.graphs, deterministic=deterministic)
+        self.runner = GraphRunner(
+            executable,
+            artifact.config,
+            artifact.graphs,
+            deterministic=deterministic,
+            reuses_prefixes=artifact.model.reuses_prefixes,
+        )
         self._lock = threading.RLock()
         self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
         self._served = False  # a service has the slots

@@ -35,6 +35,10 @@ def sharp_checkpoints(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytes
     for name, folder in tiny_checkpoints.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for layer in model.model.layers:
+            if not hasattr(layer, "self_attn"):
+                for parameter in layer.conv.parameters():
+                    parameter.data *= 20
+                continue
             layer.self_attn.q_proj.weight.data *= 50
             if hasattr(layer.self_attn, "q_norm"):
                 layer.self_attn.q_norm.weight.data *= 3

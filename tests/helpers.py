@@ -86,10 +86,17 @@ class Recorder:
 
 def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool = False) -> GraphRunner:
     """Step modules without an artifact."""
-    cache = KVCache(state_specs(config, inspect_model(model)))
+    model_spec = inspect_model(model)
+    cache = KVCache(state_specs(config, model_spec))
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec).eval() for spec in graphs}
-    return GraphRunner(EagerExecutable(steps, cache), config, graphs, deterministic=deterministic)
+    return GraphRunner(
+        EagerExecutable(steps, cache),
+        config,
+        graphs,
+        deterministic=deterministic,
+        reuses_prefixes=model_spec.reuses_prefixes,
+    )
 
 
 def export_tiny(checkpoint: Path, output: Path, *, overwrite: bool = False, **changes: Any) -> Path:
@@ -101,7 +108,7 @@ def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunne
     executable = get_target(artifact.target).load(
         artifact, trust_native_code=trust_native_code, trust_remote_code=False
     )
-    return GraphRunner(executable, artifact.config, artifact.graphs)
+    return GraphRunner(executable, artifact.config, artifact.graphs, reuses_prefixes=artifact.model.reuses_prefixes)
 
 
 def random_tokens(count: int, seed: int = 0) -> np.ndarray:

@@ -15,10 +15,11 @@ from optimum_neuron.targets.cpu import kernels
 
 @pytest.mark.slow
 @pytest.mark.skipif(not kernels.are_fast_here(), reason="torch's operators round by the shape of a graph")
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_token_is_the_same_to_the_bit_in_graphs_of_all_kinds(
-    open_runner: Opener, tiny_specs: dict[str, ModelSpec]
+    open_runner: Opener, tiny_specs: dict[str, ModelSpec], name: str
 ) -> None:
-    runner, prompt = open_runner("llama", "cpu"), random_tokens(30)
+    runner, prompt = open_runner(name, "cpu"), random_tokens(30)
     others = [Chunk(2, random_tokens(11, seed=2))]
     start, token = 13, int(prompt[13])
 
@@ -44,7 +45,7 @@ def test_a_token_is_the_same_to_the_bit_in_graphs_of_all_kinds(
         runner.reset_all()
         runner.graph_calls.clear()
         prefill_pieces(runner, 0, prompt[:start], [8, 5])
-        results.append((way(), read_states(runner, tiny_specs["llama"]), set(runner.graph_calls)))
+        results.append((way(), read_states(runner, tiny_specs[name]), set(runner.graph_calls)))
     assert len(set.union(*(graphs for *_, graphs in results))) == 3
     for logits, states, _ in results[1:]:
         assert torch.equal(logits, results[0][0])

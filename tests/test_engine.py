@@ -111,7 +111,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
     ("name", "policy", "target"),
     [
         *(("llama", policy, "eager") for policy in POLICIES),
-        *((name, "mixed", "eager") for name in ARCHITECTURES[1:]),
+        *((name, "mixed", "eager") for name in (*ARCHITECTURES[1:], "lfm2")),
         pytest.param("llama", "mixed", "cpu", marks=pytest.mark.slow),
     ],
 )

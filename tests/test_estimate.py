@@ -77,7 +77,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         v_head_dim=12,
     ),
 }
-NAMES = tuple(dict.fromkeys((*ARCHITECTURES, *CONFIGS)))
+NAMES = tuple(dict.fromkeys((*ARCHITECTURES, "lfm2", *CONFIGS)))
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,

@@ -95,7 +95,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return draw(st.lists(st.integers(1, 20), min_size=3, max_size=3)), draw(steps)
 
 
-@pytest.mark.parametrize(("name", "target"), [*((name, "eager") for name in DENSE), *ON_TARGETS[-1:]])
+@pytest.mark.parametrize(("name", "target"), [*((name, "eager") for name in (*DENSE, "lfm2")), *ON_TARGETS[-1:]])
 def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, name: str, target: str) -> None:
     shared = open_runner(name, target)
     runner = GraphRunner(shared.executable, shared.config, graph_specs(shared.config), deterministic=True)

@@ -49,8 +49,10 @@ class Engine:
         self.config = runner.config
         self.options = options or SchedulerOptions()
         # A decode row computes other last bits than a chunk row: only prompts are reused where bits matter.
-        exact = replace(self.options, reuse_generated=False)
-        self.scheduler = Scheduler(runner.config, exact if runner.deterministic else self.options)
+        used = replace(self.options, reuse_generated=False) if runner.deterministic else self.options
+        if not runner.reuses_prefixes:
+            used = replace(used, prefix_reuse=False)
+        self.scheduler = Scheduler(runner.config, used)
         self.statistics = Statistics()
         self._vocab_size = vocab_size
         self._seeds = np.random.SeedSequence(seed)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from . import kv_cache
+from .convolution import state_of
 from .interface import AttentionCall
-from .masks import AttentionChunk, CausalMask, Window
-from .spec import LayerCache
+from .masks import AttentionChunk, CausalMask, UnsupportedModelError, Window
+from .spec import ConvolutionState, LayerCache
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one.
@@ -42,10 +43,11 @@ class LayerCalls:
 
 @dataclass
 class LayerRecorder:
-    """Attention backend that learns each layer's cache sizes from one pass of the model."""
+    """Attention and convolution backend that learns what each layer keeps from one pass of the model."""
 
     by_itself: bool = False
     layers: list[LayerCache] = field(default_factory=list)
+    convolutions: list[ConvolutionState] = field(default_factory=list)
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -56,6 +58,13 @@ class LayerRecorder:
         number = self.calls.number(layer_idx)
         self.layers.append(LayerCache(number, key.shape[1], key.shape[-1], value.shape[-1]))
         return key, value
+
+    def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        state = state_of(layer_idx, index, inputs, weight)
+        if any((each.layer_idx, each.index) == (layer_idx, index) for each in self.convolutions):
+            raise UnsupportedModelError(f"layer {layer_idx} keeps inputs of several convolutions in one place")
+        self.convolutions.append(state)
+        return inputs
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
         if not self.by_itself:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static KV cache. This module alone knows its layout.
+"""The static KV cache, and what slots keep beside it. This module alone knows the layout of keys and values.
 
 Per layer, keys and values are `[batch_size + 1, kv_heads, sequence_length, head_dim]`. Row i is slot i; the last row is
 the trash row: tokens that are padding write there, each at its own column, so that a scatter never has two equal
@@ -17,7 +17,8 @@ from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers `key_<layer>` and `value_<layer>`, zeroed: masked garbage times probability zero must stay zero."""
+    """State buffers `key_<layer>`, `value_<layer>` and `conv_<layer>_<index>`, zeroed: masked garbage times probability
+    zero must stay zero."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
@@ -28,6 +29,10 @@ class KVCache(nn.Module):
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, the buffers themselves."""
         return getattr(self, f"key_{layer_idx}"), getattr(self, f"value_{layer_idx}")
+
+    def convolution(self, layer_idx: int, index: int) -> Tensor:
+        """`[batch_size + 1, past, channels]`, what a convolution keeps: the buffer itself."""
+        return getattr(self, f"conv_{layer_idx}_{index}")
 
 
 def write(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:

@@ -16,7 +16,7 @@ from .masks import UnsupportedModelError
 from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .refusals import check_layers, check_result
-from .spec import GraphSpec, LayerCache, ModelSpec
+from .spec import GraphSpec, ModelSpec
 from .step import StepModule, accepts, example_inputs
 
 
@@ -29,22 +29,21 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         ValueError: the model cannot run as step graphs; the reason is named.
     """
     try:
-        layers, vocab_size = _record(model)
-        check_layers(model, layers)
-        spec = ModelSpec(vocab_size=vocab_size, layers=layers)
+        spec = _record(model)
+        check_layers(model, spec)
         check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
     except UnsupportedModelError as error:
         raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
     return spec
 
 
-def _record(model: PreTrainedModel) -> tuple[tuple[LayerCache, ...], int]:
-    """Each layer's cache, and the size of the vocabulary."""
+def _record(model: PreTrainedModel) -> ModelSpec:
+    """What each layer keeps, and the size of the vocabulary."""
     needs = CacheNeeds.of(model)
     recorder = LayerRecorder(needs.by_itself)
     token = torch.zeros((1, 1), dtype=torch.int32)
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    cache = needs.cache(token[0], recorder)
+    cache = needs.cache(token[0], recorder, recorder)
     if cache is not None:
         kwargs["past_key_values"] = cache
     try:
@@ -54,7 +53,7 @@ def _record(model: PreTrainedModel) -> tuple[tuple[LayerCache, ...], int]:
         raise
     except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
         raise UnsupportedModelError(f"it fails on a token with its position and no cache: {error}") from error
-    return tuple(recorder.layers), logits.shape[-1]
+    return ModelSpec(logits.shape[-1], tuple(recorder.layers), tuple(recorder.convolutions))
 
 
 def export_graph(

@@ -18,7 +18,7 @@ from ..config import NeuronConfig
 from .interface import set_implementation
 from .kv_cache import KVCache
 from .masks import UnsupportedModelError
-from .spec import GraphKind, GraphSpec, LayerCache, ModelSpec, graph_specs, state_specs
+from .spec import GraphKind, GraphSpec, ModelSpec, graph_specs, state_specs
 from .step import StepModule, example_inputs
 
 
@@ -33,22 +33,28 @@ _NEGLIGIBLE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.005, t
 _TIMES_ROUNDING, _DRAWS = 4.0, 3
 
 
-def check_layers(model: PreTrainedModel, layers: tuple[LayerCache, ...]) -> None:
-    """Raises UnsupportedModelError where a layer keeps other state than keys and values, or attends elsewhere."""
-    state = _other_state(model)
+def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Raises UnsupportedModelError where a layer keeps other state than was seen, or attends elsewhere."""
+    convolving = {state.layer_idx for state in spec.convolutions}
+    state = _other_state(model, convolving)
     expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    # A layer may attend several times, but all must do so equally often.
-    if not layers or not expected or len(layers) % expected:
+    attending = (expected or 0) - len(convolving - {layer.layer_idx for layer in spec.layers})
+    # A layer may attend several times, but all that attend must do so equally often.
+    if not spec.layers or attending < 1 or len(spec.layers) % attending:
         raise UnsupportedModelError(
-            f"{len(layers)} attention calls were seen for num_hidden_layers={expected}; "
+            f"{len(spec.layers)} attention calls were seen for num_hidden_layers={expected}; "
             f"{state or 'its layers attend or keep state in code of their own, which sees no cache and no mask of a step'}"
         )
     if state:
         raise UnsupportedModelError(state)
 
 
-def _other_state(model: PreTrainedModel) -> str | None:
-    """What transformers' own cache of this model holds beside keys and values."""
+def _other_state(model: PreTrainedModel, convolving: set[int]) -> str | None:
+    """What transformers' own cache of this model holds beside keys and values, and beside the inputs of convolutions.
+
+    Args:
+        convolving: layers that keep such inputs, of a model that keeps the state of no recurrence.
+    """
     try:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -57,7 +63,7 @@ def _other_state(model: PreTrainedModel) -> str | None:
     others = {
         index: name
         for index, name in others.items()
-        if name not in (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__)
+        if name not in (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__) and index not in convolving
     }
     if not others:
         return None

@@ -45,18 +45,45 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
+class ConvolutionState:
+    """What a causal convolution keeps per slot: the inputs of the last `past` tokens.
+
+    Attributes:
+        index: which of the layer's convolutions.
+    """
+
+    layer_idx: int
+    index: int
+    past: int
+    channels: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the graphs of one model have in common: found by running the model once, not read from its config."""
 
     vocab_size: int
     layers: tuple[LayerCache, ...]
+    convolutions: tuple[ConvolutionState, ...] = ()
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
+        return not self.convolutions
 
     def to_dict(self) -> dict[str, Any]:
-        return {"vocab_size": self.vocab_size, "layers": [asdict(layer) for layer in self.layers]}
+        data = {"vocab_size": self.vocab_size, "layers": [asdict(layer) for layer in self.layers]}
+        if self.convolutions:
+            data["convolutions"] = [asdict(state) for state in self.convolutions]
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelSpec:
-        return cls(data["vocab_size"], tuple(LayerCache(**layer) for layer in data["layers"]))
+        return cls(
+            data["vocab_size"],
+            tuple(LayerCache(**layer) for layer in data["layers"]),
+            tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +193,12 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
 
 
 def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """The KV cache as state tensors: per layer `[batch_size + 1, kv_heads, sequence_length, head_dim]`."""
-    return tuple(_layer_states(config, model.layers))
+    """All that slots keep, as state tensors.
+
+    Per attention layer, keys and values `[batch_size + 1, kv_heads, sequence_length, head_dim]`; per convolution
+    `[batch_size + 1, past, channels]`.
+    """
+    return (*_layer_states(config, model.layers), *_convolution_states(config, model.convolutions))
 
 
 def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
@@ -175,3 +206,9 @@ def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterabl
         for role, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             shape = (config.batch_size + 1, layer.kv_heads, config.sequence_length, dim)
             yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)
+
+
+def _convolution_states(config: NeuronConfig, convolutions: Iterable[ConvolutionState]) -> Iterable[TensorSpec]:
+    for state in convolutions:
+        shape = (config.batch_size + 1, state.past, state.channels)
+        yield TensorSpec(f"kv_cache.conv_{state.layer_idx}_{state.index}", shape, config.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import AttentionRows, CachedAttention
+from .convolution import SlotConvolutions
 from .interface import attending
 from .kv_cache import KVCache, write_indices
 from .model_cache import CacheNeeds
@@ -107,7 +108,8 @@ class StepModule(nn.Module):
         keeps = accepts(self.model, "logits_to_keep", by_name=True)
         if keeps:
             kwargs["logits_to_keep"] = output_rows
-        cache = self._needs.cache(position_ids, attention)
+        convolutions = SlotConvolutions(self.kv_cache, attention.write_rows, attention.write_columns)
+        cache = self._needs.cache(position_ids, attention, convolutions)
         if cache is not None:
             kwargs["past_key_values"] = cache
         with attending(attention):

@@ -111,6 +111,7 @@ class GraphRunner:
         deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
             bit whatever else is served, also where graphs of different shapes round differently; every step costs the
             most.
+        reuses_prefixes: as `ModelSpec.reuses_prefixes` of the model.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
@@ -119,7 +120,13 @@ class GraphRunner:
     """
 
     def __init__(
-        self, executable: Executable, config: NeuronConfig, graphs: Sequence[GraphSpec], *, deterministic: bool = False
+        self,
+        executable: Executable,
+        config: NeuronConfig,
+        graphs: Sequence[GraphSpec],
+        *,
+        deterministic: bool = False,
+        reuses_prefixes: bool = True,
     ) -> None:
         self.executable = executable
         self.config = config
@@ -127,6 +134,7 @@ class GraphRunner:
         self.graph_calls: Counter[str] = Counter()
         self.family = GraphFamily(graphs)
         self.deterministic = deterministic
+        self.reuses_prefixes = reuses_prefixes
         if deterministic and not self.family.has_mixed:
             raise ValueError(
                 "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
@@ -150,8 +158,13 @@ class GraphRunner:
         """Makes a slot hold the first `length` tokens of another, copied on the device, or of itself.
 
         Raises:
-            ValueError: the source holds fewer tokens. No slot is changed.
+            ValueError: the source holds fewer tokens, or more than cache rows. No slot is changed.
         """
+        if not self.reuses_prefixes:
+            raise ValueError(
+                f"slot {source} keeps state of all its {self.lengths[source]} tokens together: the first {length} of them "
+                f"cannot be reused; reset the slot and compute them again"
+            )
         if not 1 <= length <= self.lengths[source]:
             raise ValueError(f"slot {source} holds {self.lengths[source]} tokens: {length} of them cannot be reused")
         if source != slot:

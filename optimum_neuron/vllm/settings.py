@@ -208,6 +208,8 @@ def _fit_cache(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     """One block is one slot, and block 0, which vLLM gives to nobody, is the trash row."""
     cache = vllm_config.cache_config
     cache.block_size = vllm_config.model_config.max_model_len
+    if cache.mamba_block_size is not None:  # of a model with other state than keys and values: it is in the slots too
+        cache.mamba_block_size = cache.block_size
     cache.num_gpu_blocks_override = config.batch_size + 1
     if not _is_ours(vllm_config):
         vllm_config.kv_transfer_config = KVTransferConfig(

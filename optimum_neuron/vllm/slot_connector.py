@@ -50,7 +50,8 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
         self._config: NeuronConfig = served.artifact.config
-        self._reuse: bool = vllm_config.kv_transfer_config.kv_connector_extra_config["reuse"]
+        asked: bool = vllm_config.kv_transfer_config.kv_connector_extra_config["reuse"]
+        self._reuse = asked and served.artifact.model.reuses_prefixes
         scheduler = vllm_config.scheduler_config
         self._budget: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         self._threshold: int = scheduler.long_prefill_token_threshold

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -77,7 +78,9 @@ class NeuronWorker(WorkerBase):
             trust_native_code=self._served.trust_native_code,
             trust_remote_code=self.model_config.trust_remote_code,
         )
-        runner = GraphRunner(executable, artifact.config, artifact.graphs)
+        runner = GraphRunner(
+            executable, artifact.config, artifact.graphs, reuses_prefixes=artifact.model.reuses_prefixes
+        )
         self.model_runner: ModelRunner | None = ModelRunner(runner, artifact.model, self.vllm_config)
         if self.scheduler_config.async_scheduling:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
@@ -89,10 +92,12 @@ class NeuronWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """All layers as one: a block of it has as many bytes as a slot. vLLM counts blocks and allocates nothing."""
-        per_token = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self._artifact.model.layers)
-        per_token *= getattr(torch, self._artifact.config.dtype).itemsize
+        size = self.cache_config.block_size
+        per_slot = sum(
+            math.prod(state.shape[1:]) * getattr(torch, state.dtype).itemsize for state in self._artifact.states()
+        )
         spec = FullAttentionSpec(
-            block_size=self.cache_config.block_size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8
+            block_size=size, num_kv_heads=1, head_size=-(-per_slot // (2 * size)), dtype=torch.int8
         )
         return {"slots": spec}
 

@@ -17,7 +17,7 @@ Compare = Callable[[str], Outcome]
 NEEDED = (
     "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2", "stablelm", "nemotron", "falcon", "gptj",
     "mixtral", "qwen3_moe", "gpt_oss", "dots1", "deepseek_v2", "deepseek_v3", "longcat_flash", "llama4_text",
-    "gemma3n_text", "diffllama", "afmoe", "codegen", "hrm_text", "jetmoe",
+    "gemma3n_text", "diffllama", "afmoe", "codegen", "hrm_text", "jetmoe", "lfm2", "lfm2_moe",
 )  # fmt: skip
 
 

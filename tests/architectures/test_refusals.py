@@ -99,7 +99,7 @@ def test_a_language_model_that_transformers_has_only_inside_of_others_is_compare
         ),
         ("inkling_text", "calls attention with position_bias="),
         ("deepseek_v32", "computes with its attention mask"),
-        ("lfm2", r"keeps more than keys and values in layers 0, 2.*convolution"),
+        ("qwen3_next", r"keeps more than keys and values in layers 0, 2: state of a recurrence, a convolution"),
         ("falcon_h1", r"keeps more than keys and values in layers 0, 1, 2, 3.*LinearAttentionAndFullAttentionLayer"),
         ("minimax_m3_vl_text", r"keeps more than keys and values in layers 1, 3.*selection of keys"),
         ("mamba", "keeps more than keys and values in layers 0, 1, 2, 3"),
@@ -196,7 +196,7 @@ def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
             compute()
 
 
-@pytest.mark.parametrize("name", ["falcon", "codegen", "llama4_text", "stablelm"])
+@pytest.mark.parametrize("name", ["falcon", "codegen", "llama4_text", "stablelm", "lfm2"])
 def test_what_is_taken_can_be_exported_and_computes_the_same(name: str) -> None:
     model, config = tiny_model(name), helpers.tiny_config(ctx_batch_size=1)
     spec = inspect_model(model)

@@ -42,7 +42,7 @@ def hlo_artifact(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "lfm2"])
 def test_tokens_are_those_of_the_eager_target(
     name: str, sampling: SamplingParams, hlo_artifact: Callable[[str], Path], sharp_checkpoints: dict[str, Path]
 ) -> None:
@@ -102,6 +102,12 @@ def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callab
     names = [*json.loads((folder / MANIFEST_NAME).read_text())["graphs"], "copy_slot"]
     found = sorted(path.name for path in (folder / "graphs").iterdir())
     assert found == sorted(name + suffix for name in names for suffix in (".hlo", ".json"))
+
+
+def test_slots_that_keep_more_than_rows_are_never_copied(hlo_artifact: Callable[[str], Path]) -> None:
+    folder = hlo_artifact("lfm2")
+    assert not any(path.name.startswith("copy_slot") for path in (folder / "graphs").iterdir())
+    assert not list(lint_artifact(Artifact.open(folder)))
 
 
 def test_an_artifact_that_is_not_trusted_is_lowered_again(hlo_artifact: Callable[[str], Path], tmp_path: Path) -> None:

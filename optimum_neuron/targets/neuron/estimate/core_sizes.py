@@ -114,7 +114,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         experts=tuple(_experts(local)),
         attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
         block_width=_block_width(local),
-        spec=ModelSpec(sizes.spec.vocab_size, tuple(layers)),
+        spec=replace(sizes.spec, layers=tuple(layers)),
         local_vocab=params["head"] // sizes.hidden_size or sizes.spec.vocab_size,
         hidden_size=sizes.hidden_size,
         keeps_logits=sizes.keeps_logits,

@@ -18,7 +18,7 @@ from .rank_model import rank_model
 def lower_all(
     folder: Path, config: NeuronConfig, tied_weights: Mapping[str, str], *, trust_remote_code: bool
 ) -> Iterator[LoweredGraph]:
-    """Yields all graphs of a config, and where there are several slots the one that copies them, as they are lowered.
+    """Yields all graphs of a config as they are lowered, and where slots share prefixes the one that copies them.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
@@ -31,7 +31,7 @@ def lower_all(
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
     states = state_specs(config, rank.spec)
     cache = KVCache(states)
-    copies = config.batch_size > 1
+    copies = config.batch_size > 1 and rank.spec.reuses_prefixes
     with progress.stage("Lowering graphs", len(specs) + copies) as advance:
         for spec in specs:
             yield lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks)

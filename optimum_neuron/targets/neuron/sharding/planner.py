@@ -9,6 +9,7 @@ from itertools import zip_longest
 from torch import nn
 from transformers import PreTrainedModel
 
+from ....graphs.model_cache import CacheNeeds
 from ....weights import named_tensors
 from .layers import share_attention, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
@@ -36,6 +37,8 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+    if CacheNeeds.of(model).convolves:
+        raise plan.refusal("its layers keep inputs of convolutions, which no rank has a part of")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")

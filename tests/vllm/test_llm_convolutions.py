@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine over a model whose slots keep more than keys and values: all is computed, no prefix is reused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+
+from optimum_neuron import NeuronConfig, export_model
+from optimum_neuron.artifact import Artifact
+
+
+SIZES = NeuronConfig(
+    batch_size=4, sequence_length=128, prefill_chunk_size=16, dtype="float32", output_logits=True, target="eager"
+)
+
+
+def test_prompts_that_start_alike_get_what_transformers_gives_them(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, open_llm: Callable[..., LLM]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints["lfm2"], dtype=torch.float32).eval()
+    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=SIZES)
+    shared = random_prompt(40, vocab=300)
+    prompts = [shared + random_prompt(length, vocab=300) for length in (1, 9, 24, 2, 30, 5)]
+    expected = [greedy(model, prompt, NEW) for prompt in prompts]
+    llm = open_llm(path)
+    for _ in range(2):  # the second time all slots hold what they could be asked for
+        assert ask(llm, prompts) == expected
+    # What an answer ends with begins the next question.
+    longer = [prompt + answer + [7] for prompt, answer in zip(prompts, expected, strict=True)]
+    assert ask(llm, longer) == [greedy(model, prompt, NEW) for prompt in longer]
+    assert not graph_runner(llm).reuses_prefixes
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    stored = sum(math.prod(state.shape) * 4 for state in Artifact.open(path).states())
+    assert stored <= worker.determine_available_memory() < stored * 1.01
