@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .config import NeuronConfig
 from .graphs.kv_cache import KVCache
+from .graphs.ops import EAGER_OPS
 from .graphs.spec import GREEDY, ModelSpec, graph_specs, state_specs
 from .graphs.step import StepModule
 from .runtime.runner import Chunk, DecodeRows, GraphRunner
@@ -65,7 +66,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         target="eager",
     )
     cache, graphs = KVCache(state_specs(own, spec)), graph_specs(own)
-    steps = {graph.name: StepModule(model, cache, graph).eval() for graph in graphs}
+    steps = {graph.name: StepModule(model, cache, graph, EAGER_OPS).eval() for graph in graphs}
     runner = GraphRunner(EagerExecutable(steps, cache), own, graphs, reuses_prefixes=spec.reuses_prefixes)
     count = min(NEW_TOKENS, own.sequence_length)
     # The last token is not fed, so it takes no row of the cache.

@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.targets.cpu import kernels
 
 
 # These need packages that contradict each other: `make test-neuron` and `make test-vllm` have environments of their own.
@@ -74,6 +76,15 @@ def cpu_artifact(
         return made[name]
 
     return export
+
+
+@pytest.fixture(scope="session")
+def ops(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The own CPU kernels as torch operators, where they can be built."""
+    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    kernels.build(library)
+    kernels.load(library, kernels.namespace())
+    return getattr(torch.ops, kernels.namespace())
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from optimum_neuron.export import export_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import inspect_model
+from optimum_neuron.graphs.ops import EAGER_OPS
 from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
@@ -32,8 +33,6 @@ from optimum_neuron.targets.eager import EagerExecutable
 
 # Dense, with sliding windows, with experts, with latent attention.
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
-# Experts take tokens in groups whose sizes follow the neighbors, so rounding does too.
-DENSE = ARCHITECTURES[:3]
 VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
 # One context bucket and chunk size: a graph per kind, since each costs the cpu target seconds.
 SIZES: dict[str, Any] = {
@@ -89,7 +88,7 @@ def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool 
     model_spec = inspect_model(model)
     cache = KVCache(state_specs(config, model_spec))
     graphs = graph_specs(config)
-    steps = {spec.name: StepModule(model, cache, spec).eval() for spec in graphs}
+    steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in graphs}
     return GraphRunner(
         EagerExecutable(steps, cache),
         config,

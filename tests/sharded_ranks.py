@@ -24,7 +24,6 @@ from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
-from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.sharding import (
     ShardPlan,
     apply_plan,
@@ -119,7 +118,6 @@ def make_model(name: str) -> PreTrainedModel:
     dtype = getattr(torch, sizes.get("dtype", "float32"))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     model.eval().requires_grad_(False)
-    use_static_experts(model)
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape) / 10)
     return model
@@ -171,7 +169,6 @@ def write_case(model: PreTrainedModel, world_size: int, folder: Path) -> ShardPl
 def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[PreTrainedModel, StepOps]:
     """One rank's model and operators, from its own file: no process sees the whole model."""
     model: Any = empty_model(folder, dtype, trust_remote_code=False)
-    use_static_experts(model)
     apply_plan(model, plan)
     tensors = load_file(folder / rank_weights_name(rank, plan.world_size))
     tied = json.loads((folder / "tied.json").read_text())

@@ -39,7 +39,6 @@ from optimum_neuron.targets.neuron.estimate.estimate import estimate, estimate_m
 from optimum_neuron.targets.neuron.estimate.hardware import CHIPS, GIB, INSTANCES, PublishedRun, parallel_sizes
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
 from optimum_neuron.targets.neuron.estimate.step_needs import flops, live_bytes, weight_bytes_read
-from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 from optimum_neuron.weights import named_tensors
@@ -185,7 +184,6 @@ def test_more_cores_than_heads_repeat_them_in_the_cache() -> None:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "mixtral", "phi3"])
 def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints[name])
-    use_static_experts(model)
     core = core_sizes(measure(model.config, name, "float32", trust_remote_code=False), 1)
     config = tiny_config(on_device_sampling=False)
     cache = KVCache(state_specs(config, core.spec))
@@ -204,7 +202,6 @@ def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path])
 def test_activations_are_about_what_a_step_holds(name: str, checkpoints: dict[str, Path]) -> None:
     """Python holds on to what a compiler would free, so eager steps need up to twice as much."""
     model = load_model(checkpoints[name])
-    use_static_experts(model)
     core = core_sizes(measure(model.config, name, "float32", trust_remote_code=False), 1)
     long, wide = {"sequence_length": 256, "context_buckets": (256,)}, {"prefill_chunk_size": 24}
     for sizes in (long, wide):

@@ -32,14 +32,6 @@ NAN = float("nan")
 with_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
-@pytest.fixture(scope="session")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    kernels.build(library)
-    kernels.load(library, kernels.namespace())
-    return getattr(torch.ops, kernels.namespace())
-
-
 def random(*sizes: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(sizes).to(dtype)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import LayerRecorder
+from .experts import no_experts, routing, set_experts
 from .interface import attending
 from .kv_cache import KVCache
 from .masks import UnsupportedModelError
@@ -41,13 +42,14 @@ def _record(model: PreTrainedModel) -> ModelSpec:
     """What each layer keeps, and the size of the vocabulary."""
     needs = CacheNeeds.of(model)
     recorder = LayerRecorder(needs.by_itself)
+    set_experts(model)
     token = torch.zeros((1, 1), dtype=torch.int32)
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
     cache = needs.cache(token[0], recorder, recorder)
     if cache is not None:
         kwargs["past_key_values"] = cache
     try:
-        with torch.inference_mode(), attending(recorder):
+        with torch.inference_mode(), attending(recorder), routing(no_experts):
             logits: Tensor = model(input_ids=token, position_ids=token.clone(), use_cache=False, **kwargs).logits
     except UnsupportedModelError:
         raise

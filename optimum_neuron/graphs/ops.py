@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kv_cache
 from .attention import CacheAttention, CacheWrite, attend_cache
+from .experts import Experts, active_experts, dense_experts
 from .sampling import sample
 
 
@@ -23,19 +24,23 @@ def _as_they_are(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepOps:
-    """How a step attends, writes the cache and chooses tokens; the defaults are the reference.
+    """How a step attends, writes the cache, computes experts and chooses tokens; the defaults are the reference.
 
     Attributes:
         attend_cache: attention of one row group over a layer's cache.
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
+        experts: a layer's routed experts, of those layers that use transformers' experts interface.
         sample: the on-device sampler, from what the model's head returns.
         full_logits: the logits of the whole vocabulary, from what the model's head returns.
     """
 
     attend_cache: CacheAttention = attend_cache
     write_cache: CacheWrite = kv_cache.write
+    experts: Experts = dense_experts
     sample: Sampler = sample
     full_logits: Callable[[Tensor], Tensor] = _as_they_are
 
 
 DEFAULT_OPS = StepOps()
+# For step modules that run as they are. No graph can contain it.
+EAGER_OPS = StepOps(experts=active_experts)

@@ -15,9 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..config import NeuronConfig
+from .experts import EXPERTS_NAME, set_experts
 from .interface import set_implementation
 from .kv_cache import KVCache
 from .masks import UnsupportedModelError
+from .ops import EAGER_OPS
 from .spec import GraphKind, GraphSpec, ModelSpec, graph_specs, state_specs
 from .step import StepModule, example_inputs
 
@@ -197,14 +199,16 @@ def _tokens(vocab_size: int, seed: int) -> Tensor:
 
 
 def _own_logits(model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """`[outputs, vocab]` float32 by transformers' own attention; by default with the positions of the model's making."""
+    """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
     ours = model.config._attn_implementation
     set_implementation(model, "eager")
+    set_experts(model, "eager")
     try:
         positions = {} if position_ids is None else {"position_ids": position_ids}
         logits: Tensor = model(input_ids=prompt[None], use_cache=False, **positions).logits[0]
     finally:
         set_implementation(model, ours)
+        set_experts(model, EXPERTS_NAME)
     return logits[list(_OUTPUTS)].float()
 
 
@@ -233,7 +237,7 @@ def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int) -> dict[GraphKi
         batch_size=2, sequence_length=_LENGTH, prefill_chunk_size=chunk, on_device_sampling=False, dtype="float32"
     )
     cache = KVCache(state_specs(config, spec)).to(dtype=model.dtype)
-    return {graph.kind: StepModule(model, cache, graph) for graph in graph_specs(config)}
+    return {graph.kind: StepModule(model, cache, graph, EAGER_OPS) for graph in graph_specs(config)}
 
 
 def _inputs(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionRows, CachedAttention
 from .convolution import SlotConvolutions
+from .experts import routing, set_experts
 from .interface import attending
 from .kv_cache import KVCache, write_indices
 from .model_cache import CacheNeeds
@@ -43,7 +44,7 @@ class StepModule(nn.Module):
     Args:
         model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
         cache: shared by all graphs of the model.
-        ops: how the step attends, writes and samples; a target may replace the reference.
+        ops: how the step attends, writes, computes experts and samples; a target may replace the reference.
     """
 
     def __init__(self, model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS) -> None:
@@ -53,16 +54,18 @@ class StepModule(nn.Module):
         self.kv_cache = cache
         self.spec = spec
         self._needs = CacheNeeds.of(model)
+        set_experts(model)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
         groups = row_groups(self.spec, inputs)
-        attention, output_rows = self._plan(groups)
+        attention, output_rows, actual = self._plan(groups)
         logits = self._logits(
             torch.cat([group.input_ids.flatten() for _, group in groups]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
             output_rows,
             attention,
+            actual,
         )
         outputs, start = [], 0
         for name, group in groups:
@@ -71,12 +74,13 @@ class StepModule(nn.Module):
             start += rows
         return tuple(outputs)
 
-    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, Tensor]:
-        """Where tokens are written, what they attend, and the index of the token of each row that reaches lm_head."""
-        writes, rows_of_groups, last_tokens, offset = [], [], [], 0
+    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, Tensor, Tensor]:
+        """What tokens attend and where they are written, which token of each row reaches lm_head, and which are real."""
+        writes, rows_of_groups, last_tokens, actual_tokens, offset = [], [], [], [], 0
         for _, group in groups:
             rows, tokens = group.input_ids.shape
             actual = actual_tokens_mask(group.position_ids)
+            actual_tokens.append(actual.flatten())
             slots = torch.arange(rows, dtype=torch.int32) if group.seq_ids is None else group.seq_ids
             writes.append(write_indices(group.position_ids, actual, slots, self.spec.batch_size, offset))
             rows_of_groups.append(AttentionRows(group.position_ids, group.seq_ids, self.spec.context_length))
@@ -94,10 +98,15 @@ class StepModule(nn.Module):
             self.ops.write_cache,
             self._needs.by_itself,
         )
-        return attention, torch.cat(last_tokens)
+        return attention, torch.cat(last_tokens), torch.cat(actual_tokens)
 
     def _logits(
-        self, input_ids: Tensor, position_ids: Tensor, output_rows: Tensor, attention: CachedAttention
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        output_rows: Tensor,
+        attention: CachedAttention,
+        actual: Tensor,
     ) -> Tensor:
         """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
         # An idle row's position is -1: a learned position table has no such row, and nobody reads the result.
@@ -112,7 +121,7 @@ class StepModule(nn.Module):
         cache = self._needs.cache(position_ids, attention, convolutions)
         if cache is not None:
             kwargs["past_key_values"] = cache
-        with attending(attention):
+        with attending(attention), routing(self.ops.experts, actual):
             logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
         return (logits if keeps else logits[output_rows]).float()
 

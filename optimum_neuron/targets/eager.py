@@ -16,6 +16,7 @@ from ..artifact import Artifact
 from ..config import NeuronConfig
 from ..empty_model import assign, empty_model
 from ..graphs.kv_cache import KVCache, copy_slot
+from ..graphs.ops import EAGER_OPS
 from ..graphs.step import StepModule
 from ..weights import named_tensors, read_weights, write_weights
 from . import CompileJob, check_one_device
@@ -36,7 +37,8 @@ class _EqualRows(TorchFunctionMode):
         x, *parameters = args
         flat = x.reshape(-1, x.shape[-1])
         padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
-        return func(padded, *parameters, **kwargs)[: len(flat)].view(*x.shape[:-1], len(parameters[0]))
+        output = func(padded, *parameters, **kwargs)[: len(flat)]
+        return output.view(*x.shape[:-1], output.shape[-1])
 
 
 class EagerExecutable:
@@ -78,5 +80,5 @@ class EagerTarget:
         model = empty_model(artifact.path, artifact.config.dtype, trust_remote_code=trust_remote_code)
         assign(model, read_weights(artifact))
         cache = KVCache(artifact.states())
-        steps = {spec.name: StepModule(model, cache, spec).eval() for spec in artifact.graphs}
+        steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in artifact.graphs}
         return EagerExecutable(steps, cache)

@@ -19,6 +19,7 @@ from helpers import artifact_runner, decode_rows, export_tiny
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from optimum_neuron.graphs.experts import is_experts
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 
 
@@ -41,7 +42,8 @@ class Outcome:
         noise: that of transformers' own float32.
         tokens_agree: the greedy tokens are those of transformers' generate.
         chunkings_agree: to the bit: the logits of both chunkings.
-        routed: tokens go to experts in groups, whose sizes change rounding.
+        routed: it has experts.
+        grouped: its experts are code of its own, which takes tokens in groups whose sizes change rounding.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Outcome:
     tokens_agree: bool = True
     chunkings_agree: bool = True
     routed: bool = False
+    grouped: bool = False
 
     @property
     def exact(self) -> bool:
@@ -60,7 +63,7 @@ class Outcome:
             and self.lacking is None
             and self.difference <= NOISE_FACTOR * self.noise
             and self.tokens_agree
-            and (self.chunkings_agree or self.routed)
+            and (self.chunkings_agree or self.grouped)
         )
 
 
@@ -87,7 +90,7 @@ def _quiet() -> Iterator[None]:
 def _compare(name: str, folder: Path) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
-        routed = make_checkpoint(name, checkpoint)
+        routed, grouped = make_checkpoint(name, checkpoint)
     except (
         ImportError,
         AttributeError,
@@ -119,17 +122,19 @@ def _compare(name: str, folder: Path) -> Outcome:
         tokens_agree=chosen == generated,
         chunkings_agree=torch.equal(even[PROMPT - 1], found[PROMPT - 1]),
         routed=routed,
+        grouped=grouped,
     )
 
 
-def make_checkpoint(name: str, folder: Path) -> bool:
-    """Writes a tiny random model; returns whether it has routed experts."""
+def make_checkpoint(name: str, folder: Path) -> tuple[bool, bool]:
+    """Writes a tiny random model; returns whether it has routed experts, and whether outside of transformers' interface."""
     config = tiny_config(name)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     sharpen(model)
     model.save_pretrained(folder)
-    return any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
+    routed = any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
+    return routed, routed and not any(map(is_experts, model.modules()))
 
 
 def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:

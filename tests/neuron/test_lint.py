@@ -20,7 +20,6 @@ from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.lint import Finding, lint
 from optimum_neuron.targets.neuron.lint.operators import normalize_operators
 from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 
 
@@ -253,7 +252,6 @@ def test_collectives_take_all_ranks_and_floats() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_graphs_of_our_models_pass(tiny_models: dict[str, nn.Module], name: str) -> None:
     model = copy.deepcopy(tiny_models[name])
-    use_static_experts(model)
     for graph in lower_model(model, tiny_config(target="hlo")):
         for target in HLO_TARGETS:
             assert not findings(graph, target)

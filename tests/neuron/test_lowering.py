@@ -34,7 +34,6 @@ from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering import passes as hlo_passes
-from optimum_neuron.targets.neuron.lowering.experts import use_static_experts
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS, write_cache
 
@@ -191,7 +190,6 @@ def test_the_neuron_operators_equal_the_reference_within_noise(name: str, sharp_
     model = load_model(sharp_checkpoints[name])
     reference = eager_runner(model, tiny_config())
     other = load_model(sharp_checkpoints[name])
-    use_static_experts(other)
     config = tiny_config()
     cache, specs = KVCache(state_specs(config, inspect_model(other))), graph_specs(config)
     steps = {spec.name: StepModule(other, cache, spec, NEURON_OPS).eval() for spec in specs}
@@ -213,20 +211,6 @@ def test_the_neuron_cache_write_is_the_reference_write() -> None:
     write(caches[0], states, rows, columns)
     write_cache(caches[1], states, rows, columns)
     assert torch.equal(caches[0], caches[1]) and caches[0].any()
-
-
-def test_experts_of_other_ranks_count_for_nothing(tiny_models: dict[str, nn.Module]) -> None:
-    from optimum_neuron.targets.neuron.lowering.experts import _experts
-
-    experts = tiny_models["gpt_oss"].model.layers[0].mlp.experts
-    hidden = torch.randn(5, 64)
-    weights = torch.rand(5, 2)
-    here = torch.tensor([[0, 1]] * 5)
-    beyond = torch.tensor([[0, experts.gate_up_proj.shape[0]]] * 5)
-    with torch.no_grad():
-        alone = _experts(experts, hidden, here[:, :1], weights[:, :1])
-        assert torch.allclose(_experts(experts, hidden, beyond, weights), alone, atol=NOISE)
-        assert not torch.allclose(_experts(experts, hidden, here, weights), alone, atol=1e-3)
 
 
 def test_a_window_is_part_of_the_mask() -> None:

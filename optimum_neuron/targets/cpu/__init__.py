@@ -13,6 +13,7 @@ from ...config import NeuronConfig
 from ...weights import named_tensors, write_weights
 from .. import CompileJob, Executable, check_one_device
 from .compiler import check_compiler, compile_graphs
+from .experts import use_natural_layout
 from .loader import load_executable
 
 
@@ -24,6 +25,7 @@ class CpuTarget:
         check_compiler()
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
+        use_natural_layout(model)
         return write_weights(named_tensors(model), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:

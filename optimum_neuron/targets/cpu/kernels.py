@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The own CPU kernels, built from C++ at export and loaded as torch operators: `linears` and `attend`.
+"""The own CPU kernels, built from C++ at export and loaded as torch operators: `linears`, `expert_linear`, `attend`.
 
 at::linear reaches half of the memory bandwidth when a few rows meet weights in their natural layout, prepacked weights
 cannot be shared between graphs, and how it rounds depends on the number of rows. torch's attention cannot read a slot
@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 from .host import host_requirements
 
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "attention.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "experts.cpp", "attention.cpp"))
 # The element types that the kernels take.
 DTYPES = (torch.bfloat16, torch.float32)
 # The kernels are written for these; elsewhere torch's own operators stay in the graphs.
@@ -87,12 +87,17 @@ def load(path: Path, name: str) -> None:
         return
     torch.ops.load_library(str(path))
     library.register_fake(f"{name}::linears", _fake_linears)
+    library.register_fake(f"{name}::expert_linear", _fake_expert_linear)
     library.register_fake(f"{name}::attend", _fake_attend)
     _loaded.add(name)
 
 
 def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+def _fake_expert_linear(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*index.shape, weight.shape[1]))
 
 
 def _fake_attend(

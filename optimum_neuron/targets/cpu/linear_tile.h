@@ -22,9 +22,8 @@ struct Tile {
   const Element* weights[kTileVectors];
   int64_t ahead;  // from these weights to those that are read next
   __m128 bias;
-  Element* output;
-  int64_t outputStride;
-  __mmask8 mask;  // of the outputs that are stored
+  Element* outputs[kTileRows];  // of each row
+  __mmask8 mask;                // of the outputs that are stored
 };
 
 // Which columns a tile is asked for: all in one go, or chunk by chunk with the sums kept in between.
@@ -37,12 +36,12 @@ struct Chunk {
 // zeros. A tile is then one stream, where rows a power of two apart would displace each other from the caches.
 template <class Type>
 TARGET_AVX512 void packRows(
-    typename Type::Element* to, const typename Type::Element* x, int64_t rows, int64_t columns) {
+    typename Type::Element* to, const typename Type::Element* const* from, int64_t rows, int64_t columns) {
   for (int64_t k = 0; k < columns; k += kStep<Type>) {
     const bool whole = k + kStep<Type> <= columns;
     for (int64_t m = 0; m < rows; ++m, to += kStep<Type>) {
-      const auto* from = x + m * columns + k;
-      _mm512_storeu_si512(to, whole ? Type::loadWords(from) : Type::loadWords(from, columns - k));
+      const auto* row = from[m] + k;
+      _mm512_storeu_si512(to, whole ? Type::loadWords(row) : Type::loadWords(row, columns - k));
     }
   }
 }
@@ -92,7 +91,7 @@ TARGET_AVX512 void multiplyTile(const Tile<Type>& tile, Chunk chunk, Sums* total
   }
   if (chunk.last) {
     UNROLL for (int m = 0; m < Rows; ++m) {
-      Type::store4(tile.output + m * tile.outputStride, _mm_add_ps(addLanes(sums[m]), tile.bias), tile.mask);
+      Type::store4(tile.outputs[m], _mm_add_ps(addLanes(sums[m]), tile.bias), tile.mask);
     }
     return;
   }

@@ -18,13 +18,15 @@ def use_linear_kernel(program: ExportedProgram) -> None:
     """Replaces `aten.linear` in place. Layers that share their input (q, k, v; gate, up) become one call."""
     graph = program.graph_module.graph
     kernel = getattr(torch.ops, namespace()).linears.default
-    groups: dict[Node, list[Node]] = defaultdict(list)
+    groups: dict[tuple[Node, Node | None], list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.linear.default and _fits(node):
-            groups[_operands(node)[0]].append(node)
-    for x, group in groups.items():
+            x, *parameters = _operands(node)
+            converted = any(parameter is not None and parameter.op != "placeholder" for parameter in parameters)
+            groups[x, node if converted else None].append(node)
+    for (x, _), group in groups.items():
         weights, biases = zip(*(_operands(node)[1:] for node in group), strict=True)
-        # Weights are placeholders, so where the first layer of a group stands, all operands are there.
+        # Where layers share a call, weights are placeholders: where the first one stands, all operands are there.
         with graph.inserting_before(group[0]):
             call = graph.call_function(kernel, (x, list(weights), list(biases)))
             outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(len(group))]
@@ -38,11 +40,18 @@ def use_linear_kernel(program: ExportedProgram) -> None:
 
 def _fits(node: Node) -> bool:
     x, *parameters = _operands(node)
-    if any(parameter is not None and parameter.op != "placeholder" for parameter in parameters):
+    if not all(parameter is None or _is_parameter(parameter) for parameter in parameters):
         return False
     # Whatever the number of rows: a token is to get the same bits in graphs of all sizes.
     value, weight = x.meta["val"], parameters[0].meta["val"]
     return value.dtype == weight.dtype and value.dtype in DTYPES
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a node is a parameter, or one in another type, as the weights of routers that run in float32."""
+    if node.target is torch.ops.aten.to.dtype:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder"
 
 
 def _operands(node: Node) -> Any:

@@ -27,10 +27,11 @@ from ...graphs.ops import DEFAULT_OPS, StepOps
 from ...graphs.spec import GraphSpec, ModelSpec, state_specs
 from . import kernels
 from .attention import attend_cache_on_cpu
+from .experts import grouped_experts, use_natural_layout
 from .rewrite import use_linear_kernel
 
 
-OWN_OPS = StepOps(attend_cache=attend_cache_on_cpu)
+OWN_OPS = StepOps(attend_cache=attend_cache_on_cpu, experts=grouped_experts)
 # Weights and KV state stay outside the package and are bound at load: one copy for all graphs.
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -58,6 +59,7 @@ def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
     tensors = load_file(folder / WEIGHTS_NAME)
     tensors |= {alias: tensors[name] for alias, name in job["tied_weights"].items()}
     model = empty_model(folder, config.dtype, trust_remote_code=job["trust_remote_code"])
+    use_natural_layout(model, tensors)
     assign(model, tensors)
     return model, KVCache(state_specs(config, ModelSpec.from_dict(job["model"])))
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
 from ....graphs.model import inspect_model
 from ....graphs.spec import ModelSpec
-from ..lowering.experts import use_static_experts
 from .layer_kinds import LayerKinds, one_of_each_kind
 
 
@@ -103,7 +102,6 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
             ).eval()
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name}: {str(error).strip().splitlines()[0]}") from error
-        use_static_experts(model)  # transformers' own take no float32 without data
         probe, spec = _probe(model)
     text_config = model_config.get_text_config(decoder=True)
     return ModelSizes(

@@ -20,7 +20,6 @@ from ....graphs.spec import ModelSpec
 from ....weights import named_tensors
 from ..sharding import apply_plan, shard_plan, sharded_ops
 from ..sharding.trace import no_data
-from .experts import use_static_experts
 from .ops import NEURON_OPS
 
 
@@ -52,7 +51,6 @@ def rank_model(
         ValueError: the model cannot be shared by `config.tensor_parallel_size` ranks.
     """
     model = cast(PreTrainedModel, empty_model(folder, config.dtype, trust_remote_code=trust_remote_code))
-    use_static_experts(model)
     ops, plan = NEURON_OPS, None
     if config.tensor_parallel_size > 1:
         plan = shard_plan(model, config.tensor_parallel_size)

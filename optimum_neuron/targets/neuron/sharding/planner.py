@@ -9,12 +9,13 @@ from itertools import zip_longest
 from torch import nn
 from transformers import PreTrainedModel
 
+from ....graphs.experts import is_experts
 from ....graphs.model_cache import CacheNeeds
 from ....weights import named_tensors
 from .layers import share_attention, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
 from .plan import ShardPlan
-from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_experts, is_linear, planned_styles
+from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_linear, planned_styles
 from .trace import Trace, data_free_copy, no_data, trace_model
 
 

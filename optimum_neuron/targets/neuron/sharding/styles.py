@@ -36,11 +36,6 @@ def generic_name(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' experts interface, which tells how its parameters are laid out."""
-    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer, with torch's own arithmetic."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: where transformers' experts interface meets the step, and the reference formulations.
+
+Routing is transformers' own. What an expert computes of a token depends on that token alone, and tokens that are padding
+are routed nowhere: to the number that follows the last expert's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from .masks import UnsupportedModelError
+
+
+EXPERTS_NAME = "optimum_neuron"
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """One layer's experts, and where its router sends the tokens of a step.
+
+    Attributes:
+        layer: a module of transformers' experts interface, which tells how its weights are laid out.
+        hidden_states: `[tokens, hidden]`.
+        index: `[tokens, k]`, integers; from `experts` on: nowhere.
+        weights: `[tokens, k]`; what they are does not matter where a token goes nowhere.
+    """
+
+    layer: Any
+    hidden_states: Tensor
+    index: Tensor
+    weights: Tensor
+
+    @property
+    def experts(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def up(self) -> Tensor:
+        """`[experts, out, in]`, or `[experts, in, out]` where the layer is transposed."""
+        weight: Tensor = self.layer.gate_up_proj if self.layer.has_gate else self.layer.up_proj
+        return weight
+
+    @property
+    def up_bias(self) -> Tensor | None:
+        """`[experts, out]`."""
+        if not self.layer.has_bias:
+            return None
+        bias: Tensor = self.layer.gate_up_proj_bias if self.layer.has_gate else self.layer.up_proj_bias
+        return bias
+
+    @property
+    def down(self) -> Tensor:
+        weight: Tensor = self.layer.down_proj
+        return weight
+
+    @property
+    def down_bias(self) -> Tensor | None:
+        return self.layer.down_proj_bias if self.layer.has_bias else None
+
+    def activate(self, up: Tensor) -> Tensor:
+        """What stands between the two projections; it looks at the last dimension alone."""
+        output: Tensor = self.layer._apply_gate(up) if self.layer.has_gate else self.layer.act_fn(up)
+        return output
+
+    def weighted_sum(self, outputs: Tensor) -> Tensor:
+        """From `[tokens, k, hidden]`, zero where a token goes nowhere, to `[tokens, hidden]`.
+
+        Written out: how torch sums over a dimension may depend on the others.
+        """
+        terms = outputs.float() * self.weights.float()[:, :, None]
+        total = terms[:, 0]
+        for place in range(1, terms.shape[1]):
+            total = total + terms[:, place]
+        return total.to(self.hidden_states.dtype)
+
+
+# From a call to `[tokens, hidden]`.
+Experts = Callable[[ExpertsCall], Tensor]
+
+
+def dense_experts(call: ExpertsCall) -> Tensor:
+    """Every expert computes every token, and a token takes those that it was routed to.
+
+    No shape depends on the routing and no weight is gathered, so every target can lower it; what it costs is the other
+    experts' arithmetic.
+    """
+    chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
+    routing = (chosen.to(call.weights.dtype) * call.weights[:, :, None]).sum(1).t()[:, :, None]
+    inputs = call.hidden_states.to(call.up.dtype).expand(call.experts, *call.hidden_states.shape)
+    up = call.activate(_every(call, inputs, call.up, call.up_bias))
+    outputs = _every(call, up, call.down, call.down_bias)
+    # Not only times 0: an expert may overflow on a token that is not its own.
+    outputs = torch.where(chosen.any(1).t()[:, :, None], outputs * routing, 0.0)
+    return outputs.sum(0).to(call.hidden_states.dtype)
+
+
+def _every(call: ExpertsCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[experts, tokens, in]` to `[experts, tokens, out]`."""
+    output = x @ (weight if call.layer.is_transposed else weight.transpose(1, 2))
+    return output if bias is None else output + bias[:, None]
+
+
+def active_experts(call: ExpertsCall) -> Tensor:
+    """Each expert in use computes the tokens that are routed to it: for modules that run as they are.
+
+    The number of products and their shapes depend on the routing, so no graph can contain it.
+    """
+    hidden_states = call.hidden_states.to(call.up.dtype)
+    outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
+    for expert in call.index.unique().tolist():
+        if expert < call.experts:
+            tokens, places = (call.index == expert).nonzero(as_tuple=True)
+            up = call.activate(_one(call, expert, hidden_states[tokens], call.up, call.up_bias))
+            outputs[tokens, places] = _one(call, expert, up, call.down, call.down_bias)
+    return call.weighted_sum(outputs)
+
+
+def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[tokens, in]` to `[tokens, out]`."""
+    own = weight[expert].t() if call.layer.is_transposed else weight[expert]
+    return nn.functional.linear(x, own, None if bias is None else bias[expert])
+
+
+def no_experts(call: ExpertsCall) -> Tensor:
+    """Zeros, where a model runs only to be looked at."""
+    return torch.zeros_like(call.hidden_states)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    experts: Experts
+    actual: Tensor | None
+
+
+_ALONE = _Routing(active_experts, None)  # a model that runs outside of a step
+_routing: ContextVar[_Routing] = ContextVar("how the running forward pass computes experts")
+
+
+@contextmanager
+def routing(experts: Experts, actual: Tensor | None = None) -> Iterator[None]:
+    """How the forward passes within compute experts.
+
+    Args:
+        actual: `[tokens]`, whether a token of the step is no padding; None: all are.
+    """
+    token = _routing.set(_Routing(experts, actual))
+    try:
+        yield
+    finally:
+        _routing.reset(token)
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    routing = _routing.get(_ALONE)
+    call = ExpertsCall(module, hidden_states, top_k_index, top_k_weights)
+    if routing.actual is not None:
+        if len(routing.actual) != len(hidden_states):
+            raise UnsupportedModelError(
+                f"its experts get {len(hidden_states)} rows of hidden states in a step of {len(routing.actual)} tokens"
+            )
+        index = torch.where(routing.actual[:, None], top_k_index, call.experts)
+        call = ExpertsCall(module, hidden_states, index, top_k_weights)
+    return routing.experts(call)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' experts interface, which tells how its parameters are laid out."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+
+
+def set_experts(model: nn.Module, name: str = EXPERTS_NAME) -> None:
+    """Changes by whose function a model computes experts that use transformers' interface; "eager" is their own code."""
+    for module in model.modules():
+        if is_experts(module):
+            module.config._experts_implementation = name  # type: ignore[union-attr]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts by the own CPU kernel, and their weights in the layout that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.experts import ExpertsCall, dense_experts, is_experts
+from .kernels import DTYPES, namespace
+
+
+def grouped_experts(call: ExpertsCall) -> Tensor:
+    """A drop-in for `dense_experts` that reads and computes the experts in use alone.
+
+    What a token gets depends on it and its experts only, to the bit.
+    """
+    if call.layer.is_transposed or call.up.dtype not in DTYPES:
+        return dense_experts(call)
+    linear = getattr(torch.ops, namespace()).expert_linear.default
+    up = linear(call.hidden_states.to(call.up.dtype), call.index, call.up, call.up_bias)
+    return call.weighted_sum(linear(call.activate(up), call.index, call.down, call.down_bias))
+
+
+def use_natural_layout(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> None:
+    """Turns the weights of transposed experts into `[experts, out, in]`, as the kernel and a memory bus like them.
+
+    Args:
+        stored: what the weights will be replaced by, named as in `weights.named_tensors`: layers stay as they are where
+            these have the model's own layout.
+    """
+    for name, module in model.named_modules():
+        if is_experts(module) and module.is_transposed:
+            weights = _weights(module)
+            # Where all are square, no reader could tell the layouts apart.
+            told = [each for each, weight in weights.items() if weight.shape[1] != weight.shape[2]]
+            if told and (stored is None or stored[f"model.{name}.{told[0]}"].shape != weights[told[0]].shape):
+                for weight in weights.values():
+                    weight.data = weight.data.transpose(1, 2).contiguous()
+                module.is_transposed = False
+
+
+def _weights(experts: Any) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
