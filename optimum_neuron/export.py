@@ -21,6 +21,7 @@ from .artifact_writer import check_output, write_artifact
 from .checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.family import check_every_step_has_a_graph
+from .graphs.fixed_shapes import check_fixed_shapes
 from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .targets import CompileJob, Target, get_target, resolve_target
@@ -104,6 +105,8 @@ def export_model(
     _warn_of_host_sampling(loaded, config)
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
+        if config.target != "eager":
+            check_fixed_shapes(loaded, config.target)
     _check_disk(output, named_tensors(loaded))
     return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, overwrite)
 

@@ -25,11 +25,12 @@ from helpers import (
 )
 from moe import CONFIGS, make_checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DbrxConfig
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoint import Checkpoint
 from optimum_neuron.graphs.experts import ExpertsCall, active_experts, dense_experts, is_experts
+from optimum_neuron.graphs.fixed_shapes import check_fixed_shapes
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model import export_graph, inspect_model
 from optimum_neuron.graphs.ops import DEFAULT_OPS, EAGER_OPS
@@ -279,6 +280,44 @@ def test_experts_of_a_step_get_as_many_rows_as_the_step_has_tokens(
     )
     with pytest.raises(ValueError, match=r"its experts get 8 rows of hidden states in a step of 4 tokens"):
         inspect_model(model)
+
+
+@pytest.fixture(scope="module")
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts loop over those in use, by code of their own."""
+    config = DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=256,
+        vocab_size=300,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    )
+    folder = tmp_path_factory.mktemp("dbrx")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_shapes_that_follow_the_routing_are_refused_before_anything_is_written(own_code: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"DbrxForCausalLM cannot be exported for target='cpu': what transformer\.blocks\.0\.ffn\.experts computes "
+        r"depends on the values of tensors .*nonzero.*; target='eager' runs it",
+    ):
+        export_tiny(own_code, tmp_path / "out", target="cpu")
+    assert not list(tmp_path.iterdir())
+    export_tiny(own_code, tmp_path / "out", target="eager")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shapes_of_the_experts_interface_are_fixed(name: str, checkpoint: Make) -> None:
+    model = load_model(checkpoint(name))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_fixed_shapes(model, "cpu")
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_artifact_without_the_kernels_layout_still_loads(checkpoint: Make) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,8 +39,12 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     return spec
 
 
-def _record(model: PreTrainedModel) -> ModelSpec:
-    """What each layer keeps, and the size of the vocabulary."""
+def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> ModelSpec:
+    """Runs a token with attention and experts that only look on: what each layer keeps, and the size of the vocabulary.
+
+    Args:
+        call: runs the model; by default the model itself.
+    """
     needs = CacheNeeds.of(model)
     recorder = LayerRecorder(needs.by_itself)
     set_experts(model)
@@ -48,14 +53,19 @@ def _record(model: PreTrainedModel) -> ModelSpec:
     cache = needs.cache(token[0], recorder, recorder)
     if cache is not None:
         kwargs["past_key_values"] = cache
+    kwargs |= {"input_ids": token, "position_ids": token.clone(), "use_cache": False}
+    with torch.inference_mode(), attending(recorder), routing(no_experts):
+        logits: Tensor = (call or model)(**kwargs).logits
+    return ModelSpec(logits.shape[-1], tuple(recorder.layers), tuple(recorder.convolutions))
+
+
+def _record(model: PreTrainedModel) -> ModelSpec:
     try:
-        with torch.inference_mode(), attending(recorder), routing(no_experts):
-            logits: Tensor = model(input_ids=token, position_ids=token.clone(), use_cache=False, **kwargs).logits
+        return look_at(model)
     except UnsupportedModelError:
         raise
     except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
         raise UnsupportedModelError(f"it fails on a token with its position and no cache: {error}") from error
-    return ModelSpec(logits.shape[-1], tuple(recorder.layers), tuple(recorder.convolutions))
 
 
 def export_graph(
