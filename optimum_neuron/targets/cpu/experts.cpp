@@ -117,7 +117,7 @@ void computeGroups(const std::vector<Group>& groups) {
   at::parallel_for(0, total, kGrainBytes, [&](int64_t begin, int64_t end) {
     for (const Group& group : groups) {
       const auto output = [&](int64_t cost) {
-        return std::clamp<int64_t>((cost - group.begin + group.cost - 1) / group.cost, 0, group.linear.outputs);
+        return std::clamp<int64_t>((cost - group.begin) / group.cost, 0, group.linear.outputs);
       };
       computeOutputs<Type>(group.input, group.linear, {output(begin), output(end)});
     }
