@@ -37,6 +37,7 @@ from .runtime.generation import GenerationLoop
 from .runtime.prefill import prefill
 from .runtime.prompts import unpack, unpad
 from .runtime.runner import GraphRunner
+from .runtime.threads import end_idle_workers
 from .runtime.token_choice import HostChoice, choose_how
 from .targets import Executable, get_target
 
@@ -328,7 +329,10 @@ class NeuronModelForCausalLM(ContinuousBatching, GenerationMixin, PushToHubMixin
                 )
             if not keep_engine:
                 self._engine = None  # its knowledge of the slots' contents is void
-            yield
+            try:
+                yield
+            finally:
+                end_idle_workers()  # the next call, or a service, may be another thread's
 
     def _beam_search(self, *_: Any, **__: Any) -> None:
         raise ValueError(
