@@ -19,7 +19,8 @@ from helpers import artifact_runner, decode_rows, export_tiny
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.graphs.experts import is_experts
+from optimum_neuron.checkpoint import find_checkpoint
+from optimum_neuron.graphs.fixed_shapes import check_fixed_shapes
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 
 
@@ -43,7 +44,7 @@ class Outcome:
         tokens_agree: the greedy tokens are those of transformers' generate.
         chunkings_agree: to the bit: the logits of both chunkings.
         routed: it has experts.
-        grouped: its experts are code of its own, which takes tokens in groups whose sizes change rounding.
+        eager_only: no graph can contain it: shapes follow the values of tensors, as where experts loop over those in use.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Outcome:
     tokens_agree: bool = True
     chunkings_agree: bool = True
     routed: bool = False
-    grouped: bool = False
+    eager_only: bool = False
 
     @property
     def exact(self) -> bool:
@@ -63,7 +64,7 @@ class Outcome:
             and self.lacking is None
             and self.difference <= NOISE_FACTOR * self.noise
             and self.tokens_agree
-            and (self.chunkings_agree or self.grouped)
+            and (self.chunkings_agree or self.eager_only)
         )
 
 
@@ -90,7 +91,7 @@ def _quiet() -> Iterator[None]:
 def _compare(name: str, folder: Path) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
-        routed, grouped = make_checkpoint(name, checkpoint)
+        routed = make_checkpoint(name, checkpoint)
     except (
         ImportError,
         AttributeError,
@@ -122,19 +123,27 @@ def _compare(name: str, folder: Path) -> Outcome:
         tokens_agree=chosen == generated,
         chunkings_agree=torch.equal(even[PROMPT - 1], found[PROMPT - 1]),
         routed=routed,
-        grouped=grouped,
+        eager_only=not _has_fixed_shapes(checkpoint),
     )
 
 
-def make_checkpoint(name: str, folder: Path) -> tuple[bool, bool]:
-    """Writes a tiny random model; returns whether it has routed experts, and whether outside of transformers' interface."""
+def _has_fixed_shapes(checkpoint: Path) -> bool:
+    model = find_checkpoint(checkpoint, revision=None, token=None, trust_remote_code=False).load_model("float32")
+    try:
+        check_fixed_shapes(model, "cpu")
+    except ValueError:
+        return False
+    return True
+
+
+def make_checkpoint(name: str, folder: Path) -> bool:
+    """Writes a tiny random model; returns whether it has routed experts."""
     config = tiny_config(name)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     sharpen(model)
     model.save_pretrained(folder)
-    routed = any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
-    return routed, routed and not any(map(is_experts, model.modules()))
+    return any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
 
 
 def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:

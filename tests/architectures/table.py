@@ -34,7 +34,9 @@ def status(outcome: Outcome) -> str:
 
 def why(outcome: Outcome) -> str:
     """A reason without figures that rounding may change."""
-    reason = outcome.lacking or outcome.reason or ("routed to experts" if outcome.routed else "")
+    notes = ["routed to experts"] * outcome.routed
+    notes += ["target eager only: its experts' shapes follow the routing"] * outcome.eager_only
+    reason = outcome.lacking or outcome.reason or "; ".join(notes)
     return reason.split(": logits differ")[0].replace("|", "\\|").replace("\n", " ")
 
 
@@ -62,7 +64,8 @@ def page(outcomes: Iterable[Outcome]) -> str:
             "Exact: a prompt longer than every window and attention chunk, in ragged chunks and then token by token, some of "
             "them in steps with another prompt's chunks, on the eager target in float32. Greedy tokens are those of transformers' "
             f"`generate`; no logit is further from transformers' in float64 than {NOISE_FACTOR:g} times the error of "
-            "transformers' own float32. Without routed experts, logits are the same to the bit however a prompt is cut. "
+            "transformers' own float32. Logits are the same to the bit however a prompt is cut, but for models of which no graph can be "
+            "made, as is noted. "
             "Differences are the next power of ten.",
             "",
             HEADER,
