@@ -13,8 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -82,13 +84,21 @@ _loaded: set[str] = set()
 
 
 def load(path: Path, name: str) -> None:
-    """Registers the operator of a built library under its namespace, once per process."""
+    """Registers the operators of a built library under its namespace, once per process.
+
+    One that an earlier version of this package built may lack some of them, and its graphs do without.
+    """
     if name in _loaded:
         return
     torch.ops.load_library(str(path))
-    library.register_fake(f"{name}::linears", _fake_linears)
-    library.register_fake(f"{name}::expert_linear", _fake_expert_linear)
-    library.register_fake(f"{name}::attend", _fake_attend)
+    fakes: dict[str, Callable[..., Any]] = {
+        "linears": _fake_linears,
+        "expert_linear": _fake_expert_linear,
+        "attend": _fake_attend,
+    }
+    for operator, fake in fakes.items():
+        if hasattr(getattr(torch.ops, name), operator):
+            library.register_fake(f"{name}::{operator}", fake)
     _loaded.add(name)
 
 
