@@ -128,7 +128,12 @@ def test_from_the_hub_comes_the_config_alone(
     monkeypatch.setattr(checkpoint, "download", download)
     options = {"sequence_length": 64}
     report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
-    assert asked == {"repo_id": "org/name", "patterns": ["config.json"], "revision": "v1", "token": "t"}
+    assert asked == {
+        "repo_id": "org/name",
+        "patterns": ["config.json", "adapter_config.json"],
+        "revision": "v1",
+        "token": "t",
+    }
     assert report.model == "org/name"
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,46 @@ from . import CompileJob, check_one_device
 # Where several threads share a few rows, the matrix product of float32 sums some rows in another order than others,
 # unless their number is a multiple of 4: then a token's result would depend on its place in the step.
 _ROW_MULTIPLE = 4
+# What is left of a tensor behind its last whole pair of vectors, these compute by other code, which rounds otherwise.
+_VECTORS = 64
+_ELEMENTWISE = frozenset(
+    {
+        torch.sigmoid,
+        Tensor.sigmoid,
+        torch.rsqrt,
+        Tensor.rsqrt,
+        nn.functional.silu,
+        nn.functional.gelu,
+        nn.functional.softplus,
+        nn.functional.elu,
+        nn.functional.mish,
+    }
+)
 
 
 class _EqualRows(TorchFunctionMode):
-    """Pads the rows of linear layers, so that every row is computed alike."""
+    """Pads what linear layers and activations get, so that every row is computed alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.linear or len(args) < 2:
-            return func(*args, **kwargs)
-        x, *parameters = args
-        flat = x.reshape(-1, x.shape[-1])
-        padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
-        output = func(padded, *parameters, **kwargs)[: len(flat)]
-        return output.view(*x.shape[:-1], output.shape[-1])
+        if func is nn.functional.linear and len(args) > 1:
+            return _linear(*args, **kwargs)
+        if func in _ELEMENTWISE and args and not kwargs.get("inplace"):
+            return _elementwise(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, *parameters: Tensor | None, **kwargs: Any) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
+    output = nn.functional.linear(padded, *parameters, **kwargs)[: len(flat)]  # type: ignore[arg-type]
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+def _elementwise(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    flat = x.reshape(-1)
+    padded = nn.functional.pad(flat, (0, -len(flat) % (_VECTORS * torch.get_num_threads())))
+    return func(padded, *args, **kwargs)[: len(flat)].view(x.shape)
 
 
 class EagerExecutable:
