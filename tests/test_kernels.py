@@ -51,6 +51,18 @@ def test_kernels_are_fast_where_the_cpu_has_their_instructions() -> None:
     assert needed.issubset(flags) == HERE
 
 
+def test_a_library_of_an_earlier_version_is_loaded_though_it_lacks_an_operator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    earlier = torch.library.Library("optimum_neuron_earlier", "FRAGMENT")
+    earlier.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    kernels.load(tmp_path / "kernels.so", "optimum_neuron_earlier")
+    with torch.device("meta"):
+        (found,) = torch.ops.optimum_neuron_earlier.linears(torch.ones(3, 8), [torch.ones(4, 8)], [None])
+    assert found.shape == (3, 4)
+
+
 @pytest.mark.parametrize("own_kernels", [False, True] if HERE else [False])
 def test_graphs_call_the_kernels_only_where_they_are_used(
     own_kernels: bool, request: pytest.FixtureRequest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
