@@ -24,7 +24,7 @@ from helpers import (
     tiny_config,
 )
 from moe import CONFIGS, make_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DbrxConfig
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -38,7 +38,7 @@ from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import Chunk
 from optimum_neuron.targets.cpu import kernels
-from optimum_neuron.targets.cpu.experts import use_natural_layout
+from optimum_neuron.targets.cpu.experts import grouped_experts, use_natural_layout
 from optimum_neuron.targets.cpu.rewrite import use_linear_kernel
 from optimum_neuron.targets.cpu.worker import OWN_OPS
 
@@ -219,8 +219,23 @@ def one_by_one(call: ExpertsCall) -> Tensor:
                     0.0 if bias is None else bias[expert].double() for bias in (call.up_bias, call.down_bias)
                 )
                 inner = layer._apply_gate(call.hidden_states[token].double() @ up + up_bias)
-                output[token] += (inner @ down + down_bias) * call.weights[token, place].double()
+                own = call.normalize(inner @ down + down_bias)
+                output[token] += own * call.weights[token, place].double()
     return output
+
+
+@pytest.mark.skipif(not kernels.are_fast_here(), reason="the own kernels do not run here")
+@pytest.mark.usefixtures("ops")
+def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpoint: Make) -> None:
+    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+    call = ExpertsCall(layer, torch.randn(9, 64), torch.randint(0, 5, (9, 2)), torch.rand(9, 2))
+    without = one_by_one(call)
+    layer.has_post_expert_norm, layer.post_expert_norm = True, nn.RMSNorm(64, elementwise_affine=False)
+    exact = one_by_one(call)
+    assert (exact - without).abs().max() > 0.1
+    with torch.no_grad():
+        for formulation in (active_experts, dense_experts, grouped_experts):
+            assert (formulation(call).double() - exact).abs().max() < 1e-5
 
 
 def test_an_expert_that_overflows_on_the_tokens_of_others_does_no_harm(checkpoint: Make) -> None:

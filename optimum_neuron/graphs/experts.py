@@ -71,6 +71,13 @@ class ExpertsCall:
         output: Tensor = self.layer._apply_gate(up) if self.layer.has_gate else self.layer.act_fn(up)
         return output
 
+    def normalize(self, outputs: Tensor) -> Tensor:
+        """What follows an expert's last projection; it looks at the last dimension alone, and zeros stay zeros."""
+        if not getattr(self.layer, "has_post_expert_norm", False):  # not every version of transformers knows it
+            return outputs
+        normalized: Tensor = self.layer.post_expert_norm(outputs)
+        return normalized
+
     def weighted_sum(self, outputs: Tensor) -> Tensor:
         """From `[tokens, k, hidden]`, zero where a token goes nowhere, to `[tokens, hidden]`.
 
@@ -97,7 +104,7 @@ def dense_experts(call: ExpertsCall) -> Tensor:
     routing = (chosen.to(call.weights.dtype) * call.weights[:, :, None]).sum(1).t()[:, :, None]
     inputs = call.hidden_states.to(call.up.dtype).expand(call.experts, *call.hidden_states.shape)
     up = call.activate(_every(call, inputs, call.up, call.up_bias))
-    outputs = _every(call, up, call.down, call.down_bias)
+    outputs = call.normalize(_every(call, up, call.down, call.down_bias))
     # Not only times 0: an expert may overflow on a token that is not its own.
     outputs = torch.where(chosen.any(1).t()[:, :, None], outputs * routing, 0.0)
     return outputs.sum(0).to(call.hidden_states.dtype)
@@ -120,7 +127,7 @@ def active_experts(call: ExpertsCall) -> Tensor:
         if expert < call.experts:
             tokens, places = (call.index == expert).nonzero(as_tuple=True)
             up = call.activate(_one(call, expert, hidden_states[tokens], call.up, call.up_bias))
-            outputs[tokens, places] = _one(call, expert, up, call.down, call.down_bias)
+            outputs[tokens, places] = call.normalize(_one(call, expert, up, call.down, call.down_bias))
     return call.weighted_sum(outputs)
 
 

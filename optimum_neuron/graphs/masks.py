@@ -109,5 +109,7 @@ def _parts(mask_function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
     if name == "and_masks":
         for part in values["mask_functions"]:
             yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":  # tells a rule the positions, which ours is told anyway
+        yield from _parts(values["mask_function"])
     else:
         yield name, values

@@ -63,6 +63,12 @@ class StepCache:
         """Never, for a layer's code: it then hands over all inputs, whatever their number."""
         return False
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, for the same reason."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> ConvolutionInput:

@@ -33,6 +33,8 @@ _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, Runtim
 # 2.4 in deep models with routed experts; what is left out makes 5.8 times and more, in bfloat16.
 _NEGLIGIBLE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 _TIMES_ROUNDING, _DRAWS = 4.0, 3
+# By name: not every version of transformers has the last, of layers that store nothing.
+_WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer")
 
 
 def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
@@ -63,9 +65,7 @@ def _other_state(model: PreTrainedModel, convolving: set[int]) -> str | None:
         return None  # a model with a cache of its own: the comparison tells
     others = {index: type(layer).__name__ for index, layer in enumerate(layers)}
     others = {
-        index: name
-        for index, name in others.items()
-        if name not in (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__) and index not in convolving
+        index: name for index, name in others.items() if name not in _WITHOUT_OTHER_STATE and index not in convolving
     }
     if not others:
         return None

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from configs import EXPERT_COUNTS, VOCAB, tiny_config
 from helpers import artifact_runner, decode_rows, export_tiny
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -92,10 +93,8 @@ def _compare(name: str, folder: Path) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
         routed = make_checkpoint(name, checkpoint)
-    except (
-        ImportError,
-        AttributeError,
-    ) as error:  # a package is missing, or the class needs another config than its own
+    except (ImportError, AttributeError, ValueError, StrictDataclassError) as error:
+        # a package is missing, the class needs another config than its own, or the config's sizes depend on each other
         return Outcome(name, lacking=str(error).strip().splitlines()[0].split(" but ")[0])
     try:
         artifact = export_tiny(checkpoint, folder / "artifact", sequence_length=64, ctx_batch_size=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -168,6 +169,26 @@ def test_a_mask_of_the_windows_that_transformers_makes_is_a_rule_about_positions
 
 def test_an_idle_row_sees_nothing_of_its_attention_chunk() -> None:
     assert not AttentionRows(torch.tensor([[-1]], dtype=torch.int32), None, 30).visible(AttentionChunk(8)).any()
+
+
+def remap_positions_for_packed_sequence(mask_function: Callable, position_ids: torch.Tensor) -> Callable:
+    """What newer versions of transformers wrap around a mask by positions, of rows that they take for packed."""
+
+    def inner_mask(batch: int, head: int, query: int, key: int) -> Any:
+        return mask_function(batch, head, position_ids[batch, query], position_ids[batch, key])
+
+    return inner_mask
+
+
+@pytest.mark.parametrize("remap", [remap_positions_for_packed_sequence, lambda function, _: function])
+def test_packed_rows_are_left_to_the_step_and_what_else_a_mask_does_is_seen(remap: Callable) -> None:
+    positions = torch.tensor([[0, 1, 0]])
+    packed = packed_sequence_mask_function(torch.tensor([[0, 0, 1]]))
+    window = remap(sliding_window_causal_mask_function(4), positions)
+    assert causal_mask(mask_function=and_masks(packed, window)).visible_window() == 4
+    for other in (packed, lambda *_: True, or_masks(causal_mask_function, packed)):
+        with pytest.raises(UnsupportedModelError, match="no causal or windowed mask"):
+            causal_mask(mask_function=and_masks(packed, remap(other, positions))).visible_window()
 
 
 def test_packed_rows_are_left_to_the_step_and_other_masks_are_refused() -> None:

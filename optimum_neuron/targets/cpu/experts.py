@@ -22,7 +22,7 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
         return dense_experts(call)
     linear = getattr(torch.ops, namespace()).expert_linear.default
     up = linear(call.hidden_states.to(call.up.dtype), call.index, call.up, call.up_bias)
-    return call.weighted_sum(linear(call.activate(up), call.index, call.down, call.down_bias))
+    return call.weighted_sum(call.normalize(linear(call.activate(up), call.index, call.down, call.down_bias)))
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> None:
