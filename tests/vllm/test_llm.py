@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.runtime.runner import GraphRunner
 
 
 CHUNK, LENGTH = 32, 512
@@ -101,6 +103,31 @@ def test_a_step_with_chunks_and_decodes_is_one_run_of_the_mixed_graph(
         f"mixed_chunk{CHUNK}_context{LENGTH}": 3,
         f"token_generation_context{LENGTH}": 4,
     }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_one_thread_runs_all_graphs_from_the_first_run_on(
+    export_text: Callable[..., Path],
+    open_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+) -> None:
+    threads: dict[str, set[int]] = {}
+
+    def watch(name: str) -> None:
+        real = getattr(GraphRunner, name)
+
+        def watched(runner: GraphRunner, *args: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return real(runner, *args)
+
+        monkeypatch.setattr(GraphRunner, name, watched)
+
+    watch("warm_up")
+    watch("step")
+    ask(open_llm(export_text(), async_scheduling=asynchronous), [PROMPTS[3]], 4)
+    assert threads["warm_up"] == threads["step"] and len(threads["step"]) == 1
+    assert (threading.get_ident() in threads["step"]) is not asynchronous
 
 
 def test_requests_fill_their_slots_to_the_last_token(
