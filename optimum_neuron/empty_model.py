@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .graphs.interface import ATTENTION_NAME, with_attention
+from .graphs.text_length import keep_frequencies
 from .text_part import register_language_model
 
 
@@ -26,6 +27,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
         model = with_attention(
             lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name, **options), ATTENTION_NAME
         )
+    keep_frequencies(model)
     return model.eval().requires_grad_(False)
 
 

@@ -24,6 +24,7 @@ from .graphs.family import check_every_step_has_a_graph
 from .graphs.fixed_shapes import check_fixed_shapes
 from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
+from .graphs.text_length import check_text_length, keep_frequencies
 from .targets import CompileJob, Target, get_target, resolve_target
 from .weights import named_tensors
 
@@ -105,6 +106,8 @@ def export_model(
     _warn_of_host_sampling(loaded, config)
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
+        check_text_length(loaded, config.sequence_length)
+        keep_frequencies(loaded)
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)
     _check_disk(output, named_tensors(loaded))

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DbrxConfig,
     DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
@@ -105,6 +106,14 @@ PUBLISHED_MODELS = {
 
 def sized(config: PreTrainedConfig, dtype: str = "bfloat16") -> ModelSizes:
     return measure(AutoConfig.for_model(**config.to_dict()), config.model_type, dtype, trust_remote_code=False)
+
+
+def test_what_no_graph_can_contain_is_not_estimated() -> None:
+    experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
+    config = DbrxConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300, attn_config=attention, ffn_config=experts)
+    with pytest.raises(ValueError, match=r"DbrxForCausalLM decides by the values of tensors .*nonzero"):
+        measure(config, "dbrx", "bfloat16", trust_remote_code=False)
 
 
 def tensor_bytes(path: Path) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import PreTrainedModel
 
 from .attention import LayerRecorder
@@ -62,9 +63,9 @@ def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> M
 def _record(model: PreTrainedModel) -> ModelSpec:
     try:
         return look_at(model)
-    except UnsupportedModelError:
+    except (UnsupportedModelError, DataDependentOutputException, DynamicOutputShapeException):
         raise
-    except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError) as error:
         raise UnsupportedModelError(f"it fails on a token with its position and no cache: {error}") from error
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.checkpoint import find_checkpoint
 from optimum_neuron.graphs.fixed_shapes import check_fixed_shapes
+from optimum_neuron.graphs.text_length import keep_frequencies
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 
 
@@ -128,6 +129,7 @@ def _compare(name: str, folder: Path) -> Outcome:
 
 def _has_fixed_shapes(checkpoint: Path) -> bool:
     model = find_checkpoint(checkpoint, revision=None, token=None, trust_remote_code=False).load_model("float32")
+    keep_frequencies(model)
     try:
         check_fixed_shapes(model, "cpu")
     except ValueError:

@@ -88,6 +88,13 @@ def test_a_language_model_that_transformers_has_only_inside_of_others_is_compare
         inspect_model(model)
 
 
+def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
+    with pytest.raises(
+        ValueError, match=r"FalconForCausalLM cannot be exported: it fails on a token .* invalid for input"
+    ):
+        inspect_model(tiny_model("falcon", multi_query=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "reason"),

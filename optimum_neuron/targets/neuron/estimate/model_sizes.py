@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
 from ....graphs.model import inspect_model
 from ....graphs.spec import ModelSpec
+from ....graphs.text_length import keep_frequencies
 from .layer_kinds import LayerKinds, one_of_each_kind
 
 
@@ -102,6 +103,7 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
             ).eval()
         except (ValueError, KeyError) as error:
             raise ValueError(f"{name}: {str(error).strip().splitlines()[0]}") from error
+        keep_frequencies(model)
         probe, spec = _probe(model)
     text_config = model_config.get_text_config(decoder=True)
     return ModelSizes(
@@ -122,7 +124,7 @@ def _probe(model: PreTrainedModel) -> tuple[_Probe, ModelSpec]:
     probe = _Probe(model)
     try:
         return probe, inspect_model(model)
-    except RuntimeError as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"{type(model).__name__} decides by the values of tensors what it computes, and so cannot be a graph of fixed "
             f"shapes: {str(error).strip().splitlines()[0]}"
