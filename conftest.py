@@ -104,6 +104,7 @@ def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiled code of the tests is kept between runs where the caller names a folder, else for this run only."""
     if "OPTIMUM_NEURON_CACHE" not in os.environ:
         os.environ["OPTIMUM_NEURON_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+    Path(os.environ["OPTIMUM_NEURON_CACHE"]).mkdir(parents=True, exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.targets.compiling import cache_folder
 from optimum_neuron.targets.cpu import kernels
+from optimum_neuron.targets.cpu.compiler import cached_kernel_library
 
 
 # These need packages that contradict each other: `make test-neuron` and `make test-vllm` have environments of their own.
@@ -79,11 +81,9 @@ def cpu_artifact(
 
 
 @pytest.fixture(scope="session")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ops(_compile_cache: None) -> Any:
     """The own CPU kernels as torch operators, where they can be built."""
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    kernels.build(library)
-    kernels.load(library, kernels.namespace())
+    kernels.load(cached_kernel_library(cache_folder()), kernels.namespace())
     return getattr(torch.ops, kernels.namespace())
 
 

@@ -72,9 +72,8 @@ def test_texts_that_may_outgrow_their_frequencies_are_refused_with_the_length_th
 
 @pytest.mark.parametrize("target", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_shorter_texts_are_exact(longrope: Path, tmp_path: Path, target: str) -> None:
-    folder = export_tiny(
-        longrope, tmp_path / "out", sequence_length=SHORT, context_buckets=(SHORT,), ctx_batch_size=1, target=target
-    )
+    sizes: dict[str, Any] = {"sequence_length": SHORT, "context_buckets": (SHORT,), "ctx_batch_size": 1}
+    folder = export_tiny(longrope, tmp_path / "out", target=target, mixed_step=False, **sizes)
     prompt = torch.from_numpy(random_tokens(13))[None].long()
     options: dict[str, Any] = {"max_new_tokens": SHORT - 13, "do_sample": False, "eos_token_id": None}
     expected = AutoModelForCausalLM.from_pretrained(longrope).generate(prompt, **options)

@@ -50,7 +50,7 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     cache.mkdir(parents=True, exist_ok=True)
     folder = job.folder / "graphs"
     common = _common_key(job)
-    library = _cached_kernel_library(cache) if kernels.are_fast_here() else None
+    library = cached_kernel_library(cache) if kernels.are_fast_here() else None
     if library is not None:
         shutil.copyfile(library, folder / KERNEL_LIBRARY)
     keys = {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
@@ -187,7 +187,8 @@ def _common_key(job: CompileJob) -> dict[str, Any]:
     }
 
 
-def _cached_kernel_library(cache: Path) -> Path:
+def cached_kernel_library(cache: Path) -> Path:
+    """The library of the own kernels in the cache, built if need be."""
     key = _digest([kernels.namespace(), host_requirements(), torch.__version__, _compiler_version()])
     library = cache / f"{key}.so"
     if not library.is_file():

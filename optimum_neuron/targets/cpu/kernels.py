@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,16 +67,24 @@ def build(output: Path) -> None:
         RuntimeError: the compiler failed; its message is included.
     """
     check_compiler()
-    library_folder = Path(torch.__file__).parent / "lib"
-    command = [str(compiler()), *map(str, SOURCES), "-o", str(output), "-O3", "-std=c++20", "-shared", "-fPIC"]
-    command += [
+    command = [str(compiler()), "-O3", "-std=c++20", "-fPIC", *([] if sys.platform == "darwin" else ["-fopenmp"])]
+    options = [
         f"-DOPTIMUM_NEURON_NAMESPACE={namespace()}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{path}" for path in cpp_extension.include_paths()),
     ]
-    command += [f"-I{path}" for path in cpp_extension.include_paths()]
-    command += [f"-L{library_folder}", "-ltorch_cpu", "-lc10"]
-    if sys.platform != "darwin":
-        command.append("-fopenmp")
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    with tempfile.TemporaryDirectory(dir=output.parent) as scratch, ThreadPoolExecutor(len(SOURCES)) as pool:
+        objects = [str(Path(scratch, source.stem + ".o")) for source in SOURCES]
+
+        def compile_one(source: Path, target: str) -> None:
+            _run([*command, *options, "-c", str(source), "-o", target])
+
+        list(pool.map(compile_one, SOURCES, objects))
+        _run([*command, *objects, "-shared", "-o", str(output), *libraries])
+
+
+def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed to compile the CPU kernels:\n{done.stderr.strip()[-2000:]}")
