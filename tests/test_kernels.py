@@ -13,7 +13,7 @@ import torch
 from helpers import load_model, mixed_spec, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, library
+from torch import Tensor, library, nn
 from torch.nn.functional import linear
 
 from optimum_neuron.graphs.attention import AttentionRows, attend_cache
@@ -24,6 +24,7 @@ from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.spec import state_specs
 from optimum_neuron.targets.cpu import kernels, worker
 from optimum_neuron.targets.cpu.attention import attend_cache_on_cpu
+from optimum_neuron.targets.cpu.rewrite import use_linear_kernel
 
 
 HERE = kernels.are_fast_here()
@@ -83,6 +84,20 @@ def test_graphs_call_the_kernels_only_where_they_are_used(
     names = {name.split(".")[1] for name in own}
     assert names == ({"linears", "attend"} if own_kernels else set())
     assert own_kernels != any(node.target is torch.ops.aten.linear.default for node in programs[0].graph.nodes)
+
+
+@pytest.mark.skipif(not HERE, reason="the own kernels do not run here")
+@pytest.mark.usefixtures("ops")
+def test_layers_that_feed_one_another_are_rewritten_as_layers_side_by_side_are() -> None:
+    model = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 8)).requires_grad_(
+        False
+    )
+    inputs = torch.randn(5, 16)
+    program = torch.export.export(model, (inputs,))
+    use_linear_kernel(program)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count(f"{kernels.namespace()}.linears.default") == 3 and "aten.linear.default" not in targets
+    torch.testing.assert_close(program.module()(inputs), model(inputs))
 
 
 # No multiples of a vector, of a chunk of columns, of a panel or of a tile; one layer, several, and an empty one.

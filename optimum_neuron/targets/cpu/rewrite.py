@@ -24,7 +24,8 @@ def use_linear_kernel(program: ExportedProgram) -> None:
             x, *parameters = _operands(node)
             converted = any(parameter is not None and parameter.op != "placeholder" for parameter in parameters)
             groups[x, node if converted else None].append(node)
-    for (x, _), group in groups.items():
+    for group in groups.values():
+        x = _operands(group[0])[0]  # by now, what a rewritten layer left in its place
         weights, biases = zip(*(_operands(node)[1:] for node in group), strict=True)
         # Where layers share a call, weights are placeholders: where the first one stands, all operands are there.
         with graph.inserting_before(group[0]):
