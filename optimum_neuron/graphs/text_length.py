@@ -98,7 +98,7 @@ def _longest_alike(call: Callable[[Tensor], Any], sequence_length: int) -> int:
     return (
         sequence_length
         if not lengths or not differs(sequence_length)
-        else bisect.bisect(lengths, False, key=differs) + 3
+        else bisect.bisect(lengths, False, key=differs) + _LOOKED_AT
     )
 
 
