@@ -13,7 +13,7 @@ import torch
 from helpers import load_model, mixed_spec, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, library, nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from optimum_neuron.graphs.attention import AttentionRows, attend_cache
@@ -55,7 +55,7 @@ def test_kernels_are_fast_where_the_cpu_has_their_instructions() -> None:
 def test_a_library_of_an_earlier_version_is_loaded_though_it_lacks_an_operator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    earlier = library.Library("optimum_neuron_earlier", "FRAGMENT")
+    earlier = torch.library.Library("optimum_neuron_earlier", "FRAGMENT")
     earlier.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     kernels.load(tmp_path / "kernels.so", "optimum_neuron_earlier")
