@@ -10,34 +10,44 @@ BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
 # what depends on torch most, besides the tests that need torch-xla
-TESTS_ON_OLDEST_TORCH := tests/test_graphs.py tests/test_mixed_step.py tests/test_sampling.py tests/test_targets.py \
-  tests/test_modeling.py
+TESTS_ON_OLDEST_TORCH := $(addprefix tests/graphs/test_,graphs.py mixed_step.py sampling.py) \
+  tests/targets/test_targets.py tests/modeling/test_modeling.py
+# what a CPU without AVX512 runs otherwise than one with the own kernels
+TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \
+  tests/targets/cpu
+AVX2 := OPTIMUM_NEURON_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
 SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-architectures test-neuron test-vllm lint format bench bench-serving bench-vllm clean
+.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-vllm lint format bench bench-serving bench-vllm clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
 demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be, and answer PROMPT
 	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT"
 
-test: lint $(DEMO_MODEL) ## lint, then run all tests
+test: lint $(DEMO_MODEL) ## lint, then test every behaviour
 	$(BIN)/python -m pytest
 
-test-architectures: $(INSTALLED) ## run the part of the tests that compares all of transformers' architectures
-	$(BIN)/python -m pytest tests/architectures
+test-full: lint $(DEMO_MODEL) ## the same by more examples, and all of transformers' architectures
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=full
+
+test-architectures: $(INSTALLED) ## compare all of transformers' architectures; of each mechanism, make test compares one
+	$(BIN)/python -m pytest -m "" tests/architectures
+
+test-avx2: $(INSTALLED) ## run what depends on the CPU as on one with AVX2 alone, whatever this one has
+	$(AVX2) $(BIN)/python -m pytest $(TESTS_ON_AVX2)
 
 # torch-xla, which lowers graphs to HLO, needs an older torch: an environment of its own
 test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
 	$(MAKE) --no-print-directory install VENV=.venv-neuron TORCH=2.9.0 EXTRAS=dev,gguf,neuron
-	.venv-neuron/bin/python -m pytest tests/neuron $(TESTS_ON_OLDEST_TORCH)
+	.venv-neuron/bin/python -m pytest tests/targets/neuron $(TESTS_ON_OLDEST_TORCH)
 
 # the extra [vllm] would bring vLLM's CUDA stack, and a torchvision with which transformers does not work on a CPU
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
@@ -55,16 +65,16 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 
 bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
-	$(BIN)/python benchmark/generate.py --artifacts build/artifacts --json build/benchmark/generate.json
+	$(BIN)/python -m benchmark.generate --artifacts build/artifacts --json build/benchmark/generate.json
 
 bench-serving: $(DEMO_MODEL) ## measure how long prompts stall decoding, by policy and in transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
-	$(BIN)/python benchmark/stall.py --artifacts build/artifacts --json build/benchmark/stall.json
+	$(BIN)/python -m benchmark.serving.stall --artifacts build/artifacts --json build/benchmark/stall.json
 
 bench-vllm: ## measure a server with long prompts in the mix against the policy of its predecessors
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
 	@.venv-vllm/bin/python -m pip install -q matplotlib
-	.venv-vllm/bin/python benchmark/serve.py --artifacts build/artifacts --json build/benchmark/serve.json
+	.venv-vllm/bin/python -m benchmark.http.serve --artifacts build/artifacts --json build/benchmark/serve.json
 
 clean: ## remove what was built, but not the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

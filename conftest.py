@@ -10,72 +10,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+from tiny import TINY_CONFIGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    GptOssConfig,
-    Lfm2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
-TINY_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-# Windows shorter than the prompts of the tests, so that a wrong mask shows.
-TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**TINY_SIZES),
-    "qwen3": lambda: Qwen3Config(**TINY_SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-    "gemma2": lambda: Gemma2Config(**TINY_SIZES, sliding_window=8),
-    "gpt_oss": lambda: GptOssConfig(
-        **TINY_SIZES,
-        sliding_window=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    ),
-    # Latent attention: keys are wider than values; its own attention needs as many heads of both.
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **TINY_SIZES | {"num_key_value_heads": 4, "head_dim": 8},
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-    ),
-    "lfm2": lambda: Lfm2Config(
-        **TINY_SIZES | {"num_hidden_layers": 4},
-        layer_types=["conv", "conv", "full_attention", "conv"],
-        conv_L_cache=4,
-        conv_bias=True,
-    ),
-}
+# What `make test-full` runs property tests by; see helpers.examples.
+settings.register_profile("full")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -104,7 +50,6 @@ def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiled code of the tests is kept between runs where the caller names a folder, else for this run only."""
     if "OPTIMUM_NEURON_CACHE" not in os.environ:
         os.environ["OPTIMUM_NEURON_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
-    Path(os.environ["OPTIMUM_NEURON_CACHE"]).mkdir(parents=True, exist_ok=True)
 
 
 @pytest.fixture(scope="session")

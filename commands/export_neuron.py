@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
-from optimum_neuron.cli import add_option, graph_table, reported_errors, size_list
+from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
 from optimum_neuron.config import DTYPES, TARGETS, TOPK_LIMIT, NeuronConfig
 
 
@@ -46,10 +46,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.formatter_class = RawDescriptionHelpFormatter
-        parser.description = DESCRIPTION
-        parser.epilog = EXAMPLES
-        parser.allow_abbrev = False  # an abbreviation would be ambiguous between --like-this and --like_this
+        explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("output", type=Path, help="folder to write; it must not exist, or be empty")
         _add_model_options(parser)
         _add_size_options(parser)
@@ -228,13 +225,11 @@ def _config_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print_summary(path: Path, seconds: float) -> None:
-    from rich.console import Console
-
-    from optimum_neuron.artifact import Artifact
+    from optimum_neuron.artifacts.artifact import Artifact
 
     artifact = Artifact.open(path)
     title = f"{len(artifact.graphs)} graphs for {artifact.target}, exported in {seconds:.1f} s"
-    Console(stderr=True).print(graph_table(artifact, title))
+    console(stderr=True).print(graph_table(artifact, title))
 
 
 REGISTER_COMMANDS = [(NeuronExportCommand, ExportCommand)]

@@ -5,19 +5,28 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 
-from optimum_neuron.cli import add_option, graph_table, reported_errors
+from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
+from optimum_neuron.errors import first_line
 
 
 DEFAULT_NEW_TOKENS = 256
+# The least and the most of each; what is no number lies between none.
+SAMPLING_RANGES = {
+    "temperature": (0.0, sys.float_info.max),
+    "top_k": (1, 2**31 - 1),
+    "top_p": (sys.float_info.min, 1.0),
+    "seed": (0, 2**32 - 1),
+}
 
 GENERATE_DESCRIPTION = """\
 Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
@@ -54,10 +63,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.formatter_class = RawDescriptionHelpFormatter
-        parser.description = GENERATE_DESCRIPTION
-        parser.epilog = GENERATE_EXAMPLES
-        parser.allow_abbrev = False
+        explain(parser, GENERATE_DESCRIPTION, GENERATE_EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
         parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
         parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
@@ -87,18 +93,23 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
 class NeuronCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron`."""
 
-    COMMAND = CommandInfo(name="neuron", help="Estimate what to export; inspect and run what was exported.")
+    COMMAND = CommandInfo(name="neuron", help="Estimate what to export; inspect, run and check what was exported.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
-        for command in (NeuronEstimateCommand, NeuronLintCommand, NeuronInspectCommand, NeuronGenerateCommand)
+        for command in (
+            NeuronEstimateCommand,
+            NeuronLintCommand,
+            NeuronInspectCommand,
+            NeuronGenerateCommand,
+            NeuronCheckCommand,
+        )
     )
 
 
 def _inspect(folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from optimum_neuron.artifact import Artifact
+    from optimum_neuron.artifacts.artifact import Artifact
 
     artifact = Artifact.open(folder)
     facts = Table("option", "value", title=str(folder), title_justify="left")
@@ -110,28 +121,31 @@ def _inspect(folder: Path) -> None:
     data = artifact.manifest["target_data"]
     if "provider" in data:  # compiled for a device
         facts.add_row("compiled by", data["provider"])
-        for name, version in data["versions"].items():
+        for name, version in data.get("versions", {}).items():
             facts.add_row(f"compiled with {name}", version)
-        facts.add_row("logical NeuronCore", f"{data['lnc']} physical")
-    console = Console()
-    console.print(facts)
-    console.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
+        facts.add_row("logical NeuronCore", f"{data.get('lnc')} physical")
+    terminal = console()
+    terminal.print(facts)
+    terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
 
 
 def _generate(args: Namespace) -> None:
-    from optimum_neuron.artifact import Artifact
+    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.artifacts.find import is_from_hub
 
     # Before torch is imported: wrong options and folders are reported at once.
     options = _generation_options(args)
-    Artifact.open(args.artifact)
+    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
 
-    from transformers import AutoTokenizer, set_seed
+    from transformers import set_seed
 
     from optimum_neuron import NeuronModelForCausalLM
+    from optimum_neuron.checkpoints.tokenizer import load_tokenizer
 
     start = time.perf_counter()
+    # This verifies all files, before any code among them runs.
     model = NeuronModelForCausalLM.from_pretrained(args.artifact, trust_remote_code=args.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(args.artifact, trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
     load_seconds = time.perf_counter() - start
     if args.seed is not None:
         set_seed(args.seed)
@@ -145,9 +159,12 @@ def _generate(args: Namespace) -> None:
 
 def _generation_options(args: Namespace) -> dict[str, Any]:
     """Keywords of `generate`; what is not given is left to the checkpoint's defaults."""
-    asked = {
-        name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None
-    }
+    asked = {name: getattr(args, name) for name in SAMPLING_RANGES if getattr(args, name) is not None}
+    for name, value in asked.items():
+        least, most = SAMPLING_RANGES[name]
+        if not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most}")
+    asked.pop("seed", None)
     if asked.pop("temperature", 0) == 0:
         if asked:
             option = next(iter(asked)).replace("_", "-")
@@ -224,35 +241,46 @@ class Conversation:
             raise ValueError("the prompt is empty; give one with --prompt or on stdin")
         if self.chat_template:
             self.messages.append({"role": "user", "content": prompt})
-            encoded = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            encoded = self._render()
         else:
             encoded = self.tokenizer(prompt, return_tensors="pt")
         # Some tokenizers also return token_type_ids, which no decoder takes.
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
+    def _render(self) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template is a program
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path} fails ({first_line(error)}); correct it, or leave it out by "
+                f"--no-chat-template"
+            ) from error
+
     def _fitting_options(self, prompt_tokens: int) -> dict[str, Any]:
         if self.options["max_new_tokens"] is not None:
             return self.options
-        # The last generated token takes no row of the cache; a prompt that does not fit is for the model to refuse.
-        room = self.model.neuron_config.sequence_length - prompt_tokens + 1
+        from optimum_neuron.runtime.lengths import most_new_tokens
+
+        # A prompt that does not fit is for the model to refuse.
+        room = most_new_tokens(prompt_tokens, self.model.neuron_config)
         return {**self.options, "max_new_tokens": max(1, min(DEFAULT_NEW_TOKENS, room))}
 
 
 def _chat(conversation: Conversation) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True)
+    terminal = console(stderr=True)
     while True:
         try:
-            prompt = console.input("[bold]> ").strip()
+            prompt = terminal.input(Text("> ", style="bold")).strip()
         except EOFError:
-            console.print()
+            terminal.print()
             return
         if prompt:
             answer = conversation.answer(prompt)
-            console.print(
+            terminal.print(
                 f"{answer.prompt_tokens} prompt tokens, {answer.ttft_seconds * 1000:.0f} ms to the first token, "
                 f"{answer.new_tokens} new tokens, {answer.decode_rate} tok/s",
                 style="dim",
@@ -260,7 +288,6 @@ def _chat(conversation: Conversation) -> None:
 
 
 def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str, int]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False)
@@ -274,7 +301,7 @@ def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str
     table.add_section()
     for name, calls in sorted(graph_calls.items()):
         table.add_row(f"calls of {name}", str(calls))
-    Console(stderr=True).print(table)
+    console(stderr=True).print(table)
 
 
 REGISTER_COMMANDS = [NeuronCommand]

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, reported_errors, size_list
+from optimum_neuron.cli import add_option, console, explain, reported_errors, size_list, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig
 
 
@@ -59,10 +58,7 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.formatter_class = RawDescriptionHelpFormatter
-        parser.description = DESCRIPTION
-        parser.epilog = EXAMPLES
-        parser.allow_abbrev = False
+        explain(parser, DESCRIPTION, EXAMPLES)
         add_model_options(parser.add_argument_group("model"), required=True)
         _add_hardware_options(parser.add_argument_group("hardware"))
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
@@ -150,8 +146,6 @@ def given_options(args: Namespace) -> dict[str, Any]:
 
 
 def _estimate(args: Namespace) -> None:
-    from rich.console import Console
-
     from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
     from optimum_neuron.targets.neuron.estimate.report import check_plot, plot, print_report, to_json
 
@@ -167,9 +161,8 @@ def _estimate(args: Namespace) -> None:
         token=args.token,
         trust_remote_code=args.trust_remote_code,
     )
-    print_report(report, Console())
+    print_report(report, console())
     if args.plot is not None:
         plot(report, args.plot)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(to_json(report), indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, to_json(report))

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options, add_size_options, given_options
 
-from optimum_neuron.cli import add_option, reported_errors
+from optimum_neuron.cli import add_option, console, explain, reported_errors
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
@@ -38,10 +38,7 @@ class NeuronLintCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.formatter_class = RawDescriptionHelpFormatter
-        parser.description = DESCRIPTION
-        parser.epilog = EXAMPLES
-        parser.allow_abbrev = False
+        explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("artifact", type=Path, nargs="?", help="folder with lowered graphs; or give --model")
         add_model_options(parser.add_argument_group("model"), required=False)
         group = parser.add_argument_group("graphs", "Of --model; an artifact has its own.")
@@ -70,7 +67,7 @@ def _lint(args: Namespace) -> bool:
         raise ValueError(f"{args.artifact} has its own {next(iter(options))}; give sizes with --model only")
     config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
-    from optimum_neuron.artifact import Artifact
+    from optimum_neuron.artifacts.artifact import Artifact
     from optimum_neuron.targets.neuron.lowering.requirements import check_reading
 
     check_reading()
@@ -95,15 +92,14 @@ def _lint(args: Namespace) -> bool:
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     if not findings:
-        Console().print("no rule is broken")
+        console().print("no rule is broken")
         return
     table = Table("graph", "where", "problem", "remedy", title=f"{len(findings)} findings", title_justify="left")
     for finding in findings:
         where = " in ".join(part for part in (finding.instruction, finding.module) if part)
         code = f" ({finding.code})" if finding.code else ""
         table.add_row(finding.graph, where, f"{finding.severity}: {finding.problem}{code}", finding.remedy)
-    Console().print(table)
+    console().print(table)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .graphs.spec import SamplingParams as SamplingParams
     from .modeling import NeuronModelForCausalLM as NeuronModelForCausalLM
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
+
 
 _PUBLIC = {
     "NeuronConfig": ".config",

@@ -3,25 +3,38 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import textwrap
-from argparse import SUPPRESS, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-    from .artifact import Artifact
+    from .artifacts.artifact import Artifact
 
 DEBUG_VARIABLE = "OPTIMUM_NEURON_DEBUG"
 REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+
+
+def explain(parser: ArgumentParser, description: str | None, examples: str) -> None:
+    """Gives a command its texts, whose lines stay as they are.
+
+    Options cannot be abbreviated: an abbreviation would be ambiguous between --like-this and --like_this.
+    """
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description, parser.epilog = description, examples
+    parser.allow_abbrev = False
 
 
 def add_option(group: Any, flag: str, **settings: Any) -> None:
@@ -97,11 +110,24 @@ def _show_log_messages() -> None:
         logger.addHandler(_StderrHandler())
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Writes what `--json` asks for; its folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables are printed, and names are just names: rich would take `[red]` or `:smile:` in them for markup."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
 def graph_table(artifact: Artifact, title: str) -> Table:
     """One row per graph, and what the files take: the kind of a graph is part of its name."""
     from rich.table import Table
 
-    from .artifact import GRAPHS_FOLDER, WEIGHTS_NAME
+    from .artifacts.artifact import GRAPHS_FOLDER, WEIGHTS_NAME
 
     files = {name: entry["size"] / 1e6 for name, entry in artifact.manifest["files"].items()}
     table = Table(title=title, title_justify="left")

@@ -20,8 +20,16 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPK_LIMIT = 256
 DEFAULT_CHUNK_LIMIT = 512
 DEFAULT_SMALLEST_CONTEXT = 256
+# Graphs count positions and tokens in int32.
+LARGEST_SIZE = 2**31 - 1
 # Stands for a size that follows from the others and is filled in at construction.
 _DERIVED: Any = None
+
+
+class _Followed(tuple[int, ...]):
+    """Sizes that nobody asked for: where `dataclasses.replace` changes what they follow from, they follow again."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,8 @@ class NeuronConfig:
             Default: where `batch_size` is larger than 1.
         context_buckets: lengths of the cache prefix that attention reads, ascending, the last one being
             `sequence_length`. Default: on Neuron targets `sequence_length` and its quarters down to 256; elsewhere
-            `sequence_length` alone, because attention there stops at each token's own position.
+            `sequence_length` alone, because attention there stops at each token's own position. A default follows the
+            target, also where `dataclasses.replace` changes "auto" into what it stands for.
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
         on_device_sampling: the graphs return tokens; otherwise logits only.
         max_topk: largest top-k that the on-device sampler can honour, at most 256.
@@ -89,9 +98,11 @@ class NeuronConfig:
             object.__setattr__(self, "prefill_chunk_size", self._default_chunk_size())
         _check_size("prefill_chunk_size", self.prefill_chunk_size)
         object.__setattr__(self, "prefill_chunk_buckets", _sizes("prefill_chunk_buckets", self.prefill_chunk_buckets))
-        if self.context_buckets is None:
-            object.__setattr__(self, "context_buckets", self._default_context_buckets())
-        object.__setattr__(self, "context_buckets", _sizes("context_buckets", self.context_buckets))
+        if self.context_buckets is None or isinstance(self.context_buckets, _Followed):
+            buckets: tuple[int, ...] = _Followed(self._default_context_buckets())
+        else:
+            buckets = _sizes("context_buckets", self.context_buckets)
+        object.__setattr__(self, "context_buckets", buckets)
 
     def _default_chunk_size(self) -> int:
         room = (self.sequence_length - self.batch_size) // self.ctx_batch_size
@@ -188,6 +199,8 @@ def _check_size(name: str, value: object) -> int:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
+    if value > LARGEST_SIZE:
+        raise ValueError(f"{name}={value} is above {LARGEST_SIZE}, as far as graphs count; lower it")
     return value
 
 

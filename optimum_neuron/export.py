@@ -15,18 +15,21 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import __version__, golden, progress
-from .adapters import PeftAdapter, find_adapters
-from .artifact_writer import check_output, write_artifact
-from .checkpoint import Checkpoint, find_checkpoint
+from . import progress
+from .artifacts.manifest import describe_graph
+from .artifacts.weights import named_tensors
+from .artifacts.writer import check_output, write_artifact
+from .checkpoints.adapters import PeftAdapter, find_adapters
+from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
+from .graphs.checks.fixed_shapes import check_fixed_shapes
+from .graphs.checks.inspect import inspect_model
+from .graphs.checks.rope_length import check_text_length, keep_frequencies
 from .graphs.family import check_every_step_has_a_graph
-from .graphs.fixed_shapes import check_fixed_shapes
-from .graphs.model import inspect_model
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
-from .graphs.text_length import check_text_length, keep_frequencies
+from .runtime import golden
 from .targets import CompileJob, Target, get_target, resolve_target
-from .weights import named_tensors
+from .version import __version__
 
 
 logger = logging.getLogger(__name__)
@@ -96,6 +99,7 @@ def export_model(
     )
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
+    checkpoint.check_verbatim(adapters)
     with progress.stage("Loading the checkpoint"):
         for each in adapters:
             each.warn_of_other_base(checkpoint)
@@ -150,15 +154,6 @@ def _write(
                 }
             )
     return output
-
-
-def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:
-    """A graph's record in the manifest: its own sizes, and its inputs and outputs for readers without this program."""
-    return {
-        **dataclasses.asdict(graph),
-        "inputs": [dataclasses.asdict(tensor) for tensor in graph.inputs()],
-        "outputs": [dataclasses.asdict(tensor) for tensor in graph.outputs(model.vocab_size)],
-    }
 
 
 def _warn_of_host_sampling(model: PreTrainedModel, config: NeuronConfig) -> None:

@@ -15,21 +15,18 @@ from helpers import Opener, artifact_runner, eager_runner, export_tiny, load_mod
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.graphs.model import inspect_model
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets.compiling import cache_folder
+from optimum_neuron.targets.cache import CompileCache
 from optimum_neuron.targets.cpu import kernels
-from optimum_neuron.targets.cpu.compiler import cached_kernel_library
+from optimum_neuron.targets.cpu.compiler import CACHE_KIND, kernel_library
 
 
-# These need packages that contradict each other: `make test-neuron` and `make test-vllm` have environments of their own.
+# It needs packages that contradict ours: `make test-vllm` has an environment of its own.
 # Without vLLM, the folder tests/vllm is what "import vllm" finds, and has no location of its own.
 _vllm = importlib.util.find_spec("vllm")
-collect_ignore = [
-    *([] if importlib.util.find_spec("torch_xla") else ["neuron"]),
-    *([] if _vllm is not None and _vllm.has_location else ["vllm"]),
-]
+collect_ignore = [] if _vllm is not None and _vllm.has_location else ["vllm"]
 
 
 @pytest.fixture(scope="session")
@@ -81,9 +78,9 @@ def cpu_artifact(
 
 
 @pytest.fixture(scope="session")
-def ops(_compile_cache: None) -> Any:
+def ops(_compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The own CPU kernels as torch operators, where they can be built."""
-    kernels.load(cached_kernel_library(cache_folder()), kernels.namespace())
+    kernels.load(kernel_library(CompileCache(CACHE_KIND), tmp_path_factory.mktemp("kernels")), kernels.namespace())
     return getattr(torch.ops, kernels.namespace())
 
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 import optimum_neuron
-from optimum_neuron.artifact import Artifact
-from optimum_neuron.checkpoint import Checkpoint
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.ops import EAGER_OPS
 from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
@@ -48,6 +49,12 @@ SIZES: dict[str, Any] = {
 TRASH_ROW = SIZES["batch_size"]
 # From an architecture and a target to a runner with free slots: see conftest.py.
 Opener = Callable[..., GraphRunner]
+
+
+def examples(count: int, **options: Any) -> settings:
+    """How a property test is run: by `count` examples in the profile `full` (`make test-full`), else by a fourth of them."""
+    full = settings.get_current_profile_name() == "full"
+    return settings(max_examples=count if full else max(count // 4, 5), deadline=None, **options)
 
 
 def tiny_config(**changes: Any) -> NeuronConfig:
@@ -93,8 +100,8 @@ def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool 
         EagerExecutable(steps, cache),
         config,
         graphs,
+        model_spec,
         deterministic=deterministic,
-        reuses_prefixes=model_spec.reuses_prefixes,
     )
 
 
@@ -107,7 +114,7 @@ def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunne
     executable = get_target(artifact.target).load(
         artifact, trust_native_code=trust_native_code, trust_remote_code=False
     )
-    return GraphRunner(executable, artifact.config, artifact.graphs, reuses_prefixes=artifact.model.reuses_prefixes)
+    return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
 
 
 def random_tokens(count: int, seed: int = 0) -> np.ndarray:

@@ -8,47 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from helpers import VOCAB
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    GptOssConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
+from tiny import TINY_CONFIGS, TINY_SIZES
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: MixtralConfig(**TINY_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_SIZES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
+        **TINY_SIZES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
     ),
     # Biases, interleaved gates and transposed weights.
-    "gpt_oss": lambda: GptOssConfig(
-        **_SIZES,
-        sliding_window=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    ),
+    "gpt_oss": TINY_CONFIGS["gpt_oss"],
     # Groups of experts, shared experts, and a dense layer.
     "deepseek_v3": lambda: DeepseekV3Config(
-        **_SIZES | _LATENT | {"num_key_value_heads": 4, "head_dim": 8},
+        **TINY_SIZES | _LATENT | {"num_key_value_heads": 4, "head_dim": 8},
         moe_intermediate_size=32,
         n_routed_experts=8,
         num_experts_per_tok=2,

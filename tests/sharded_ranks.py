@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from helpers import random_tokens, step_inputs, tiny_config
 from safetensors.torch import load_file, save_file
+from tiny import TINY_SIZES
 from torch import Tensor, distributed
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.empty_model import assign, empty_model
+from optimum_neuron.artifacts.skeleton import assign, empty_model
+from optimum_neuron.artifacts.weights import named_tensors, rank_weights_name
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.model import inspect_model
 from optimum_neuron.graphs.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
@@ -31,23 +33,9 @@ from optimum_neuron.targets.neuron.sharding import (
     sharded_ops,
     write_sharded_weights,
 )
-from optimum_neuron.weights import named_tensors, rank_weights_name
 
 
 _TIMEOUT = timedelta(seconds=60)
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 _LATENT = {
     "num_key_value_heads": 4,
@@ -113,7 +101,7 @@ def make_model(name: str) -> PreTrainedModel:
     model_type, sizes = CASES[name]
     config_class = type(AutoConfig.for_model(model_type))
     known = {field for base in config_class.__mro__ for field in getattr(base, "__annotations__", {})}
-    config = config_class(**{field: value for field, value in TINY.items() if field in known} | sizes)
+    config = config_class(**{field: value for field, value in TINY_SIZES.items() if field in known} | sizes)
     torch.manual_seed(0)
     dtype = getattr(torch, sizes.get("dtype", "float32"))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)

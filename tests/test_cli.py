@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,6 +270,20 @@ def test_inspect_shows_config_graphs_and_versions(
     assert ("chunked_prefill_chunk8_context64", "1 x 8", "64", "-") in rows
     assert any(row[0] == "exported with torch" for row in rows)
     assert any(row[0] == "weights/model.safetensors" and float(row[-1]) > 0 for row in rows)
+
+
+def test_names_are_no_markup(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("[red]", "[", "]:smile:")  # a style, its end, which has no start, and a picture
+    shutil.copytree(artifact, folder)
+    for command in (("inspect", folder), ("estimate", "--model", folder, "--target", "trn2")):
+        call_cli(monkeypatch, "neuron", *command)
+        assert str(folder) in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "neuron", "inspect", folder.parent)
+    assert str(folder.parent) in error_line(capsys.readouterr().err)
 
 
 def test_inspect_refuses_a_folder_without_artifact(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -128,6 +129,24 @@ def test_a_config_cannot_be_changed() -> None:
         NeuronConfig(2)  # type: ignore[misc]
 
 
+def test_sizes_that_nobody_asked_for_follow_a_changed_target() -> None:
+    config = NeuronConfig(sequence_length=4096)
+    assert config.context_buckets == (4096,)
+    found = dataclasses.replace(config, target="trn2")
+    assert found == NeuronConfig(sequence_length=4096, target="trn2")
+    assert found.context_buckets == (256, 1024, 4096)
+    assert dataclasses.replace(found, target="cpu").context_buckets == (4096,)
+    assert dataclasses.replace(pickle.loads(pickle.dumps(config)), target="trn2") == found
+    assert dataclasses.replace(found, sequence_length=1024).context_buckets == (256, 1024)
+
+
+def test_sizes_that_were_asked_for_stay_where_the_target_changes() -> None:
+    asked = NeuronConfig(sequence_length=4096, context_buckets=(4096,))
+    assert dataclasses.replace(asked, target="trn2").context_buckets == (4096,)
+    loaded = NeuronConfig.from_dict(json.loads(json.dumps(NeuronConfig(sequence_length=4096).to_dict())))
+    assert dataclasses.replace(loaded, target="trn2").context_buckets == (4096,)
+
+
 def test_lists_are_frozen_copies() -> None:
     buckets = [256, 1024]
     config = NeuronConfig(context_buckets=buckets)  # type: ignore[arg-type]
@@ -159,6 +178,12 @@ def test_an_option_like_no_other_lists_all() -> None:
 def test_sizes_below_one_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
         NeuronConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZE_OPTIONS)
+def test_sizes_that_graphs_cannot_count_to_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={2**40} is above {2**31 - 1}, as far as graphs count; lower it"):
+        NeuronConfig(**{name: 2**40})
 
 
 @pytest.mark.parametrize("name", SIZE_OPTIONS)

@@ -25,13 +25,16 @@ from helpers import (
     random_tokens,
     tiny_config,
 )
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, T5Config
 
-from optimum_neuron import export_model
-from optimum_neuron.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
-from optimum_neuron.config import NEURON_TARGETS
+import optimum_neuron.export
+from optimum_neuron import NeuronModelForCausalLM, export_model
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
+from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
+from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.eager import EagerTarget
+from optimum_neuron.targets.neuron.sdk import devices
 
 
 STUCK_EXPORT = """
@@ -130,19 +133,29 @@ def test_a_killed_export_leaves_no_artifact_and_the_next_one_cleans_up(
         process.send_signal(number)
         process.communicate()
     assert process.returncode == -number
-    (abandoned,) = output.parent.iterdir()
-    assert abandoned.name.startswith(f".artifact.partial-{process.pid}-")
-    assert (abandoned / WEIGHTS_NAME).is_file() and not (abandoned / MANIFEST_NAME).exists()
+    assert names(output.parent) == [".artifact.partial"]
+    unfinished = output.parent / ".artifact.partial" / "new"
+    assert (unfinished / WEIGHTS_NAME).is_file() and not (unfinished / MANIFEST_NAME).exists()
     export_tiny(tiny_checkpoint, output)
     assert names(output.parent) == ["artifact"]
 
 
-def test_the_partial_folder_of_a_running_export_is_left_alone(tiny_checkpoint: Path, output: Path) -> None:
-    running = output.parent / f".artifact.partial-{os.getpid()}-x"
-    running.mkdir(parents=True)
-    (output.parent / ".other.partial-1-x").mkdir()
+def test_a_second_export_to_the_same_folder_is_refused_while_the_first_one_runs(
+    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_graphs = EagerTarget.compile
+
+    def compile_beside_another(self: EagerTarget, job: CompileJob) -> dict[str, Any]:
+        for overwrite in (False, True):
+            with pytest.raises(
+                FileExistsError, match=r"another process is writing an artifact to .*; wait for it, or"
+            ):
+                export_tiny(tiny_checkpoint, output, overwrite=overwrite, batch_size=2)
+        return compile_graphs(self, job)
+
+    monkeypatch.setattr(EagerTarget, "compile", compile_beside_another)
     export_tiny(tiny_checkpoint, output)
-    assert names(output.parent) == [running.name, ".other.partial-1-x", "artifact"]
+    assert Artifact.open(output).config.batch_size == SIZES["batch_size"] and names(output.parent) == ["artifact"]
 
 
 def test_an_existing_artifact_is_kept_unless_it_may_be_replaced(tiny_checkpoint: Path, output: Path) -> None:
@@ -162,23 +175,6 @@ def test_a_failed_replacement_keeps_the_old_artifact(
     before = folder_bytes(export_tiny(tiny_checkpoint, output))
     monkeypatch.setattr(EagerTarget, "compile", fail_with(error))
     with pytest.raises(type(error)):
-        export_tiny(tiny_checkpoint, output, overwrite=True)
-    assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
-
-
-def test_the_old_artifact_returns_where_the_new_one_cannot_take_its_place(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = folder_bytes(export_tiny(tiny_checkpoint, output))
-    rename = Path.rename
-
-    def fail_for_the_new_one(self: Path, target: Path) -> Path:
-        if self.name.startswith(".artifact.partial-"):
-            raise PermissionError("not allowed")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail_for_the_new_one)
-    with pytest.raises(PermissionError):
         export_tiny(tiny_checkpoint, output, overwrite=True)
     assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
 
@@ -216,12 +212,14 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     assert not output.parent.exists()
 
 
-def test_a_disk_that_fills_up_leaves_nothing(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of_safetensors", [False, True])
+def test_a_disk_that_fills_up_leaves_nothing_and_is_one_sentence(
+    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, of_safetensors: bool
 ) -> None:
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("optimum_neuron.targets.eager.write_weights", fail_with(error))
-    with pytest.raises(OSError, match=r"No space left on device"):
+    number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    error = SafetensorError(f"I/O error: {text} (os error {number})") if of_safetensors else OSError(number, text)
+    monkeypatch.setattr("optimum_neuron.artifacts.weights.save_file", fail_with(error))
+    with pytest.raises(OSError, match=r"^no space is left on the disk of .*out; free some, or name an output folder"):
         export_tiny(tiny_checkpoint, output)
     assert names(output.parent) == []
 
@@ -254,7 +252,7 @@ def broken_checkpoint(kind: str, folder: Path) -> Path:
             FileNotFoundError,
             r"checkpoint holds no config.json; name a checkpoint folder, a .gguf file or a Hub",
         ),
-        ("corrupt config", OSError, r"config.json.* is not a valid JSON file"),
+        ("corrupt config", ValueError, r"config.json is not valid JSON"),
         ("encoder-decoder", ValueError, r"is an encoder-decoder \(t5\); only decoders can be exported"),
         ("quantized", ValueError, r"is quantized \(bitsandbytes\); export an unquantized or a GGUF checkpoint"),
         ("unknown model", ValueError, r"checkpoint: .*`nonesuch`"),
@@ -319,6 +317,28 @@ def test_a_device_target_names_what_compiling_lacks(tiny_checkpoint: Path, outpu
     with pytest.raises(RuntimeError, match=r"needs? (torch-xla|the Neuron compiler), .*; "):
         export_tiny(tiny_checkpoint, output, target=target)
     assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("route", ["export_model", "from_pretrained"])
+def test_sizes_follow_the_target_that_auto_stands_for(
+    route: str, tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[NeuronConfig] = []
+
+    class Device:
+        def check(self, config: NeuronConfig) -> None:
+            checked.append(config)
+            raise RuntimeError("as far as this test goes")
+
+    monkeypatch.setattr(devices, "find_devices", lambda: devices.NeuronDevices("trn2", 1, 8))
+    monkeypatch.setattr(optimum_neuron.export, "get_target", lambda name: Device())
+    with pytest.raises(RuntimeError, match="as far as"):
+        if route == "export_model":
+            export_model(tiny_checkpoint, output, config=NeuronConfig(sequence_length=1024))
+        else:
+            NeuronModelForCausalLM.from_pretrained(tiny_checkpoint, export=True, sequence_length=1024)
+    assert checked == [NeuronConfig(sequence_length=1024, target="trn2")]
+    assert checked[0].context_buckets == (256, 1024)
 
 
 def test_another_task_is_refused(tiny_checkpoint: Path, output: Path) -> None:

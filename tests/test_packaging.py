@@ -95,7 +95,7 @@ def test_commands_are_no_package() -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, optimum_neuron, optimum_neuron.cli, optimum_neuron.artifact; print('torch' in sys.modules)"
+    program = "import sys, optimum_neuron, optimum_neuron.cli, optimum_neuron.artifacts.artifact; print('torch' in sys.modules)"
     assert run(sys.executable, "-c", program, cwd=ROOT) == "False\n"
 
 

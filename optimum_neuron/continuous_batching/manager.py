@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from ..engine.service import EngineService, EngineStoppedError, Item
+from ..engine.service import EngineService, Item
 from ..engine.step import TokenEvent
+from ..runtime.process import OwnProcess
 from .requests import Outcome, RequestFactory
 
 
@@ -36,6 +37,7 @@ class ContinuousBatchingManager:
         self._arrived = threading.Condition()
         self._ready: list[GenerationOutput] = []
         self._open = 0
+        self._process = OwnProcess()
 
     def start(self) -> None:
         """Takes over the model's slots and lets requests in.
@@ -54,7 +56,7 @@ class ContinuousBatchingManager:
             timeout: seconds after which requests that still run are aborted.
         """
         service, self._service = self._service, None
-        if service is None:
+        if service is None or not self._process.is_here:
             return
         closing = threading.Thread(target=self._close, args=(service, hard_stop), daemon=True)
         closing.start()
@@ -90,27 +92,28 @@ class ContinuousBatchingManager:
             streaming: deliver an output per token; otherwise only the finished one.
 
         Raises:
-            RuntimeError: the manager is not started.
+            RuntimeError: the manager is not started, or this process was forked from the one where it is.
             TypeError: `processor_options`; they would need processors of each request's own.
         """
         if processor_options:
             raise TypeError(
                 f"{', '.join(processor_options)}: all requests of a manager share its generation_config; set it there"
             )
+        self._process.check()
         service = self._service
         if service is None:
             raise RuntimeError("the manager is not running; call start() first")
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
-        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        eos = None if ids is None else frozenset(token for token in ids if token >= 0)
         logprobs = self._factory.batching.return_logprobs
         outcome = Outcome(request_id, input_ids, timed=record_timestamps, logprobs=logprobs)
         with self._arrived:
             self._open += 1
         try:
+            ids = [eos_token_id] if isinstance(eos_token_id, int | float) else eos_token_id
+            eos = None if ids is None else frozenset(token for token in ids if token >= 0)
             request = self._factory.make(request_id, input_ids, max_new_tokens, eos)
             service.subscribe(request, partial(self._deliver, outcome, streaming))
-        except (ValueError, TypeError, EngineStoppedError) as error:
+        except Exception as error:
             logger.error("%s", error)
             outcome.fail(str(error))
             self._put(outcome.output)
@@ -126,7 +129,12 @@ class ContinuousBatchingManager:
             self._service.abort(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next output, of one request where that is named; None after `timeout` seconds, or where none can come."""
+        """The next output, of one request where that is named; None after `timeout` seconds, or where none can come.
+
+        Raises:
+            RuntimeError: this process was forked from the one where the manager is.
+        """
+        self._process.check()
         with self._arrived:
             self._arrived.wait_for(lambda: self._find(request_id) is not None or self._is_over(), timeout)
             index = self._find(request_id)
@@ -154,8 +162,7 @@ class ContinuousBatchingManager:
     def _deliver(self, outcome: Outcome, streaming: bool, item: Item) -> None:
         """Called by the engine's thread."""
         if isinstance(item, TokenEvent):
-            outcome.add(item)
-            if item.finish_reason is None:
+            if not outcome.add(item):
                 if streaming:
                     snapshot = copy(outcome.output)
                     snapshot.generated_tokens = list(snapshot.generated_tokens)

@@ -7,22 +7,25 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from ..artifacts.artifact import Artifact
+from ..config import NeuronConfig
 from ..engine.policy import Policy, SchedulerOptions
 from ..engine.request import Request
-from ..engine.step import TokenEvent
-from ..refusals import refuse_unsupported
+from ..engine.step import Event, RequestFailure
+from ..runtime.arguments import check_options
+from ..runtime.lengths import most_new_tokens
+from ..runtime.limits import refuse_unsupported
 from ..runtime.token_choice import OnDeviceChoice, choose_how
+from ..runtime.token_ids import check_whole_numbers
 
-
-if TYPE_CHECKING:
-    from .surface import ContinuousBatching
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,21 @@ _REFUSED = {
     "max_time": None,
     "penalty_alpha": None,
     "prompt_lookup_num_tokens": None,
+    "token_healing": False,
+    "output_scores": False,
+    "output_logits": False,
 }
+
+
+class ServedModel(Protocol):
+    """What of a `NeuronModelForCausalLM` its requests are made by."""
+
+    artifact: Artifact
+    config: Any
+    generation_config: GenerationConfig
+    neuron_config: NeuronConfig
+    _get_logits_processor: Callable[..., LogitsProcessorList]
+    _prepare_special_tokens: Callable[..., None]
 
 
 class RequestFactory:
@@ -48,10 +65,14 @@ class RequestFactory:
 
     def __init__(
         self,
-        model: ContinuousBatching,
+        model: ServedModel,
         generation_config: GenerationConfig | None,
         batching_config: ContinuousBatchingConfig | None,
     ) -> None:
+        check_options(generation_config, model.generation_config, {})
+        if not isinstance(batching_config, ContinuousBatchingConfig | None):
+            kind = type(batching_config).__name__
+            raise TypeError(f"continuous_batching_config is a {kind}; give a transformers ContinuousBatchingConfig")
         self.model = model
         self.config = copy.deepcopy(generation_config or model.generation_config)
         self.batching = batching_config or ContinuousBatchingConfig()
@@ -61,15 +82,14 @@ class RequestFactory:
                 raise ValueError(
                     f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
                 )
-        refuse_unsupported(self.config, model.neuron_config)
+        refuse_unsupported(self.config, model.neuron_config, model.artifact.model.vocab_size)
         _warn_of_meaningless(self.batching)
         eos = self.config.eos_token_id
         if eos is None:
             eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
         ids = [eos] if isinstance(eos, int) else list(eos or ())
-        self.eos_token_ids = frozenset(token for token in ids if token >= 0)
-        self.config.eos_token_id = sorted(self.eos_token_ids) or None
-        model._prepare_special_tokens(self.config, device="cpu")
+        # One that cannot be chosen ends nothing: -1 is a custom for none, and configs of cut-down models name others.
+        self.eos_token_ids = frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
         self.make("", [0], None)  # what no request could have is refused before the first
 
     def options(self) -> SchedulerOptions:
@@ -90,9 +110,22 @@ class RequestFactory:
         max_new_tokens: int | None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> Request:
-        """A request with this factory's way to choose tokens."""
-        model, config = self.model, self.config
-        processors = model._get_logits_processor(config, input_ids_seq_length=len(input_ids), device="cpu")
+        """A request with this factory's way to choose tokens.
+
+        Raises:
+            ValueError, TypeError: no request can be made of them.
+        """
+        model, config, prompt = self.model, copy.copy(self.config), np.asarray(input_ids)
+        if max_new_tokens is None:
+            max_new_tokens = self._new_tokens(prompt.size)
+        check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
+        eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        config.eos_token_id = sorted(eos_token_ids) or None
+        # Some processors count up to where this request ends.
+        most = most_new_tokens(prompt.size, model.neuron_config) if max_new_tokens is None else max_new_tokens
+        config.max_length = prompt.size + most
+        model._prepare_special_tokens(config, device="cpu")
+        processors = model._get_logits_processor(config, input_ids_seq_length=prompt.size, device="cpu")
         choice = choose_how(
             processors,
             model.neuron_config,
@@ -104,9 +137,9 @@ class RequestFactory:
         on_device = isinstance(choice, OnDeviceChoice)
         return Request(
             request_id=request_id,
-            prompt_token_ids=np.asarray(input_ids),
-            max_new_tokens=self._new_tokens(len(input_ids)) if max_new_tokens is None else max_new_tokens,
-            eos_token_ids=self.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            prompt_token_ids=prompt,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
             sampling=choice.sampling,
             processors=None if on_device else processors,
             do_sample=bool(config.do_sample),
@@ -135,10 +168,16 @@ class Outcome:
     def __init__(self, request_id: str, prompt: Sequence[int], *, timed: bool, logprobs: bool) -> None:
         self._with_logprobs = logprobs
         timestamps: list[float] | None = [] if timed else None
-        self.output = GenerationOutput(request_id=request_id, prompt_ids=list(prompt), timestamps=timestamps)
+        prompt = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+        ids = list(prompt) if isinstance(prompt, Iterable) else []  # of any other the request will tell
+        self.output = GenerationOutput(request_id=request_id, prompt_ids=ids, timestamps=timestamps)
 
-    def add(self, event: TokenEvent) -> None:
-        """Takes a token."""
+    def add(self, event: Event) -> bool:
+        """Takes a token, or why there will be none; returns whether the request ended with it."""
+        if isinstance(event, RequestFailure):
+            logger.error("%s", event.error)
+            self.fail(str(event.error))
+            return True
         now, output = time.perf_counter(), self.output
         if not output.generated_tokens:
             output.status, output.lifespan = RequestStatus.DECODING, (now, -1)
@@ -149,6 +188,7 @@ class Outcome:
             output.timestamps.append(now)
         if event.finish_reason is not None:
             output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+        return event.finish_reason is not None
 
     def fail(self, reason: str) -> None:
         """Ends with an error."""

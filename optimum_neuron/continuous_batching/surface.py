@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import progress
-from ..artifact import Artifact
+from ..artifacts.artifact import Artifact
 from ..config import NeuronConfig
 from ..engine.engine import Engine
 from ..engine.policy import SchedulerOptions
@@ -160,28 +160,28 @@ def _run_batch(
     max_new_tokens: int | None,
     progress_bar: bool,
 ) -> dict[str, GenerationOutput]:
-    """Runs all prompts to their ends; a prompt that cannot be served has an error in its output and stops nobody else.
+    """Runs all prompts to their ends; one that cannot be served, or fails, has an error in its output and stops nobody else.
 
     Returns outputs by request id in the order of `inputs`, `num_return_sequences - 1` children before each.
     """
-    outcomes: dict[str, Outcome] = {}
+    prompts: dict[str, Sequence[int]] = {}
     logprobs = factory.batching.return_logprobs
     copies = factory.config.num_return_sequences or 1
     for number, prompt in enumerate(inputs):
         names = [f"req_{number}__child#{child}" for child in range(copies - 1)] + [f"req_{number}"]
-        outcomes |= {name: Outcome(name, prompt, timed=timed, logprobs=logprobs) for name in names}
+        prompts |= dict.fromkeys(names, prompt)
+    outcomes = {name: Outcome(name, prompt, timed=timed, logprobs=logprobs) for name, prompt in prompts.items()}
     try:
         with progress.stage("Generating", len(outcomes)) if progress_bar else nullcontext(_no_progress) as advance:
             for name, outcome in outcomes.items():
                 try:
-                    engine.add_request(factory.make(name, outcome.output.prompt_ids, max_new_tokens))
-                except (ValueError, TypeError) as error:
+                    engine.add_request(factory.make(name, prompts[name], max_new_tokens))
+                except Exception as error:
                     logger.error("%s", error)
                     outcome.fail(str(error))
                     advance(name)
             for event in engine.run():
-                outcomes[event.request_id].add(event)
-                if event.finish_reason is not None:
+                if outcomes[event.request_id].add(event):
                     advance(event.request_id)
     finally:
         engine.abort_all()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ..config import NeuronConfig
+from ..runtime.lengths import check_length
 from .request import Request
 
 
@@ -17,23 +18,11 @@ def check_request(request: Request, config: NeuronConfig, *, largest_step: int, 
     Raises:
         ValueError: no step or no slot could ever hold the request.
     """
-    who, length = f"request {request.request_id!r}", config.sequence_length
-    prompt, limit = len(request.prompt_token_ids), request.max_new_tokens
-    if not prompt:
-        raise ValueError(f"{who} has 0 prompt tokens, but needs at least 1; start its prompt with a begin token")
-    if limit is not None and limit < 1:
-        raise ValueError(f"{who} has max_new_tokens={limit}, but must get at least 1; raise it or leave it out")
-    # The last generated token is returned and never fed back: it needs no cache row.
-    most = length - prompt + 1
-    if most < (limit or 1):
-        wanted = "" if limit is None else f" and max_new_tokens={limit}"
-        raise ValueError(
-            f"{who} with {prompt} prompt tokens{wanted} exceeds sequence_length={length}, which must hold the prompt and "
-            f"all but the last new token; shorten the prompt, ask for fewer tokens, or export with a larger sequence_length"
-        )
+    who, prompt = f"request {request.request_id!r}", len(request.prompt_token_ids)
+    most = check_length(prompt, request.max_new_tokens, config, f"the prompt of {who}")
     if request.atomic:
         _check_atomic(who, prompt, config, largest_step - decodes_beside)
-    return most if limit is None else limit
+    return most
 
 
 def _check_atomic(who: str, prompt: int, config: NeuronConfig, budget: int) -> None:

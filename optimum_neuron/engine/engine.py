@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: schedule a step, run it, hand out its tokens. Knows no text, no files and no threads."""
+"""The engine: schedule a step, run it, hand out its tokens. Knows no text and no files."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from ..runtime.runner import Chunk, DecodeRows, GraphRunner
+from ..runtime.runner import GraphRunner
+from ..runtime.step_rows import PromptPart, StepRows
+from ..runtime.token_ids import check_token_ids
 from .policy import SchedulerOptions
 from .request import Request
 from .sampler import RequestSampler, check_sampling
 from .scheduler import Scheduler
 from .statistics import Statistics
-from .step import ScheduledChunk, ScheduledDecode, Step, TokenEvent
+from .step import Event, RequestFailedError, RequestFailure, ScheduledChunk, Step, TokenEvent
 
 
 class Engine:
@@ -25,7 +28,7 @@ class Engine:
     Args:
         runner: the graphs and slots, which nobody else uses while the engine has requests.
         options: how steps are filled.
-        vocab_size: of the model.
+        vocab_size: tokens that the model chooses among.
         seed: seeds the requests that bring no seed of their own, in the order of their arrival.
 
     Raises:
@@ -52,19 +55,14 @@ class Engine:
         used = replace(self.options, reuse_generated=False) if runner.deterministic else self.options
         if not runner.reuses_prefixes:
             used = replace(used, prefix_reuse=False)
-        self.scheduler = Scheduler(runner.config, used)
+        self.scheduler = Scheduler(runner.config, used, runner.family)
         self.statistics = Statistics()
         self._vocab_size = vocab_size
+        self._num_embeddings = vocab_size if runner.num_embeddings is None else runner.num_embeddings
         self._seeds = np.random.SeedSequence(seed)
         self._samplers: dict[str, RequestSampler] = {}
         self._arrived: dict[str, float] = {}
-        slots = self.config.batch_size
-        self._rows = DecodeRows(
-            token_ids=np.zeros(slots, dtype=np.int32),
-            active=np.zeros(slots, dtype=bool),
-            sampling_params=np.zeros((slots, 3), dtype=np.float32),
-            uniforms=np.zeros(slots, dtype=np.float32),
-        )
+        self._rows: StepRows[RequestSampler] = StepRows(runner)
         runner.reset_all()
 
     @property
@@ -74,7 +72,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError where a request could never be served; changes nothing."""
-        check_sampling(request, self.config, self._vocab_size)
+        self._check(request)
         self.scheduler.check(request)
 
     def add_request(self, request: Request) -> None:
@@ -83,19 +81,26 @@ class Engine:
         Raises:
             ValueError: the request could never be served; the reason and the remedy are named.
         """
-        check_sampling(request, self.config, self._vocab_size)
+        self._check(request)
         self.scheduler.add(request)
         seed = self._seeds.spawn(1)[0] if request.seed is None else np.random.SeedSequence(request.seed)
         self._samplers[request.request_id] = RequestSampler(request, self.config, self._vocab_size, seed)
         self._arrived[request.request_id] = time.perf_counter()
 
+    def _check(self, request: Request) -> None:
+        who, size = f"request {request.request_id!r}", self._vocab_size
+        check_token_ids(request.prompt_token_ids, self._num_embeddings, f"the prompt of {who}")
+        if not all(0 <= token < size for token in request.eos_token_ids):
+            raise ValueError(
+                f"{who} has eos_token_ids={sorted(request.eos_token_ids)}, and the model chooses tokens from 0 to {size - 1}; "
+                f"leave out the others"
+            )
+        check_sampling(request, self.config, size)
+
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state; False where no such request is live."""
-        slot = self.scheduler.state(request_id).slot if request_id in self._samplers else None
         if not self.scheduler.abort(request_id):
             return False
-        if slot is not None:
-            self._rows.active[slot] = False
         self._forget(request_id)
         self.statistics.aborted += 1
         return True
@@ -105,10 +110,12 @@ class Engine:
         for request_id in list(self._samplers):
             self.abort(request_id)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> list[Event]:
         """Runs one step; returns the tokens that requests got from it, none where there is nothing to do.
 
-        Whatever fails in it ends all requests and voids all slots: how far the cache was written is then unknown.
+        A request whose token cannot be chosen, because its processors raise or leave nothing to choose from, ends with a
+        `RequestFailure`, and no other is affected. Whatever else fails ends all requests and voids all slots: how far the
+        cache was written is then unknown.
         """
         step = self.scheduler.schedule()
         if step is None:
@@ -120,76 +127,83 @@ class Engine:
             self.scheduler.slots.clear()
             raise
 
-    def _run(self, step: Step) -> list[TokenEvent]:
+    def _run(self, step: Step) -> list[Event]:
         start = time.perf_counter()
-        chunks = [self._chunk(chunk, start) for chunk in step.chunks]
-        output = self.runner.step(chunks, self._decode_rows(step.decodes) if step.decodes else None)
-        decode_tokens = self._chosen(step.decodes, output.decode_tokens, output.decode_logits)
-        chunk_tokens = self._chosen(step.chunks, output.chunk_tokens, output.chunk_logits)
-        events = self.scheduler.commit(step, decode_tokens, chunk_tokens, time.perf_counter() - start)
-        return self._note(step, events)
+        parts = [self._part(chunk, start) for chunk in step.chunks]
+        decodes = [self._samplers[decode.request_id] for decode in step.decodes]
+        tokens: list[int] = []
+        failures: list[RequestFailure] = []
+        for sampler, choice in self._rows.run(decodes, parts, step.graph):
+            token = self._choose(sampler, choice) if isinstance(choice, Tensor) else choice
+            if not isinstance(token, RequestFailure) and token >= self._num_embeddings:
+                token = self._unreadable(sampler.request.request_id, token)
+            if isinstance(token, RequestFailure):
+                if self._fail(token.request_id):
+                    failures.append(token)
+                token = 0
+            tokens.append(token)
+        ended = iter(tokens[len(decodes) :])
+        chunk_tokens = [next(ended) if part.ends else 0 for part in parts]
+        seconds = time.perf_counter() - start
+        # Tokens of requests that failed meanwhile, or that a processor aborted, are dropped, and their slots are free.
+        events = self.scheduler.commit(step, tokens[: len(decodes)], chunk_tokens, seconds)
+        return [*self._note(step, events), *failures]
 
-    def run(self) -> Iterator[TokenEvent]:
-        """Steps until all requests are finished, and yields their tokens."""
+    def run(self) -> Iterator[Event]:
+        """Steps until all requests are finished, and yields their tokens, or their failures."""
         while self.has_work:
             yield from self.step()
 
-    def _chunk(self, chunk: ScheduledChunk, now: float) -> Chunk:
+    def _part(self, chunk: ScheduledChunk, now: float) -> PromptPart[RequestSampler]:
         sampler = self._samplers[chunk.request_id]
         if chunk.is_first:
             self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
-            if chunk.reuse is None:
-                self.runner.reset(chunk.slot)
-            else:
-                self.runner.reuse(chunk.slot, chunk.reuse.source_slot, chunk.reuse.length)
+            sampler.slot = chunk.slot
+            self._rows.start(sampler, chunk.reuse)
         tokens = sampler.request.prompt_token_ids[chunk.start : chunk.start + chunk.count]
-        # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
-        return Chunk(chunk.slot, tokens, sampler.params, sampler.uniform() if chunk.is_last else 0.0)
+        return PromptPart(sampler, tokens, chunk.is_last)
 
-    def _decode_rows(self, decodes: Sequence[ScheduledDecode]) -> DecodeRows:
-        for decode in decodes:
-            sampler = self._samplers[decode.request_id]
-            if sampler.draws:
-                self._rows.uniforms[decode.slot] = sampler.uniform()
-        return self._rows
+    def _choose(self, sampler: RequestSampler, logits: Tensor) -> int | RequestFailure:
+        request_id = sampler.request.request_id
+        if self._samplers.get(request_id) is not sampler:  # another request's processor aborted it
+            return 0
+        try:
+            return sampler.choose(self.scheduler.state(request_id).output_token_ids, logits)
+        except BaseException as error:
+            # In the main thread, one that is no Exception comes from a signal's handler and is nobody's in particular.
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise
+            return RequestFailure(request_id, RequestFailedError(request_id, "no token could be chosen", error))
 
-    def _chosen(
-        self, rows: Sequence[ScheduledDecode | ScheduledChunk], tokens: Tensor | None, logits: Tensor | None
-    ) -> list[int]:
-        """The token of each decode or chunk, in their order: decode rows are slots, chunk rows the step's chunks."""
-        on_device = None if tokens is None else tokens.tolist()
-        chosen = []
-        for index, row in enumerate(rows):
-            place = row.slot if isinstance(row, ScheduledDecode) else index
-            sampler = self._samplers[row.request_id]
-            if sampler.on_host and (isinstance(row, ScheduledDecode) or row.is_last):
-                assert logits is not None
-                state = self.scheduler.state(row.request_id)
-                chosen.append(sampler.choose(state.output_token_ids, logits[place]))
-            else:
-                chosen.append(0 if on_device is None else on_device[place])
-        return chosen
+    def _unreadable(self, request_id: str, token_id: int) -> RequestFailure:
+        """Of a model that has more logits than embeddings."""
+        cause = ValueError(f"the model takes token ids from 0 to {self._num_embeddings - 1}")
+        return RequestFailure(
+            request_id, RequestFailedError(request_id, f"it cannot go on from token {token_id}", cause)
+        )
+
+    def _fail(self, request_id: str) -> bool:
+        """Ends a request; False where it aborted itself before it failed."""
+        if not self.scheduler.abort(request_id):
+            return False
+        self._forget(request_id)
+        self.statistics.failed += 1
+        return True
 
     def _note(self, step: Step, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Sets the decode rows of the next step, and counts; returns the events with what the host knows of them."""
-        statistics, rows, now = self.statistics, self._rows, time.perf_counter()
-        statistics.count_step(step, self.config)
+        """Sets the tokens of the next decode rows, and counts; returns the events with what the host knows of them."""
+        statistics, now = self.statistics, time.perf_counter()
+        statistics.count_step(step)
         statistics.generated_tokens += len(events)
-        step_rows: tuple[ScheduledDecode | ScheduledChunk, ...] = (*step.decodes, *step.chunks)
-        slots = {row.request_id: row.slot for row in step_rows}
         for chunk in step.chunks:
-            if chunk.is_last:
-                rows.active[chunk.slot] = True
-                rows.sampling_params[chunk.slot] = self._samplers[chunk.request_id].params
-                rows.uniforms[chunk.slot] = 0.0
+            if chunk.is_last and chunk.request_id in self._arrived:
                 statistics.first_token_seconds.add(now - self._arrived[chunk.request_id])
         for index, event in enumerate(events):
-            slot, sampler = slots[event.request_id], self._samplers[event.request_id]
-            rows.token_ids[slot] = event.token_id
+            sampler = self._samplers[event.request_id]
+            self._rows.feed(sampler.slot, event.token_id)
             if sampler.on_host:
                 events[index] = event._replace(logprob=sampler.logprob)
             if event.finish_reason is not None:
-                rows.active[slot] = False
                 statistics.finished += 1
                 self._forget(event.request_id)
         return events

@@ -39,9 +39,8 @@ class ChunkLimits:
 
 
 class ChunkPlan(NamedTuple):
-    """Chunks of a step, the smallest compiled chunk size that holds them, and the prompt due if it got nothing."""
+    """Chunks of a step, and the prompt due if it got nothing."""
 
-    chunk_size: int
     chunks: tuple[ScheduledChunk, ...]
     passed_over: PassedOver | None
 
@@ -58,18 +57,17 @@ def plan_chunks(candidates: Sequence[RequestState], slots: SlotTable, limits: Ch
     due = candidates[0]
     draft = _Draft(slots, limits, limits.largest_chunk)
     if due.request.atomic:
-        draft.chunk_size = max(draft.chunk_size, _smallest_chunk([due.remaining], limits))
+        draft.chunk_size = max(draft.chunk_size, _smallest_chunk(due.remaining, limits))
     if due.bypassed < limits.max_bypass and not draft.ends(draft.place(due)):
         _let_pass(due, candidates[1:], draft)
     _fill(candidates, draft)
     chunks = tuple(draft.chunks.values())
-    chunk_size = _smallest_chunk([chunk.count for chunk in chunks], limits)
     passed_over = None if due.arrival in draft.chunks else PassedOver(due.request.request_id, due.arrival)
-    return ChunkPlan(chunk_size, chunks, passed_over)
+    return ChunkPlan(chunks, passed_over)
 
 
-def _smallest_chunk(counts: Sequence[int], limits: ChunkLimits) -> int:
-    return next(size for size in limits.chunk_sizes if rows_needed(counts, size) <= limits.rows)
+def _smallest_chunk(count: int, limits: ChunkLimits) -> int:
+    return next(size for size in limits.chunk_sizes if rows_needed([count], size) <= limits.rows)
 
 
 def _let_pass(due: RequestState, others: Sequence[RequestState], draft: _Draft) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
 
-from ..graphs.spec import GraphKind
+from ..graphs.spec import GraphKind, GraphSpec
 
 
 Policy = Literal["auto", "mixed", "alternate", "prefill_first", "all_chunks"]
@@ -125,22 +125,24 @@ def next_kind(
 
 
 class StepCosts:
-    """Measured times of steps, in seconds. A graph has fixed shapes, so its kind and chunk size tell its time."""
+    """Measured times of steps, in seconds, by the graph that ran. Its kind and chunk size tell its time: contexts grow
+    slowly, and old times are dropped."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[GraphKind, int], deque[float]] = {}
         self._last_commit: dict[tuple[GraphKind, int], int] = {}
         self._commits = 0
 
-    def record(self, kind: GraphKind, chunk_size: int, seconds: float | None) -> None:
+    def record(self, graph: GraphSpec, seconds: float | None) -> None:
         """Notes the time of a step; None where it was not measured."""
         self._commits += 1
         if seconds is not None:
-            self._times.setdefault((kind, chunk_size), deque(maxlen=_TIMES_KEPT)).append(seconds)
-            self._last_commit[kind, chunk_size] = self._commits
-        for graph, commit in list(self._last_commit.items()):
-            if graph[1] and self._commits - commit > _COMMITS_UNTIL_FORGOTTEN:
-                del self._times[graph], self._last_commit[graph]
+            key = graph.kind, graph.chunk_size
+            self._times.setdefault(key, deque(maxlen=_TIMES_KEPT)).append(seconds)
+            self._last_commit[key] = self._commits
+        for key, commit in list(self._last_commit.items()):
+            if key[1] and self._commits - commit > _COMMITS_UNTIL_FORGOTTEN:
+                del self._times[key], self._last_commit[key]
 
     def largest_within(self, target: float, chunk_sizes: Sequence[int], kind: GraphKind) -> int:
         """The largest chunk size with which decoding pauses for at most `target` seconds.

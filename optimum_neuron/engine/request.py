@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 
 from ..graphs.spec import GREEDY, SamplingParams
+from ..runtime.token_ids import check_whole_numbers
 
 
 # An end token was chosen; all tokens asked for are there; the caller gave up.
@@ -35,7 +37,8 @@ class Request:
         do_sample: with `processors`, whether the host draws tokens instead of taking the best one.
 
     Raises:
-        TypeError: the prompt holds something other than whole numbers.
+        TypeError: the prompt, `eos_token_ids`, `max_new_tokens` or `priority` hold something other than whole numbers, or
+            `sampling` is no SamplingParams of numbers.
         ValueError: the prompt is not one-dimensional, or a token is negative or beyond int32.
     """
 
@@ -52,7 +55,20 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", _read_only_tokens(self.request_id, self.prompt_token_ids))
-        object.__setattr__(self, "eos_token_ids", frozenset(self.eos_token_ids))
+        object.__setattr__(self, "eos_token_ids", frozenset(self._whole("eos_token_ids", self.eos_token_ids)))
+        self._whole("max_new_tokens", () if self.max_new_tokens is None else (self.max_new_tokens,))
+        self._whole("priority", (self.priority,))
+        if not isinstance(self.sampling, SamplingParams) or not all(isinstance(each, Real) for each in self.sampling):
+            raise TypeError(
+                f"request {self.request_id!r} has sampling={self.sampling!r}; give SamplingParams of numbers"
+            )
+
+    def _whole(self, name: str, values: Collection[int]) -> Collection[int]:
+        what = f"{name} of request {self.request_id!r}"
+        if not isinstance(values, Collection) or isinstance(values, str):
+            raise TypeError(f"{what} is {values!r}; give a set of token ids")
+        check_whole_numbers(values, what)
+        return values
 
 
 def _read_only_tokens(request_id: str, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -91,7 +107,6 @@ class RequestState:
         max_new_tokens: the request's own, or what its slot holds.
         slot: row of the cache, from the first chunk on.
         computed: prompt tokens in the cache, reused ones included.
-        prefix_hit: prompt tokens that were reused instead of computed.
         bypassed: steps in a row in which later prompts went before this one.
     """
 
@@ -100,7 +115,6 @@ class RequestState:
     max_new_tokens: int
     slot: int | None = None
     computed: int = 0
-    prefix_hit: int = 0
     bypassed: int = 0
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -109,6 +123,11 @@ class RequestState:
     def remaining(self) -> int:
         """Prompt tokens that are not in the cache yet."""
         return len(self.request.prompt_token_ids) - self.computed
+
+    @property
+    def context(self) -> int:
+        """Cache columns that the next token to be fed back sees, its own included."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Adds a generated token and returns why the request ends with it, or None where it goes on.

@@ -12,8 +12,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from ..config import NeuronConfig
 from ..graphs.spec import GREEDY, SamplingParams
+from ..runtime.step_rows import UniformStream
 from ..runtime.token_choice import HostChoice
 from .request import Request
+
+
+# Scores are float32: another temperature would be 0 or infinite to them.
+_COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def check_sampling(request: Request, config: NeuronConfig, vocab_size: int) -> None:
@@ -21,10 +26,11 @@ def check_sampling(request: Request, config: NeuronConfig, vocab_size: int) -> N
     top_k, top_p, temperature = request.sampling
     who = f"request {request.request_id!r}"
     # Written so that NaN is refused too.
-    if not (0 <= temperature < np.inf and 0 <= top_p <= 1 and top_k >= 1):
+    in_range = temperature == 0 or _COLDEST <= temperature <= _HOTTEST
+    if not (in_range and 0 <= top_p <= 1 and top_k >= 1):
         raise ValueError(
             f"{who} has top_k={top_k}, top_p={top_p}, temperature={temperature}; top_k must be at least 1, top_p between 0 "
-            f"and 1, temperature finite and at least 0"
+            f"and 1, temperature 0 or between {_COLDEST:.3} and {_HOTTEST:.3}"
         )
     if request.seed is not None and (not isinstance(request.seed, int) or request.seed < 0):
         raise ValueError(f"{who} has seed={request.seed!r}; give a whole number of at least 0, or leave it out")
@@ -48,23 +54,25 @@ def _host_reason(request: Request, config: NeuronConfig, vocab_size: int) -> str
 
 
 class RequestSampler:
-    """The choice of one request's tokens. Its random numbers are its own: neighbours change none of them.
+    """The choice of one request's tokens.
 
     Attributes:
+        slot: its row of the cache, from its first chunk on.
         on_host: whether `choose` is asked, instead of the graphs.
-        draws: whether a step takes a random number from `uniform`.
-        params: what the graphs are told.
+        sampling: what the graphs are told.
+        uniforms: its random numbers, where the graphs draw with them.
         logprob: log probability of the last token that the host chose, among what the processors left.
     """
 
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
+        self.slot = -1
         self.on_host = _host_reason(request, config, vocab_size) is not None
-        self.params = GREEDY if self.on_host else request.sampling
-        self.draws = self.params.temperature > 0
+        # Where nothing is drawn, top_k and top_p have no meaning, and need not be numbers that a graph can take.
+        draws = not self.on_host and request.sampling.temperature > 0
+        self.sampling = request.sampling if draws else GREEDY
+        self.uniforms = UniformStream(seed) if draws else None
         self.logprob: float | None = None
-        if self.draws:
-            self._random = np.random.default_rng(seed)
         if self.on_host:
             generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
             processors, do_sample = request.processors, request.do_sample
@@ -72,16 +80,19 @@ class RequestSampler:
                 processors, do_sample = _warpers(request.sampling, vocab_size), request.sampling.temperature > 0
             self._choice = HostChoice(processors, do_sample, scores=[], generator=generator)
 
-    def uniform(self) -> float:
-        """The next random number in [0, 1), as float32 has it; 0 for greedy requests."""
-        return float(self._random.random(dtype=np.float32)) if self.draws else 0.0
-
     def choose(self, output_token_ids: Sequence[int], logits: Tensor) -> int:
-        """The next token from `logits [vocab]` float32, by the processors."""
+        """The next token from `logits [vocab]` float32, by the processors.
+
+        Raises:
+            ValueError: the processors left no score per token, or none to choose by. Whatever a processor raises comes out, too.
+        """
         tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(output_token_ids, dtype=np.int32)])
         token = int(self._choice.choose(torch.from_numpy(tokens).long()[None], logits[None])[0])
         assert self._choice.scores is not None
         scores = self._choice.scores.pop()
+        best = float(scores.max())  # NaN where one is
+        if not best > -np.inf:
+            raise ValueError(f"scores have {best} as the best; they need a number above -inf, and no NaN")
         self.logprob = float(torch.log_softmax(scores[0], dim=-1)[token])
         return token
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from ..config import NeuronConfig
-from ..graphs.spec import GraphKind
+from ..graphs.family import GraphFamily
+from ..graphs.spec import GraphKind, graph_specs
 from .admission import check_request
 from .planner import ChunkLimits, plan_chunks
 from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
@@ -31,23 +32,29 @@ class Scheduler:
     Args:
         config: the artifact's sizes.
         options: how steps are filled.
+        family: the graphs, which choose that of each step; None: those that `config` describes.
         min_reuse: tokens that a common prefix must have to be reused.
 
     Attributes:
         options: as given.
         policy: what `options.policy` stands for.
         slots: who holds which slot.
-        rejected: requests that `add` refused.
 
     Raises:
         ValueError: the artifact cannot do what the options ask.
     """
 
     def __init__(
-        self, config: NeuronConfig, options: SchedulerOptions | None = None, *, min_reuse: int = MIN_REUSE
+        self,
+        config: NeuronConfig,
+        options: SchedulerOptions | None = None,
+        family: GraphFamily | None = None,
+        *,
+        min_reuse: int = MIN_REUSE,
     ) -> None:
         self.options = options or SchedulerOptions()
         self._config = config
+        self._family = family or GraphFamily(graph_specs(config))
         self.policy = resolve_policy(self.options.policy, config.mixed_step)
         self._largest_step = config.batch_size + config.ctx_batch_size * config.prefill_chunk_size
         if self.options.max_step_tokens is not None:
@@ -58,7 +65,6 @@ class Scheduler:
                 f"token for a prompt; raise max_step_tokens to {config.batch_size + 1} or more"
             )
         self.slots = SlotTable(config.batch_size, config.sequence_length, min_reuse)
-        self.rejected = 0
         self._costs = StepCosts()
         self._live: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []
@@ -66,6 +72,7 @@ class Scheduler:
         self._running: dict[int, RequestState] = {}
         self._decodes: tuple[ScheduledDecode, ...] = ()
         self._running_changed = False
+        self._context = 0  # cache columns that the decodes see
         self._after_chunks = False
         self._arrivals = 0
 
@@ -101,13 +108,9 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            ValueError: the request could never be served; it is counted in `rejected` and otherwise forgotten.
+            ValueError: the request could never be served.
         """
-        try:
-            max_new_tokens = self.check(request)
-        except ValueError:
-            self.rejected += 1
-            raise
+        max_new_tokens = self.check(request)
         state = RequestState(request, self._arrivals, max_new_tokens)
         self._arrivals += 1
         self._live[request.request_id] = state
@@ -154,10 +157,13 @@ class Scheduler:
         if kind is None:
             return None
         decodes = () if kind == "chunked_prefill" else self._decodes
+        context = self._context if decodes else 1
         if kind == "token_generation":
-            return Step(kind, 0, decodes, ())
+            return Step(self._family.select(kind, context), decodes, ())
         plan = plan_chunks(self._candidates(), self.slots, self._limits(kind, len(decodes)))
-        return Step(kind, plan.chunk_size, decodes, plan.chunks, plan.passed_over)
+        context = max(context, *(chunk.start + chunk.count for chunk in plan.chunks))
+        graph = self._family.select(kind, context, [chunk.count for chunk in plan.chunks])
+        return Step(graph, decodes, plan.chunks, plan.passed_over)
 
     def _candidates(self) -> Sequence[RequestState]:
         """Prompts that this step could advance, in the order in which they are due."""
@@ -168,12 +174,13 @@ class Scheduler:
 
     def _limits(self, kind: GraphKind, decodes: int) -> ChunkLimits:
         options, config = self.options, self._config
-        largest = config.prefill_chunk_size
+        chunk_sizes = self._family.chunk_sizes(kind)
+        largest = chunk_sizes[-1]
         if options.itl_target_ms is not None and self._running:
-            largest = self._costs.largest_within(options.itl_target_ms / 1000, config.chunk_sizes, kind)
+            largest = self._costs.largest_within(options.itl_target_ms / 1000, chunk_sizes, kind)
         return ChunkLimits(
             rows=config.ctx_batch_size,
-            chunk_sizes=config.chunk_sizes,
+            chunk_sizes=chunk_sizes,
             largest_chunk=largest,
             tokens=self._largest_step - decodes,
             tokens_per_prompt=options.long_prefill_token_threshold or config.sequence_length,
@@ -198,7 +205,7 @@ class Scheduler:
             RuntimeError: the step does not continue the present state: it was committed before, or is outdated.
         """
         self._check_step(step, decode_tokens, chunk_tokens)
-        self._costs.record(step.kind, step.chunk_size, seconds)
+        self._costs.record(step.graph, seconds)
         self._after_chunks = bool(step.chunks)
         if step.passed_over and (state := self._current(step.passed_over)):
             state.bypassed += 1
@@ -215,6 +222,7 @@ class Scheduler:
                     events.append(self._emit(state, int(token_id)))
             else:
                 self._forget_contents(chunk)
+        self._context += bool(step.decodes)
         self._refresh_decodes()
         return events
 
@@ -244,7 +252,7 @@ class Scheduler:
             self.slots.hold(chunk.slot, request.request_id)
             state.slot, state.status = chunk.slot, RequestStatus.PREFILLING
             if chunk.reuse:
-                state.prefix_hit, start = chunk.reuse.length, 0
+                start = 0
                 self.slots.touch(chunk.reuse.source_slot)
         if request.atomic:  # its rows depend on tokens behind them: no other prompt may reuse them
             self.slots.set_length(chunk.slot, 0)
@@ -282,6 +290,7 @@ class Scheduler:
                 ScheduledDecode(state.request.request_id, slot, state.arrival)
                 for slot, state in sorted(self._running.items(), key=itemgetter(0))
             )
+            self._context = max((state.context for state in self._running.values()), default=0)
             self._running_changed = False
 
 

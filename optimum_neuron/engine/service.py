@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import atexit
 import logging
 import queue
 import threading
@@ -13,102 +13,23 @@ from functools import partial
 from types import TracebackType
 
 from .engine import Engine
-from .request import FinishReason, Request
-from .step import TokenEvent
+from .request import Request
+from .step import Event, RequestFailedError, RequestFailure
+from .stream import Item, Mailbox, TokenStream
 
 
 logger = logging.getLogger(__name__)
+
+# Seconds that the end of a program waits for the thread: more than a step takes, and an end where a callback never returns.
+_AT_EXIT = 60
 
 
 class EngineStoppedError(RuntimeError):
     """The engine's thread ended before the request did; `__cause__` is what ended it, if it failed."""
 
 
-# A token, or why a request ends without one more.
-Item = TokenEvent | FinishReason | BaseException
-
-
-class TokenStream:
-    """The tokens of one request as they come: `for` and `async for` yield token ids. Made by `EngineService.submit`.
-
-    One consumer at a time. As a context manager it aborts the request where its tokens are not read to the end.
-
-    Attributes:
-        finish_reason: set when the last token was read, or the request was aborted.
-    """
-
-    def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
-        self.request_id = request_id
-        self.finish_reason: FinishReason | None = None
-        self._abort = abort
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._ready: asyncio.Event | None = None
-        self._wake: Callable[[], object] | None = None
-
-    def put(self, item: Item) -> None:
-        """Called by the engine's thread: a token, or why there will be none."""
-        self._items.put(item)
-        if self._wake is not None:
-            try:
-                self._wake()
-            except RuntimeError:  # the consumer's event loop is closed: nobody will read on
-                self.abort()
-
-    def abort(self) -> None:
-        """Ends the request, from any thread; tokens that are already there can still be read."""
-        self._abort()
-
-    def _token(self, item: Item) -> int | None:
-        """The token of an item; None where the stream ends with it."""
-        if isinstance(item, TokenEvent):
-            self.finish_reason = item.finish_reason
-            return item.token_id
-        if isinstance(item, BaseException):
-            self._items.put(item)  # whoever reads on is told again, instead of waiting for ever
-            raise item
-        self.finish_reason = item
-        return None
-
-    def __iter__(self) -> TokenStream:
-        return self
-
-    def __next__(self) -> int:
-        token = None if self.finish_reason else self._token(self._items.get())
-        if token is None:
-            raise StopIteration
-        return token
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> int:
-        if self._ready is None:
-            self._ready = asyncio.Event()
-            self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._ready.set)
-        while not self.finish_reason:
-            self._ready.clear()
-            try:
-                item = self._items.get_nowait()
-            except queue.Empty:
-                await self._ready.wait()
-                continue
-            token = self._token(item)
-            if token is not None:
-                return token
-        raise StopAsyncIteration
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.finish_reason:
-            self.abort()
-
-
 def _nowhere(item: Item) -> None:
-    """Where the tokens of an entry go until it says so."""
+    """Where the tokens of an entry go until it says so, and after it failed to take them."""
 
 
 @dataclass(eq=False)
@@ -123,7 +44,8 @@ class EngineService:
     """Runs an engine in a thread of its own from the first request on. Safe to call from any thread.
 
     Requests are taken over between two steps, so that no caller ever waits for a step. As a context manager it closes,
-    after the requests finished where no exception came.
+    after the requests finished where no exception came. Where nobody closes it, the end of the program does, and aborts
+    what still runs.
 
     Args:
         on_close: called once when the engine has stopped.
@@ -131,6 +53,7 @@ class EngineService:
 
     def __init__(self, engine: Engine, on_close: Callable[[], None] | None = None) -> None:
         self._engine = engine
+        self._process = engine.runner.process
         self._on_close = on_close
         self._live: dict[str, _Entry] = {}
         self._inbox: queue.SimpleQueue[tuple[_Entry, bool] | None] = queue.SimpleQueue()
@@ -155,47 +78,67 @@ class EngineService:
         Raises:
             ValueError: the request could never be served, or one with its id is not finished.
             EngineStoppedError: the service is closed, or its engine failed.
+            RuntimeError: this process was forked from the one where the engine runs.
         """
-        self._engine.check(request)
         entry = _Entry(request)
-        stream = TokenStream(request.request_id, partial(self._end, entry))
-        entry.put = stream.put
+        mailbox = Mailbox(partial(self._end, entry))
+        entry.put = mailbox.put
         self._enter(entry)
-        return stream
+        return TokenStream(request.request_id, mailbox, self._process)
 
     def subscribe(self, request: Request, put: Callable[[Item], None]) -> None:
-        """Like `submit`, with a function that the engine's thread calls with each token, or with why there is none."""
-        self._engine.check(request)
+        """Like `submit`, with a function that the engine's thread calls with each token, or with why there is none.
+
+        Where it raises, its request ends, and it is called a last time, with a `RequestFailedError`.
+        """
         self._enter(_Entry(request, put))
 
     def abort(self, request_id: str) -> None:
         """Ends a request soon; one that is unknown or finished is left as it is."""
+        self._process.check()
         entry = self._live.get(request_id)
         if entry is not None:
             self._end(entry)
 
     def _enter(self, entry: _Entry) -> None:
+        self._process.check()
+        self._engine.check(entry.request)
         request_id = entry.request.request_id
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the engine service is closed and takes no requests") from self._failure
             if request_id in self._live:
                 raise ValueError(f"request {request_id!r} is not finished; choose another id, or abort the first one")
+            if self._thread is None:
+                self._start()
             self._live[request_id] = entry
             self._inbox.put((entry, True))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="optimum-neuron-engine", daemon=True)
-                self._thread.start()
+
+    def _start(self) -> None:
+        # Killed in native code, a thread takes the program along; one that is waited for without end keeps a program that
+        # forgot to close it from ending. At exit, those who may still read tokens, threads that are no daemons, are over.
+        self._thread = threading.Thread(target=self._loop, name="optimum-neuron-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self._close_at_exit)
 
     def _end(self, entry: _Entry) -> None:
         self._inbox.put((entry, False))
 
     def close(self, *, finish: bool = False) -> None:
-        """Takes no more requests, ends those that are there, and waits for the thread.
+        """Takes no more requests, ends those that are there, and waits for the thread. In a forked process, where there is
+        no thread, it does nothing.
 
         Args:
             finish: let the requests finish first, instead of aborting them.
         """
+        self._close(finish=finish, timeout=None)
+
+    def _close_at_exit(self) -> None:
+        self._close(finish=False, timeout=_AT_EXIT)
+
+    def _close(self, *, finish: bool, timeout: float | None) -> None:
+        if not self._process.is_here:
+            return
         with self._lock:
             self._closed = True
         if not finish:
@@ -203,7 +146,8 @@ class EngineService:
                 self._end(entry)
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
+        atexit.unregister(self._close_at_exit)
         with self._lock:
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -221,10 +165,7 @@ class EngineService:
         try:
             while self._take_over():
                 for event in self._engine.step():
-                    entry = self._live[event.request_id]
-                    if event.finish_reason is not None:
-                        del self._live[event.request_id]
-                    entry.put(event)
+                    self._hand_out(event)
         except BaseException as error:  # whoever waits for tokens must learn of it
             logger.exception("the engine stopped")
             self._fail(error)
@@ -240,11 +181,41 @@ class EngineService:
                 continue
             entry, is_new = item
             if is_new:
-                self._engine.add_request(entry.request)
+                self._add(entry)
             elif self._live.get(entry.request.request_id) is entry:
                 self._engine.abort(entry.request.request_id)
                 del self._live[entry.request.request_id]
-                entry.put("abort")
+                self._tell(entry, "abort")
+
+    def _add(self, entry: _Entry) -> None:
+        try:
+            self._engine.add_request(entry.request)
+        except Exception as error:  # what `check` could not foresee ends no other request
+            del self._live[entry.request.request_id]
+            self._tell(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
+
+    def _hand_out(self, event: Event) -> None:
+        entry = self._live[event.request_id]
+        if isinstance(event, RequestFailure) or event.finish_reason is not None:
+            del self._live[event.request_id]
+        self._tell(entry, event.error if isinstance(event, RequestFailure) else event)
+
+    def _tell(self, entry: _Entry, item: Item) -> None:
+        """Calls back. Whatever a callback raises ends its own request, and no signal's handler raises in this thread."""
+        try:
+            entry.put(item)
+        except BaseException as error:
+            put, entry.put = entry.put, _nowhere
+            request_id = entry.request.request_id
+            failed = RequestFailedError(request_id, "its callback raised", error)
+            logger.error("%s", failed, exc_info=error)
+            if self._live.get(request_id) is entry:
+                del self._live[request_id]
+                self._engine.abort(request_id)
+            try:
+                put(failed)
+            except BaseException:
+                logger.exception("the callback of request %r was told of its failure, and raised again", request_id)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -255,4 +226,4 @@ class EngineService:
             request_id = entry.request.request_id
             stopped = EngineStoppedError(f"the engine stopped before request {request_id!r} finished: {error}")
             stopped.__cause__ = error
-            entry.put(stopped)
+            self._tell(entry, stopped)

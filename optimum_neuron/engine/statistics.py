@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..config import NeuronConfig
 from .step import Step
 
 
@@ -29,14 +28,14 @@ class Summary:
 
 @dataclass
 class Statistics:
-    """Counted since the engine was made.
+    """Counted since the engine was made, by what the graphs that ran computed.
 
     Attributes:
         decode_tokens, idle_decode_rows: decode rows that advanced a request, and those that ran along empty.
         prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and the padding beside them.
         prefix_hit_tokens: prompt tokens that were reused instead of computed.
         generated_tokens: tokens that requests got.
-        finished, aborted: requests that ended.
+        finished, aborted, failed: requests that ended.
         queue_seconds: from a request's arrival to its first step.
         first_token_seconds: from a request's arrival to its first token (TTFT).
     """
@@ -50,17 +49,19 @@ class Statistics:
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
+    failed: int = 0
     queue_seconds: Summary = field(default_factory=Summary)
     first_token_seconds: Summary = field(default_factory=Summary)
 
-    def count_step(self, step: Step, config: NeuronConfig) -> None:
+    def count_step(self, step: Step) -> None:
         """Adds the rows of a step."""
+        graph = step.graph
         self.steps += 1
-        if step.kind != "chunked_prefill":
+        if graph.has_decode:
             self.decode_tokens += len(step.decodes)
-            self.idle_decode_rows += config.batch_size - len(step.decodes)
-        if step.chunks:
+            self.idle_decode_rows += graph.batch_size - len(step.decodes)
+        if graph.has_chunk:
             real = sum(chunk.count for chunk in step.chunks)
             self.prompt_tokens += real
-            self.padded_prompt_tokens += config.ctx_batch_size * step.chunk_size - real
+            self.padded_prompt_tokens += graph.ctx_batch_size * graph.chunk_size - real
             self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graphs.spec import GraphKind
+from ..graphs.spec import GraphSpec
 from .request import FinishReason
 
 
@@ -65,17 +66,32 @@ class Step:
     the slot that an earlier one copies from.
 
     Attributes:
-        chunk_size: tokens per chunk row of the graph, 0 in token generation. A chunk with a larger count takes several
-            rows.
+        graph: what the step runs in. A chunk with a larger count than `graph.chunk_size` takes several rows.
         decodes: in the order of their slots.
         passed_over: the prompt that this step passed over, if it did.
     """
 
-    kind: GraphKind
-    chunk_size: int
+    graph: GraphSpec
     decodes: tuple[ScheduledDecode, ...]
     chunks: tuple[ScheduledChunk, ...]
     passed_over: PassedOver | None = None
+
+
+class RequestFailedError(RuntimeError):
+    """A request ended by a fault of its own, which `__cause__` is; others are not affected."""
+
+    def __init__(self, request_id: str, what: str, cause: BaseException) -> None:
+        # Python's own words for it: the exception's may raise.
+        why = "".join(traceback.format_exception_only(cause)).strip()
+        super().__init__(f"request {request_id!r} failed: {what}: {why}")
+        self.__cause__ = cause
+
+
+class RequestFailure(NamedTuple):
+    """The end of a request that failed by itself, in place of a token."""
+
+    request_id: str
+    error: RequestFailedError
 
 
 class TokenEvent(NamedTuple):
@@ -85,3 +101,7 @@ class TokenEvent(NamedTuple):
     token_id: int
     finish_reason: FinishReason | None
     logprob: float | None = None
+
+
+# What a step has for a caller.
+Event = TokenEvent | RequestFailure

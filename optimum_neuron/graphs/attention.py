@@ -3,7 +3,7 @@
 
 Write, then attend: a layer first writes the keys and values of the step's tokens into the cache, then every query
 attends over cache columns under masks made from positions alone. So a token sees the same keys in the same order
-whatever chunk it came in and whoever its neighbours are.
+whatever chunk it came in and whoever its neighbours are. What it does not see is selected away: zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .masks import AttentionChunk, CausalMask, UnsupportedModelError, Window
 from .spec import ConvolutionState, LayerCache
 
 
-# Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one.
+# Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
 MASKED = -1e9
 MASKED_HALF = -3e4  # float16 ends at -65504
 # Between the numbers of the caches of a layer that attends several times; more than any model's layers.
@@ -86,6 +86,7 @@ class AttentionRows:
     seq_ids: Tensor | None
     context_length: int
     masks: dict[Window, Tensor] = field(default_factory=dict)
+    columns: dict[Window, Tensor] = field(default_factory=dict)
 
     def visible(self, sliding_window: Window) -> Tensor:
         """`[rows, tokens, context_length]`: which cache columns a token may see. Built once per window and step."""
@@ -101,9 +102,17 @@ class AttentionRows:
             self.masks[sliding_window] = visible
         return self.masks[sliding_window]
 
+    def seen(self, sliding_window: Window) -> Tensor:
+        """`[rows, context_length]`: which cache columns any token of a row may see."""
+        if sliding_window not in self.columns:
+            self.columns[sliding_window] = self.visible(sliding_window).any(1)
+        return self.columns[sliding_window]
+
 
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
 CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]
+# Whether a call's attention reads no key that a token does not see, so that what is written need not be marked.
+ReadsVisible = Callable[[AttentionCall, Tensor, Tensor], bool]
 # As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the row and column of each token.
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -116,6 +125,7 @@ class CachedAttention:
         write_rows, write_columns: `[tokens]`, where each token of the step goes in the cache.
         groups: the row groups, in the order of their tokens in the step.
         attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
+        reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
     """
 
     cache: kv_cache.KVCache
@@ -124,22 +134,35 @@ class CachedAttention:
     groups: list[AttentionRows]
     attend_cache: CacheAttention
     write_cache: CacheWrite
+    reads_visible: ReadsVisible
     by_itself: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
-    def _write(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _write(
+        self, layer_idx: int, key: Tensor, value: Tensor, call: AttentionCall | None = None
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.layer(self.calls.number(layer_idx))
-        self.write_cache(keys, key[0].transpose(0, 1), self.write_rows, self.write_columns)
-        self.write_cache(values, value[0].transpose(0, 1), self.write_rows, self.write_columns)
+        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        if call is None or not self.reads_visible(call, keys, values):
+            key, value = kv_cache.whole_or_nan(key, value)
+        self.write_cache(keys, key, self.write_rows, self.write_columns)
+        self.write_cache(values, value, self.write_rows, self.write_columns)
         return keys, values
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots."""
+        """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots.
+
+        It adds a mask and multiplies, all tokens by all columns: so no column may hold what is not finite. Zeros stand
+        for a token that is not, also for those that see it, and for all that nobody in the step sees.
+        """
         context = self.groups[0].context_length
-        keys, values = (
-            kv_cache.read(states, None, states.shape[0] - 1, context).transpose(0, 1).flatten(1, 2)[None]
-            for states in self._write(layer_idx, key, value)
-        )
+        states = self._write(layer_idx, key, value)
+        slots = states[0].shape[0] - 1
+        keys, values = (kv_cache.read(each, None, slots, context) for each in states)
+        mine = self.write_rows == torch.arange(slots, dtype=torch.int32)[:, None]
+        last = torch.where(mine, self.write_columns, -1).amax(1, keepdim=True)
+        kept = (torch.arange(context, dtype=torch.int32) <= last) & (kv_cache.broken(keys) == 0)
+        keys, values = (select_columns(each, kept).transpose(0, 1).flatten(1, 2)[None] for each in (keys, values))
         return keys, values
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
@@ -157,7 +180,7 @@ class CachedAttention:
         return torch.where(torch.cat(rows), 0.0, fill).to(dtype)[None, None]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        keys, values = self._write(call.layer_idx, call.key, call.value)
+        keys, values = self._write(call.layer_idx, call.key, call.value, call)
         outputs, start = [], 0
         for group in self.groups:
             rows, tokens = group.position_ids.shape
@@ -185,18 +208,30 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     # The query heads of one kv head become query tokens: keys and values are never repeated.
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
     visible = group.visible(call.sliding_window)
+    broken = kv_cache.broken(keys)
+    kept = group.seen(call.sliding_window) & (broken == 0)
+    values = select_columns(values, kept)
     if call.softcap is None and call.sinks is None:
-        output = _fused(query, keys, values, visible, call.scaling)
+        # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
+        bias = torch.where(visible, broken[:, None], -torch.inf)
+        output = _fused(query, select_columns(keys, kept), values, bias, call.scaling)
     else:
         output = _explicit(query, keys, values, visible, call)
     return output.unflatten(2, (heads // kv_heads, tokens)).flatten(1, 2).transpose(1, 2)
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Tensor:
-    """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel."""
-    fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
-    bias = torch.where(visible, 0.0, fill).to(query.dtype)[:, None]
-    bias = bias.repeat(1, 1, query.shape[2] // visible.shape[1], 1)
+def select_columns(states: Tensor, kept: Tensor) -> Tensor:
+    """Keys or values `[rows, kv_heads, columns, dim]`, zero in columns that `kept [rows, columns]` leaves out."""
+    return torch.where(kept[:, None, :, None], states, states.new_zeros(()))
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
+
+    Args:
+        bias: `[rows, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
+    """
+    bias = bias.to(query.dtype)[:, None].repeat(1, 1, query.shape[2] // bias.shape[1], 1)
     return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
 

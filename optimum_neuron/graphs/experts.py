@@ -101,7 +101,7 @@ def dense_experts(call: ExpertsCall) -> Tensor:
     experts' arithmetic.
     """
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
-    routing = (chosen.to(call.weights.dtype) * call.weights[:, :, None]).sum(1).t()[:, :, None]
+    routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
     inputs = call.hidden_states.to(call.up.dtype).expand(call.experts, *call.hidden_states.shape)
     up = call.activate(_every(call, inputs, call.up, call.up_bias))
     outputs = call.normalize(_every(call, up, call.down, call.down_bias))

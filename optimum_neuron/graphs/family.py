@@ -14,18 +14,40 @@ def rows_needed(counts: Iterable[int], chunk_size: int) -> int:
     return sum(-(-count // chunk_size) for count in counts)
 
 
+def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = ()) -> bool:
+    """Whether a graph with the groups that a step needs has columns and chunk rows enough for it; see `select`."""
+    # Chunk size 0 has no rows to count.
+    fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
+    return fits and graph.context_length >= context_length
+
+
 class GraphFamily:
     """Finds the graph of a step: of the kind that the step needs, the smallest that fits.
 
+    Args:
+        deterministic: it is the largest mixed graph, whatever the step needs.
+
     Attributes:
         has_mixed: whether a step can decode and take in a prompt at once.
+
+    Raises:
+        ValueError: `deterministic`, and there is no mixed graph.
     """
 
-    def __init__(self, graphs: Sequence[GraphSpec]) -> None:
+    def __init__(self, graphs: Sequence[GraphSpec], *, deterministic: bool = False) -> None:
         self._by_kind: dict[GraphKind, list[GraphSpec]] = {}
         for graph in sorted(graphs, key=lambda graph: (graph.chunk_size, graph.context_length)):
             self._by_kind.setdefault(graph.kind, []).append(graph)
         self.has_mixed = "mixed" in self._by_kind
+        if deterministic and not self.has_mixed:
+            raise ValueError(
+                "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
+                "--batch-size 2 or more and without --no-mixed-step"
+            )
+        self._only = self._by_kind["mixed"][-1:] if deterministic else None
+
+    def __contains__(self, graph: GraphSpec) -> bool:
+        return graph in self._by_kind.get(graph.kind, ())
 
     def __iter__(self) -> Iterator[GraphSpec]:
         return (graph for graphs in self._by_kind.values() for graph in graphs)
@@ -33,6 +55,10 @@ class GraphFamily:
     def kind(self, kind: GraphKind) -> Sequence[GraphSpec]:
         """All graphs of a kind, the smallest first."""
         return self._by_kind.get(kind, ())
+
+    def chunk_sizes(self, kind: GraphKind) -> tuple[int, ...]:
+        """Tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
+        return tuple(sorted({graph.chunk_size for graph in self._only or self.kind(kind)}))
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = ()) -> GraphSpec:
         """The smallest graph of a kind that holds a step.
@@ -44,10 +70,8 @@ class GraphFamily:
         Raises:
             ValueError: no graph holds the step.
         """
-        for graph in self.kind(kind):
-            # Chunk size 0 has no rows to count.
-            fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
-            if fits and graph.context_length >= context_length:
+        for graph in self._only or self.kind(kind):
+            if holds(graph, context_length, counts):
                 return graph
         raise ValueError(
             f"no {kind} graph holds prompt chunks of {list(counts)} tokens at a context of {context_length}; the artifact "

@@ -4,6 +4,8 @@
 Per layer, keys and values are `[batch_size + 1, kv_heads, sequence_length, head_dim]`. Row i is slot i; the last row is
 the trash row: tokens that are padding write there, each at its own column, so that a scatter never has two equal
 indices and padding never touches a live slot.
+
+What a column holds that a token does not see has no effect, whatever it is: readers select, and multiply nothing by zero.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers `key_<layer>`, `value_<layer>` and `conv_<layer>_<index>`, zeroed: masked garbage times probability
-    zero must stay zero."""
+    """State buffers `key_<layer>`, `value_<layer>` and `conv_<layer>_<index>`, zeroed."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
@@ -55,6 +56,30 @@ def read(cache: Tensor, seq_ids: Tensor | None, rows: int, context_length: int) 
     """
     window = cache[:, :, :context_length]
     return window[:rows] if seq_ids is None else window.index_select(0, seq_ids)
+
+
+def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What is written of tokens: where one of a token's numbers is not finite, NaN in place of all of them.
+
+    So whoever sees such a token gets NaN, whichever number it was, and `broken` need not read them all.
+
+    Args:
+        key, value: `[tokens, kv_heads, dim]`.
+    """
+    total = key.float().sum((1, 2)) + value.float().sum((1, 2))
+    nan = (total - total)[:, None, None]  # zero where all are finite; not a constant, which devices refuse
+    key, value = (torch.where(nan == 0, states, nan.to(states.dtype)) for states in (key, value))
+    return key, value
+
+
+def broken(keys: Tensor) -> Tensor:
+    """`[rows, columns]` float32: NaN where a column holds a token that `whole_or_nan` made NaN, else zero.
+
+    Args:
+        keys: `[rows, kv_heads, columns, dim]`.
+    """
+    one = keys[:, 0, :, 0].float()
+    return one - one
 
 
 def write_indices(

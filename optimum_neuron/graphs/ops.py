@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import kv_cache
-from .attention import CacheAttention, CacheWrite, attend_cache
+from .attention import CacheAttention, CacheWrite, ReadsVisible, attend_cache
 from .experts import Experts, active_experts, dense_experts
+from .interface import AttentionCall
 from .sampling import sample
 
 
@@ -22,6 +23,10 @@ def _as_they_are(logits: Tensor) -> Tensor:
     return logits
 
 
+def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class StepOps:
     """How a step attends, writes the cache, computes experts and chooses tokens; the defaults are the reference.
@@ -29,6 +34,7 @@ class StepOps:
     Attributes:
         attend_cache: attention of one row group over a layer's cache.
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
+        reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         experts: a layer's routed experts, of those layers that use transformers' experts interface.
         sample: the on-device sampler, from what the model's head returns.
         full_logits: the logits of the whole vocabulary, from what the model's head returns.
@@ -36,6 +42,7 @@ class StepOps:
 
     attend_cache: CacheAttention = attend_cache
     write_cache: CacheWrite = kv_cache.write
+    reads_visible: ReadsVisible = _reads_all
     experts: Experts = dense_experts
     sample: Sampler = sample
     full_logits: Callable[[Tensor], Tensor] = _as_they_are

@@ -36,17 +36,19 @@ def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, max_topk: 
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """`[rows, 1]` int32: the argmax of `[rows, vocab]`, the lowest index on a tie."""
+    """`[rows, 1]` int32: the argmax of `[rows, vocab]`, the lowest index on a tie; as torch's, NaN is the largest."""
     size = logits.shape[-1]
     index = torch.arange(size, dtype=torch.int32)
-    found = torch.where(logits == logits.amax(-1, keepdim=True), index, size).amin(-1, keepdim=True)
-    return found.clamp(max=size - 1)  # NaN equals nothing: the token must exist all the same
+    largest = logits.amax(-1, keepdim=True)
+    # By what is less, not by what is equal: so there is an index whatever a device makes of NaN.
+    less = (logits < largest) | (largest.isnan() & ~logits.isnan())
+    return torch.where(less, size, index).amin(-1, keepdim=True)
 
 
 def choose(
     scores: Tensor, candidates: Tensor, greedy_tokens: Tensor, sampling_params: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """Draws one of the candidates, or takes the greedy token where the temperature is 0.
+    """Draws one of the candidates, or takes the greedy token where the temperature is 0 or the largest score not finite.
 
     Args:
         scores: `[rows, k]` float32, the largest logits of each row, falling.
@@ -61,16 +63,20 @@ def choose(
     greedy = temperature <= 0
     rank = torch.arange(scores.shape[-1], dtype=torch.float32)
     scores = scores / torch.where(greedy, 1.0, temperature)
-    weights = torch.exp(torch.where(rank < top_k, scores - scores[:, :1], _NO_WEIGHT))
-    probs = weights / weights.sum(-1, keepdim=True)
+    # Candidates that are tied with the last one within top_k stay, as in transformers; beside NaN, all: nothing is drawn.
+    within = ~(scores < torch.where(rank < top_k, scores, scores[:, :1]).amin(-1, keepdim=True))
+    weights = torch.exp(torch.where(within, scores - scores[:, :1], _NO_WEIGHT))
+    total = weights.sum(-1, keepdim=True)
+    probs = weights / total
     # A token is kept while the probability before it is below top_p, so the first one always is (also at top_p = 0).
-    kept = (rank == 0) | ((_cumulative(probs) - probs < top_p) & (rank < top_k))
+    kept = (rank == 0) | ((_cumulative(probs) - probs < top_p) & within)
     cumulative = _cumulative(torch.where(kept, probs, 0.0))
     beyond = cumulative <= uniforms[:, None] * cumulative[:, -1:]
     # Rounding can leave the last kept token short of the total: never step past it.
     index = torch.minimum(beyond.float().sum(-1, keepdim=True), kept.float().sum(-1, keepdim=True) - 1)
     drawn = torch.where(rank == index, candidates, 0).amax(-1, keepdim=True)
-    return torch.where(greedy, greedy_tokens, drawn)[:, 0]
+    # Logits with NaN or infinity leave nothing to draw from, and which of them comes first is up to the target.
+    return torch.where(greedy | total.isnan(), greedy_tokens, drawn)[:, 0]
 
 
 def _cumulative(probs: Tensor) -> Tensor:

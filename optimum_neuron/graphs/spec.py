@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..config import NeuronConfig
@@ -60,11 +60,17 @@ class ConvolutionState:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the graphs of one model have in common: found by running the model once, not read from its config."""
+    """What the graphs of one model have in common: found by running the model once, not read from its config.
+
+    Attributes:
+        vocab_size: token ids that it chooses among, the width of its logits.
+        num_embeddings: token ids that it can be given, the rows of the smallest table that it looks them up in.
+    """
 
     vocab_size: int
     layers: tuple[LayerCache, ...]
     convolutions: tuple[ConvolutionState, ...] = ()
+    num_embeddings: int = field(kw_only=True)
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -72,7 +78,11 @@ class ModelSpec:
         return not self.convolutions
 
     def to_dict(self) -> dict[str, Any]:
-        data = {"vocab_size": self.vocab_size, "layers": [asdict(layer) for layer in self.layers]}
+        data: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "num_embeddings": self.num_embeddings,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
         if self.convolutions:
             data["convolutions"] = [asdict(state) for state in self.convolutions]
         return data
@@ -83,6 +93,7 @@ class ModelSpec:
             data["vocab_size"],
             tuple(LayerCache(**layer) for layer in data["layers"]),
             tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
+            num_embeddings=data.get("num_embeddings", data["vocab_size"]),
         )
 
 

@@ -96,6 +96,7 @@ class StepModule(nn.Module):
             rows_of_groups,
             self.ops.attend_cache,
             self.ops.write_cache,
+            self.ops.reads_visible,
             self._needs.by_itself,
         )
         return attention, torch.cat(last_tokens), torch.cat(actual_tokens)

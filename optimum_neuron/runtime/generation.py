@@ -22,7 +22,8 @@ class GenerationLoop:
     """Generates for up to batch_size prompts; row i of the batch uses slot i.
 
     Attributes:
-        pad_token_id: what finished rows get while others go on; None where no row can finish before the others.
+        pad_token_id: what finished rows get while others go on; None lets them go on too, as transformers does where no
+            end token was asked for.
     """
 
     runner: GraphRunner
@@ -40,13 +41,14 @@ class GenerationLoop:
             max_length: columns of the longest result.
         """
         rows, column = input_ids.shape
-        sequences = input_ids.new_empty((rows, max_length))
+        sequences = input_ids.new_empty((rows, max_length), dtype=torch.int64)
         sequences[:, :column] = input_ids
         slots = self.runner.config.batch_size
         sampling = np.tile(np.asarray(self.choice.sampling, dtype=np.float32), (slots, 1))
         uniforms = np.zeros(slots, dtype=np.float32)
         token_ids, active = np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool)
         unfinished = torch.ones(rows, dtype=torch.bool)
+        kept = isinstance(self.choice, HostChoice) and self.choice.keeps  # of all rows, so all of them are computed
         self.runner.reset_all()
         try:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
@@ -62,7 +64,8 @@ class GenerationLoop:
                 unfinished &= ~self.stopping_criteria(sequences[:, :column], self._scores())
                 if column == max_length or not unfinished.any():
                     break
-                token_ids[:rows], active[:rows] = tokens.numpy(), unfinished.numpy()
+                token_ids[:rows] = tokens.numpy()
+                active[:rows] = True if kept or self.pad_token_id is None else unfinished.numpy()
                 if isinstance(self.choice, OnDeviceChoice):
                     uniforms[:rows] = self.choice.uniforms(rows)
                 output = self.runner.decode(token_ids, active, sampling, uniforms)

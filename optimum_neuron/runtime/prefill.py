@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..graphs.spec import GREEDY, SamplingParams
+from .limits import check_fits
 from .runner import Chunk, GraphRunner
 
 
@@ -31,7 +32,10 @@ def prefill(
     Raises:
         ValueError: too many prompts, or one that does not fit its slot. No slot is changed.
     """
-    _check_lengths(runner, prompts)
+    check_fits(prompts, 1, runner.config)
+    for row in range(len(prompts)):
+        if runner.lengths[row]:
+            raise ValueError(f"slot {row} holds {runner.lengths[row]} tokens; reset it before a new prompt")
     tokens: list[Tensor] = [torch.empty(0)] * len(prompts)
     logits: list[Tensor] = [torch.empty(0)] * len(prompts)
     unfinished = list(range(len(prompts)))
@@ -68,17 +72,3 @@ def _next_chunks(
         if not rows:
             break
     return chunks
-
-
-def _check_lengths(runner: GraphRunner, prompts: Sequence[np.ndarray]) -> None:
-    """All prompts are checked before the first chunk of any is written."""
-    sizes = runner.config
-    if len(prompts) > sizes.batch_size:
-        raise ValueError(f"{len(prompts)} prompts do not fit batch_size={sizes.batch_size}")
-    for row, prompt in enumerate(prompts):
-        if runner.lengths[row]:
-            raise ValueError(f"slot {row} holds {runner.lengths[row]} tokens; reset it before a new prompt")
-        if not 1 <= len(prompt) <= sizes.sequence_length:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens does not fit 1 to sequence_length={sizes.sequence_length}"
-            )

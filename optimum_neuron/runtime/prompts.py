@@ -6,15 +6,51 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from .token_ids import check_token_ids
 
-def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[np.ndarray]:
+
+def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> None:
+    """Looks at padded rows as a caller gave them.
+
+    Raises:
+        TypeError: either is no tensor, or ids are no 32- or 64-bit whole numbers.
+        ValueError: ids are not `[rows, tokens]` or not all below `num_embeddings`, or the mask has another shape or other
+            values than 0 and 1.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+        kind = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise TypeError(f"input_ids hold {kind}; give a tensor of torch.int64, as tokenizers return it")
+    if input_ids.dim() != 2 or not input_ids.numel() or input_ids.device.type != "cpu":
+        raise ValueError(
+            f"input_ids have the shape {list(input_ids.shape)} on {input_ids.device}; give [rows, tokens] on the CPU, at least "
+            f"one of each"
+        )
+    check_token_ids(input_ids.numpy(), num_embeddings, "input_ids")
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            f"attention_mask is a {type(attention_mask).__name__}; give a tensor of the shape of input_ids"
+        )
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}, and input_ids {list(input_ids.shape)}; give both "
+            f"as the tokenizer returns them"
+        )
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError("attention_mask has other values than 1, a real token, and 0, padding; give these two")
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> list[np.ndarray]:
     """The real tokens of each row, whichever side the padding is on, as int32.
 
     Raises:
-        ValueError: a row has no token, or its mask has a hole.
+        TypeError, ValueError: as `check_prompts`; or a row has no token, or its mask has a hole.
     """
+    check_prompts(input_ids, attention_mask, num_embeddings)
     if attention_mask is None:
         return list(input_ids.numpy().astype(np.int32))
     prompts = []
@@ -30,7 +66,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[np.ndarray]:
     return prompts
 
 
-def unpack(input_ids: Tensor, cu_seqlens: Tensor) -> list[np.ndarray]:
+def unpack(input_ids: Tensor, cu_seqlens: Tensor, num_embeddings: int) -> list[np.ndarray]:
     """The prompts of a packed row, as int32.
 
     Args:
@@ -39,8 +75,14 @@ def unpack(input_ids: Tensor, cu_seqlens: Tensor) -> list[np.ndarray]:
             of variable-length attention (Dao 2023, arXiv 2307.08691).
 
     Raises:
-        ValueError: `cu_seqlens` does not start at 0, does not rise, or does not end with the number of tokens.
+        TypeError: `cu_seqlens` is no tensor of whole numbers, or as `check_prompts`.
+        ValueError: `cu_seqlens` does not start at 0, does not rise, or does not end with the number of tokens, or as
+            `check_prompts`.
     """
+    check_prompts(input_ids, None, num_embeddings)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens hold {kind}; give a tensor of torch.int32")
     starts, tokens = cu_seqlens.flatten().tolist(), input_ids.numel()
     if cu_seqlens.dim() != 1 or len(starts) < 2 or starts[0] != 0:
         raise ValueError(f"cu_seqlens={starts} must be one row that starts at 0 and names each prompt's end")

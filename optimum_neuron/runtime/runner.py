@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ..config import NeuronConfig
-from ..graphs.family import GraphFamily, rows_needed
-from ..graphs.spec import CHUNK, DECODE, GREEDY, GraphKind, GraphSpec, SamplingParams, TensorSpec
+from ..graphs.family import GraphFamily, holds, rows_needed
+from ..graphs.spec import CHUNK, DECODE, GREEDY, GraphKind, GraphSpec, ModelSpec, SamplingParams, TensorSpec
 from ..targets import Executable
+from .process import OwnProcess
+from .token_ids import check_token_ids
 
 
 IDLE = -1
@@ -111,12 +113,14 @@ class GraphRunner:
         deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
             bit whatever else is served, also where graphs of different shapes round differently; every step costs the
             most.
-        reuses_prefixes: as `ModelSpec.reuses_prefixes` of the model.
+        model: whether its prefixes can be reused, and which token ids it takes; None checks neither.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
+        num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
+        process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
     """
 
     def __init__(
@@ -124,22 +128,21 @@ class GraphRunner:
         executable: Executable,
         config: NeuronConfig,
         graphs: Sequence[GraphSpec],
+        model: ModelSpec | None = None,
         *,
         deterministic: bool = False,
-        reuses_prefixes: bool = True,
     ) -> None:
         self.executable = executable
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
         self.graph_calls: Counter[str] = Counter()
-        self.family = GraphFamily(graphs)
+        self.family = GraphFamily(graphs, deterministic=deterministic)
         self.deterministic = deterministic
-        self.reuses_prefixes = reuses_prefixes
-        if deterministic and not self.family.has_mixed:
-            raise ValueError(
-                "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
-                "--batch-size 2 or more and without --no-mixed-step"
-            )
+        self.reuses_prefixes = model is None or model.reuses_prefixes
+        self.num_embeddings = None if model is None else model.num_embeddings
+        # What a model chooses it can be given, but for those with more logits than embeddings.
+        self._checks_decodes = model is not None and model.vocab_size > model.num_embeddings
+        self.process = OwnProcess()
         self._warm = False
         self._decode = _GroupInputs(self.family.kind("token_generation")[0].inputs())
         self._chunks = {
@@ -159,7 +162,9 @@ class GraphRunner:
 
         Raises:
             ValueError: the source holds fewer tokens, or more than cache rows. No slot is changed.
+            RuntimeError: the process was forked since the graphs were loaded.
         """
+        self.process.check()
         if not self.reuses_prefixes:
             raise ValueError(
                 f"slot {source} keeps state of all its {self.lengths[source]} tokens together: the first {length} of them "
@@ -173,6 +178,7 @@ class GraphRunner:
 
     def warm_up(self) -> None:
         """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow."""
+        self.process.check()
         if self._warm:
             return
         self._warm = True
@@ -194,21 +200,27 @@ class GraphRunner:
         """A step without chunks; the arguments are those of `DecodeRows`."""
         return self.step((), DecodeRows(token_ids, active, sampling_params, uniforms))
 
-    def step(self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None) -> StepOutput:
+    def step(
+        self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, graph: GraphSpec | None = None
+    ) -> StepOutput:
         """Advances prompts by a chunk each and active slots by one token each, all in one run of one graph.
 
-        Without chunks it is a token-generation graph, without decode rows a chunked-prefill graph, with both a mixed
-        one; of that kind, the smallest that fits.
+        Args:
+            graph: the one that whoever planned the step chose; None: what `family` selects. Without chunks it is of the
+                kind token generation, without decode rows chunked prefill, with both mixed.
 
         Raises:
             ValueError: a slot twice, or chunks that fit no graph or no slot, or an active slot that is full, or both
-                groups and no mixed graph. No slot is changed.
+                groups and no mixed graph, or a graph that does not hold the step, or a token id that the model does not
+                take. No slot is changed.
+            RuntimeError: the process was forked since the graphs were loaded.
         """
+        self.process.check()
         if decode is not None:
             self._check_decode(decode, chunks)
         if chunks or decode is None:
             self._check_chunks(chunks)
-        graph = self._select(chunks, decode)
+        graph = self._select(chunks, decode, graph)
         inputs: list[Tensor] = []
         last_rows: list[int] = []
         if graph.has_decode:
@@ -232,21 +244,30 @@ class GraphRunner:
         else:
             self._decode.fill_decode(decode, self.lengths)
 
-    def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None) -> GraphSpec:
-        if self.deterministic:
-            return self.family.kind("mixed")[-1]
+    def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None) -> GraphSpec:
         context = 1
         if decode is not None:
             context = int(self.lengths[decode.active].max(initial=0)) + 1
         for chunk in chunks:
             context = max(context, int(self.lengths[chunk.slot]) + len(chunk.token_ids))
-        kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
-        return self.family.select(kind, context, [len(chunk.token_ids) for chunk in chunks])
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        if graph is None:
+            kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
+            return self.family.select(kind, context, counts)
+        has_groups = graph.has_decode >= (decode is not None) and graph.has_chunk >= bool(chunks)
+        if not has_groups or graph not in self.family or not holds(graph, context, counts):
+            raise ValueError(
+                f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
+                f"{'' if decode is None else ' beside decode rows'}"
+            )
+        return graph
 
     def _check_decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> None:
         if int(self.lengths[decode.active].max(initial=0)) >= self.config.sequence_length:
             slot = int(np.argmax(np.where(decode.active, self.lengths, IDLE)))
             raise ValueError(f"slot {slot} is full: it holds sequence_length={self.config.sequence_length} tokens")
+        if self._checks_decodes:
+            self._check_ids(decode.token_ids, "a decode row")
         if chunks and not self.family.has_mixed:
             raise ValueError(
                 "this artifact has no mixed graph: decode and take in chunks in steps of their own, or export it with "
@@ -273,11 +294,16 @@ class GraphRunner:
             count, start = len(chunk.token_ids), int(self.lengths[chunk.slot])
             if count < 1:
                 raise ValueError(f"the chunk of slot {chunk.slot} has no token; give it at least 1")
+            self._check_ids(chunk.token_ids, f"the chunk of slot {chunk.slot}")
             if start + count > sizes.sequence_length:
                 raise ValueError(
                     f"slot {chunk.slot} holds {start} tokens and cannot take {count} more: "
                     f"sequence_length={sizes.sequence_length}"
                 )
+
+    def _check_ids(self, token_ids: np.ndarray, whose: str) -> None:
+        if self.num_embeddings is not None:
+            check_token_ids(token_ids, self.num_embeddings, whose)
 
     @staticmethod
     def _collect(graph: GraphSpec, outputs: Sequence[Tensor], last_rows: list[int]) -> StepOutput:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..config import NeuronConfig
 from ..graphs.spec import GREEDY, SamplingParams
@@ -47,13 +53,25 @@ class HostChoice:
     sampling: SamplingParams = GREEDY
     generator: torch.Generator | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything of a step is kept."""
+        return self.scores is not None or self.logits is not None
+
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """`input_ids [rows, length]` and `logits [rows, vocab]` float32 to tokens `[rows]` int64."""
+        """`input_ids [rows, length]` and `logits [rows, vocab]` float32 to tokens `[rows]` int64.
+
+        Raises:
+            ValueError: the processors returned other than a score per token.
+        """
         scores = self.processors(input_ids, logits)
+        if not isinstance(scores, Tensor) or scores.shape != logits.shape:
+            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"the logits processors returned {found}, not scores of the shape {list(logits.shape)}")
         if self.logits is not None:
             self.logits.append(logits.clone())
-        if self.scores is not None:
-            self.scores.append(scores)
+        if self.scores is not None:  # a graph may use the memory of its logits again
+            self.scores.append(scores.clone() if scores.data_ptr() == logits.data_ptr() else scores)
         if not self.do_sample:
             return scores.argmax(-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=self.generator)[:, 0]
@@ -101,12 +119,29 @@ def _obstacle(
         foreign = next((kind for kind in kinds if kind not in _ON_DEVICE), None)
         what = foreign.__name__ if foreign else f"the order {', '.join(kind.__name__ for kind in kinds)}"
         return f"{what} is applied to logits on the host"
+    for processor in processors:
+        if vars(processor) != vars(_plain(processor)):
+            return f"{type(processor).__name__} with {_options(processor)} is applied to logits on the host"
     params = _sampling_params(processors, vocab_size, do_sample)
     limit = min(config.max_topk, vocab_size)
     if params.top_k > limit:
         asked = f"top_k={params.top_k}" if TopKLogitsWarper in kinds else "sampling without top_k"
         return f"{asked} considers more than max_topk={limit} tokens, which the on-device sampler cannot"
     return None
+
+
+def _plain(processor: LogitsProcessor) -> LogitsProcessor:
+    """The warper that the on-device sampler implements, of the same strength."""
+    if isinstance(processor, TemperatureLogitsWarper):
+        return TemperatureLogitsWarper(processor.temperature)
+    if isinstance(processor, TopKLogitsWarper):
+        return TopKLogitsWarper(processor.top_k)
+    assert isinstance(processor, TopPLogitsWarper)
+    return TopPLogitsWarper(processor.top_p)
+
+
+def _options(processor: LogitsProcessor) -> str:
+    return ", ".join(f"{name}={value}" for name, value in vars(processor).items())
 
 
 def _sampling_params(processors: LogitsProcessorList, vocab_size: int, do_sample: bool) -> SamplingParams:

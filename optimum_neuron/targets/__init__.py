@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..artifact import Artifact
+    from ..artifacts.artifact import Artifact
     from ..graphs.spec import GraphSpec, ModelSpec
 
 
@@ -92,7 +92,7 @@ def resolve_target(name: str) -> str:
     """The target that "auto" stands for on this machine: its Neuron devices, or else the CPU."""
     if name != "auto":
         return name
-    from .neuron.run.device import find_devices
+    from .neuron.sdk.devices import find_devices
 
     found = find_devices()
     return "cpu" if found is None or found.generation is None else found.generation

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..artifact import Artifact
+from ..artifacts.artifact import Artifact
+from ..artifacts.skeleton import assign, check_spec, check_tensors, model_for
+from ..artifacts.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
 from ..config import NeuronConfig
-from ..empty_model import assign, empty_model
 from ..graphs.kv_cache import KVCache, copy_slot
 from ..graphs.ops import EAGER_OPS
 from ..graphs.step import StepModule
-from ..weights import named_tensors, read_weights, write_weights
 from . import CompileJob, check_one_device
 
 
@@ -103,8 +103,12 @@ class EagerTarget:
 
     def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> EagerExecutable:
         artifact.verify()
-        model = empty_model(artifact.path, artifact.config.dtype, trust_remote_code=trust_remote_code)
+        states, layout = artifact.states(), read_layout(artifact)
+        check_memory(states)
+        model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
+        check_tensors(model, layout, artifact.config.dtype)
         assign(model, read_weights(artifact))
-        cache = KVCache(artifact.states())
+        check_spec(model, artifact.model)
+        cache = KVCache(states)
         steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in artifact.graphs}
         return EagerExecutable(steps, cache)

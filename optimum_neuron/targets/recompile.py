@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..artifact import Artifact, is_graph_file, is_weight_file
+from ..artifacts.artifact import Artifact, is_graph_file, is_weight_file
 from . import CompileJob
 
 
@@ -29,11 +29,11 @@ def compiled_again(
         folder = Path(scratch)
         for name in ("graphs", "weights"):
             (folder / name).mkdir()
-        for path in artifact.path.iterdir():
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-        for name in filter(is_weight_file, artifact.manifest["files"]):
-            (folder / name).symlink_to(artifact.file(name).absolute())
+        for name in artifact.manifest["files"]:
+            if is_weight_file(name):
+                (folder / name).symlink_to(artifact.file(name).absolute())
+            elif "/" not in name:
+                shutil.copyfile(artifact.file(name), folder / name)
         job = CompileJob(
             folder=folder,
             config=artifact.config,

@@ -7,9 +7,6 @@ This module is imported by every vLLM process in an environment where the plugin
 from __future__ import annotations
 
 
-PLUGIN_NAME = "optimum_neuron"
-
-
 def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform's class, or None where this vLLM is somebody else's."""
     from .activation import is_wanted
@@ -18,10 +15,15 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`: lets vLLM accept architectures that it has no modelling code for."""
+    """Entry point `vllm.general_plugins`: lets vLLM accept architectures that it has no modelling code for, and tell what
+    a user gave of its arguments."""
     from vllm.platforms import current_platform
 
+    from .activation import PLUGIN_NAME
+
     if current_platform.device_name == PLUGIN_NAME:
+        from .engine_args import watch_engine_args
         from .models import register_architectures
 
         register_architectures()
+        watch_engine_args()

@@ -6,35 +6,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from ..artifact import FORMAT, MANIFEST_NAME
-from ..targets.neuron.run.device import find_devices
-from . import PLUGIN_NAME
+from ..artifacts.artifact import FORMAT, MANIFEST_NAME
+from ..targets.neuron.sdk.devices import find_devices
 
 
+PLUGIN_NAME = "optimum_neuron"
 PLATFORM_GROUP = "vllm.platform_plugins"
 
 
-def is_wanted(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> bool:
+def is_wanted() -> bool:
     """Whether this plugin is vLLM's platform.
 
     In this order: yes where `VLLM_PLUGINS` names it; no where `VLLM_TARGET_DEVICE` names another device; yes where the command
     line names an artifact; no where another platform plugin is installed; then where this machine has Neuron devices, or
     no device that vLLM itself can use.
-
-    Args:
-        argv, environ: default: this process's.
     """
-    argv = sys.argv if argv is None else argv
-    environ = os.environ if environ is None else environ
-    if PLUGIN_NAME in (name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")):
+    if PLUGIN_NAME in (name.strip() for name in os.environ.get("VLLM_PLUGINS", "").split(",")):
         return True
-    if environ.get("VLLM_TARGET_DEVICE", "empty") not in ("", "empty", "neuron"):
+    if os.environ.get("VLLM_TARGET_DEVICE", "empty") not in ("", "empty", "neuron"):
         return False
-    if any(_names_artifact(argument) for argument in argv[1:]):
+    if any(_names_artifact(argument) for argument in sys.argv[1:]):
         return True
     if any(entry.name != PLUGIN_NAME for entry in entry_points(group=PLATFORM_GROUP)):
         return False

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from .. import __version__
-from ..artifact import MANIFEST_NAME, Artifact, ArtifactError
-from ..checkpoint import find_checkpoint
+from ..artifacts.artifact import Artifact, ArtifactError
+from ..artifacts.find import find_artifact
+from ..artifacts.partial import locked_folder
+from ..checkpoints.checkpoint import find_checkpoint
 from ..config import NeuronConfig
 from ..export import export_model
-from ..loading import find_artifact
-from ..refusals import refuse_other_options
+from ..runtime.limits import refuse_other_options
 from ..targets import resolve_target
-from ..targets.compiling import cache_folder
+from ..targets.cache import cache_folder
+from ..version import __version__
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -55,7 +54,7 @@ def open_served(source: ModelSource, options: dict[str, Any]) -> Served | None:
         TypeError, ValueError: `options`, fields of NeuronConfig, are wrong or differ from the artifact's.
         ArtifactError: the artifact is corrupt.
     """
-    found = _hub_snapshot(source) or find_artifact(
+    found = find_artifact(
         source.model,
         export=None,
         native_code=source.trust_remote_code,
@@ -65,17 +64,8 @@ def open_served(source: ModelSource, options: dict[str, Any]) -> Served | None:
     if found is None:
         return None
     artifact, from_hub = found
-    refuse_other_options(artifact, options)
+    refuse_other_options(artifact, NeuronConfig.from_dict(options), options)
     return Served(artifact, source.trust_remote_code or not from_hub)
-
-
-def _hub_snapshot(source: ModelSource) -> tuple[Artifact, bool] | None:
-    """As `find_artifact`, for a folder of the Hub's cache: offline, vLLM puts it in the place of the Hub id."""
-    folder = Path(source.model)
-    in_cache = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
-    if not in_cache or not (folder / MANIFEST_NAME).is_file():
-        return None
-    return Artifact.open(folder, with_graphs=source.trust_remote_code), True
 
 
 def export_served(source: ModelSource, config: NeuronConfig) -> Served:
@@ -84,14 +74,14 @@ def export_served(source: ModelSource, config: NeuronConfig) -> Served:
     Raises:
         ValueError: the checkpoint cannot be exported.
         FileNotFoundError: there is none.
+        PermissionError: the cache is not to be trusted.
     """
     checkpoint = find_checkpoint(
         source.model, revision=source.revision, token=source.token, trust_remote_code=source.trust_remote_code
     )
     config = dataclasses.replace(config, target=resolve_target(config.target))
-    output = cache_folder() / "vllm" / _identity(checkpoint.folder, config)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{output}.lock"):
+    output = cache_folder("vllm") / _identity(checkpoint.folder, config)
+    with locked_folder(output.with_name(f".{output.name}.awaited"), wait=True):
         try:
             return Served(Artifact.open(output), True)
         except (FileNotFoundError, ArtifactError):

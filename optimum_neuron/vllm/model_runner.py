@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -19,9 +18,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 
 from ..graphs.family import rows_needed
 from ..graphs.spec import ModelSpec
-from ..runtime.runner import Chunk, DecodeRows, GraphRunner, StepOutput
+from ..runtime.runner import GraphRunner
+from ..runtime.step_rows import PromptPart, StepRows
 from .host_sampler import HostSampler
-from .requests import RequestState, RequestTable
+from .requests import RequestTable, SlotRequest
 from .slot_connector import SlotPlan
 
 
@@ -35,8 +35,8 @@ class _Computed:
     """
 
     scheduler_output: Any
-    on_device: list[tuple[RequestState, int]]
-    on_host: list[tuple[RequestState, Tensor]]
+    on_device: list[tuple[SlotRequest, int]]
+    on_host: list[tuple[SlotRequest, Tensor]]
 
 
 class ModelRunner:
@@ -54,13 +54,7 @@ class ModelRunner:
         self._requests = RequestTable(
             self._sizes, vllm_config.model_config.seed, all_on_host=bool(self._sampler.processors)
         )
-        slots = self._sizes.batch_size
-        self._rows = DecodeRows(
-            np.zeros(slots, np.int32),
-            np.zeros(slots, bool),
-            np.zeros((slots, 3), np.float32),
-            np.zeros(slots, np.float32),
-        )
+        self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._computed: _Computed | None = None
 
     def execute(self, scheduler_output: Any) -> None:
@@ -91,7 +85,7 @@ class ModelRunner:
         tokens: dict[str, list[int]] = {}
         for state, token in step.on_device:
             state.output_token_ids.append(token)
-            self._rows.token_ids[state.slot] = token
+            self._rows.feed(state.slot, token)
             tokens[state.request_id] = [token]
         logprobs = self._sample_on_host(step, grammar, tokens) if step.on_host else None
         ids = list(step.scheduler_output.num_scheduled_tokens)
@@ -112,7 +106,7 @@ class ModelRunner:
         requests = [state.host for state, _ in step.on_host if state.host is not None]
         order, chosen, logprobs = self._sampler.sample(requests, logits, step.scheduler_output, grammar)
         for request_id, token in zip(order, chosen, strict=True):
-            self._rows.token_ids[self._requests[request_id].slot] = token
+            self._rows.feed(self._requests[request_id].slot, token)
             tokens[request_id] = [token]
         if logprobs is None:
             return None
@@ -126,7 +120,7 @@ class ModelRunner:
         for request_id in scheduler_output.finished_req_ids:
             if self._requests.finish(request_id) is not None:
                 self._sampler.remove(request_id)
-        starting: dict[str, tuple[RequestState, int, int]] = {}
+        starting: dict[str, tuple[SlotRequest, int, int]] = {}
         for new in scheduler_output.scheduled_new_reqs:
             # The next turn of a session goes on behind what its own slot holds.
             kept = new.num_computed_tokens if new.req_id in self._requests else 0
@@ -147,27 +141,22 @@ class ModelRunner:
                 state, computed, kept = starting[request_id]
                 self._start(state, computed, reuse.get(request_id, (state.slot, kept)))
 
-    def _start(self, state: RequestState, computed: int, source: tuple[int, int]) -> None:
+    def _start(self, state: SlotRequest, computed: int, source: tuple[int, int]) -> None:
         """Makes a request's slot hold the first tokens of a slot: `source` is which one and how many."""
-        if source[1]:
-            self.runner.reuse(state.slot, *source)
-        else:
-            self.runner.reset(state.slot)
-        self._rows.sampling_params[state.slot] = state.sampling
-        self._rows.uniforms[state.slot] = 0.0
+        self._rows.start(state, source if source[1] else None)
         self._check_length(state, computed)
 
-    def _check_length(self, state: RequestState, computed: int) -> None:
+    def _check_length(self, state: SlotRequest, computed: int) -> None:
         if self.runner.lengths[state.slot] != computed:
             raise RuntimeError(
                 f"slot {state.slot} of request {state.request_id} holds {self.runner.lengths[state.slot]} tokens, and vLLM "
                 f"counts {computed}; this is a fault of the plugin"
             )
 
-    def _rows_of(self, scheduler_output: Any) -> tuple[list[RequestState], list[tuple[RequestState, int]]]:
+    def _rows_of(self, scheduler_output: Any) -> tuple[list[SlotRequest], list[tuple[SlotRequest, int]]]:
         """The requests that decode, and those that take a chunk with its length, in vLLM's order."""
-        decodes: list[RequestState] = []
-        chunks: list[tuple[RequestState, int]] = []
+        decodes: list[SlotRequest] = []
+        chunks: list[tuple[SlotRequest, int]] = []
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._check_length(self._requests[request_id], computed)
@@ -185,10 +174,10 @@ class ModelRunner:
                 decodes.append(state)
         return decodes, chunks
 
-    def _group(self, chunks: Iterable[tuple[RequestState, int]]) -> Iterable[list[tuple[RequestState, int]]]:
+    def _group(self, chunks: Iterable[tuple[SlotRequest, int]]) -> Iterable[list[tuple[SlotRequest, int]]]:
         """Cuts chunks so that each group fits one run of a graph: all together, unless the step is larger than that."""
         size, rows = self._sizes.prefill_chunk_size, self._sizes.ctx_batch_size
-        group: list[tuple[RequestState, int]] = []
+        group: list[tuple[SlotRequest, int]] = []
         free = rows
         for state, count in chunks:
             while count:
@@ -202,38 +191,19 @@ class ModelRunner:
         if group:
             yield group
 
-    def _run(self, decodes: Sequence[RequestState], group: Sequence[tuple[RequestState, int]]) -> None:
+    def _run(self, decodes: Sequence[SlotRequest], group: Sequence[tuple[SlotRequest, int]]) -> None:
         """One run of one graph; keeps what it gave to requests whose slots are now up to date."""
         assert self._computed is not None
-        lengths, rows = self.runner.lengths, self._rows
-        chunks, ending = [], []
+        parts = []
         for state, count in group:
-            start = int(lengths[state.slot])
-            ends = start + count == len(state.prefill_token_ids)
-            # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
-            uniform = state.uniforms.draw() if ends and state.uniforms is not None else 0.0
-            chunks.append(Chunk(state.slot, state.prefill_token_ids[start : start + count], state.sampling, uniform))
-            ending.append(state if ends else None)
-        rows.active.fill(False)
-        for state in decodes:
-            rows.active[state.slot] = True
-            if state.uniforms is not None:
-                rows.uniforms[state.slot] = state.uniforms.draw()
-        output: StepOutput = self.runner.step(chunks, rows if decodes else None)
-        self._keep(((state, state.slot) for state in decodes), output.decode_tokens, output.decode_logits)
-        ended = ((state, index) for index, state in enumerate(ending) if state is not None)
-        self._keep(ended, output.chunk_tokens, output.chunk_logits)
-
-    def _keep(self, rows: Iterable[tuple[RequestState, int]], tokens: Tensor | None, logits: Tensor | None) -> None:
-        assert self._computed is not None
-        on_device = None if tokens is None else tokens.tolist()
-        for state, row in rows:
-            if state.host is None:
-                assert on_device is not None
-                self._computed.on_device.append((state, on_device[row]))
+            start = int(self.runner.lengths[state.slot])
+            end = start + count
+            parts.append(PromptPart(state, state.prefill_token_ids[start:end], end == len(state.prefill_token_ids)))
+        for state, choice in self._rows.run(decodes, parts):
+            if isinstance(choice, Tensor):
+                self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
             else:
-                assert logits is not None
-                self._computed.on_host.append((state, logits[row].clone()))  # the next run uses its memory again
+                self._computed.on_device.append((state, choice))
 
 
 def _ordered(logprobs: LogprobsLists, present: list[str], ids: list[str]) -> LogprobsLists:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vllm.config import CacheConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -109,14 +110,32 @@ def refuse_options(vllm_config: VllmConfig, *, fitted: bool) -> None:
             logger.warning("%s has no effect: %s", option.name, option.reason)
 
 
+def refuse_arguments(arguments: EngineArgs) -> None:
+    """As `refuse_options`, before vLLM looks at them: it would refuse some with a remedy that is none here."""
+    if arguments.tensor_parallel_size > 1:
+        raise ValueError(_tensor_parallel_reason(arguments.tensor_parallel_size))
+    for option in _REFUSED:
+        value = getattr(arguments, option.path.rpartition(".")[2], option.off)
+        if value is not None and value != option.off:
+            raise ValueError(_refusal(option, value))
+
+
+def _tensor_parallel_reason(size: int) -> str:
+    return (
+        f"--tensor-parallel-size {size} is vLLM's, and an artifact brings its own: export with --tensor-parallel-size {size}, "
+        f"or serve a checkpoint with --additional-config '{{\"tensor_parallel_size\": {size}}}'"
+    )
+
+
+def _refusal(option: _Option, value: Any) -> str:
+    shown = f" {value}" if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
+    return f"{option.name}{shown} is not supported: {option.reason}; leave it out"
+
+
 def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     if parallel.tensor_parallel_size > 1:
-        yield (
-            f"--tensor-parallel-size {parallel.tensor_parallel_size} is vLLM's, and an artifact brings its own: export with "
-            f"--tensor-parallel-size {parallel.tensor_parallel_size}, or serve a checkpoint with --additional-config "
-            f"'{{\"tensor_parallel_size\": {parallel.tensor_parallel_size}}}'"
-        )
+        yield _tensor_parallel_reason(parallel.tensor_parallel_size)
     if vllm_config.speculative_config is not None:
         yield "speculative decoding is not supported: graphs advance one token per request and step; leave it out"
     if vllm_config.lora_config is not None:
@@ -128,8 +147,7 @@ def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
     if getattr(cache, "user_specified_block_size", False) and not fitted:
         yield f"--block-size {cache.block_size} is not supported: a block is a whole slot; leave it out"
     for option, value in _set(vllm_config, _REFUSED if fitted else _REFUSED + _REFUSED_AT_FIRST):
-        shown = f" {value}" if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
-        yield f"{option.name}{shown} is not supported: {option.reason}; leave it out"
+        yield _refusal(option, value)
 
 
 def _set(vllm_config: VllmConfig, options: tuple[_Option, ...]) -> Iterator[tuple[_Option, Any]]:

@@ -8,12 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ..artifact import Artifact
-from ..config import NeuronConfig
-from . import PLUGIN_NAME
+from ..artifacts.artifact import Artifact
+from ..runtime.token_ids import check_token_ids
+from .activation import PLUGIN_NAME
 
 
 if TYPE_CHECKING:  # vLLM imports its platform while it imports its configuration
@@ -96,6 +97,7 @@ class NeuronPlatform(Platform):
         from .settings import configure
 
         configure(vllm_config)
+        _served_artifact()  # read while it is there: requests are checked against it
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -103,20 +105,33 @@ class NeuronPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses, as a fault of the request, parameters that the served artifact cannot honour."""
+        """Refuses, as a fault of the request, what the served artifact cannot honour: parameters and token ids.
+
+        vLLM itself lets ids pass that only the tokenizer knows.
+        """
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
         from .sampling import check_request
-        from .settings import ARTIFACT_VARIABLE
 
-        if isinstance(params, SamplingParams) and (path := os.environ.get(ARTIFACT_VARIABLE)):
+        artifact = _served_artifact()
+        if isinstance(params, SamplingParams) and artifact is not None:
             try:
-                check_request(params, _config(path))
-            except ValueError as error:
+                check_request(params, artifact.config)
+                token_ids = np.asarray(processed_inputs.get("prompt_token_ids") or ())
+                check_token_ids(token_ids, artifact.model.num_embeddings, "the prompt")
+            except (TypeError, ValueError) as error:
                 raise VLLMValidationError(str(error)) from error
 
 
-@lru_cache(maxsize=1)
-def _config(path: str) -> NeuronConfig:
-    return Artifact.open(path, with_graphs=False).config
+def _served_artifact() -> Artifact | None:
+    """What this process serves; None where it serves nothing."""
+    from .settings import ARTIFACT_VARIABLE
+
+    path = os.environ.get(ARTIFACT_VARIABLE)
+    return _artifact(path) if path else None
+
+
+@lru_cache
+def _artifact(path: str) -> Artifact:
+    return Artifact.open(path, with_graphs=False)

@@ -13,12 +13,13 @@ from vllm.sampling_params import SamplingParams
 from ..config import NeuronConfig
 from ..graphs.spec import GREEDY
 from ..graphs.spec import SamplingParams as OnDeviceParams
+from ..runtime.step_rows import UniformStream
 from .host_sampler import HostRequest
-from .sampling import UniformStream, host_reason, on_device_params
+from .sampling import host_reason, on_device_params
 
 
 @dataclass
-class RequestState:
+class SlotRequest:
     """A request that has a slot, or had one and was preempted.
 
     Attributes:
@@ -38,6 +39,11 @@ class RequestState:
     uniforms: UniformStream | None = None
     host: HostRequest | None = None
     output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether vLLM's sampler chooses its tokens."""
+        return self.host is not None
 
     def restart(self, slot: int, token_ids: Sequence[int]) -> None:
         """Gets a slot again after a preemption.
@@ -65,9 +71,9 @@ class RequestTable:
         self._config = config
         self._seeds = np.random.SeedSequence(seed)
         self._all_on_host = all_on_host
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, SlotRequest] = {}
 
-    def __getitem__(self, request_id: str) -> RequestState:
+    def __getitem__(self, request_id: str) -> SlotRequest:
         return self._states[request_id]
 
     def __contains__(self, request_id: str) -> bool:
@@ -76,7 +82,7 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._states)
 
-    def start(self, new: Any) -> RequestState:
+    def start(self, new: Any) -> SlotRequest:
         """Takes vLLM's NewRequestData. Of a request that is known it means a preemption, as newer runners are told of
         it, or with another prompt the next turn of a session."""
         slot = new.block_ids[0][0] - 1
@@ -87,18 +93,22 @@ class RequestTable:
             state.restart(slot, new.prefill_token_ids or new.prompt_token_ids)
         return state
 
-    def finish(self, request_id: str) -> RequestState | None:
+    def finish(self, request_id: str) -> SlotRequest | None:
         """Forgets a request; None where it never got here."""
         return self._states.pop(request_id, None)
 
-    def _new_state(self, new: Any, slot: int) -> RequestState:
+    def _new_state(self, new: Any, slot: int) -> SlotRequest:
         params: SamplingParams = new.sampling_params
         prompt = list(new.prompt_token_ids)
-        state = RequestState(new.req_id, slot, prompt, np.asarray(prompt, dtype=np.int32))
+        state = SlotRequest(new.req_id, slot, prompt, np.asarray(prompt, dtype=np.int32))
         if self._all_on_host or host_reason(params, self._config) is not None:
             state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
             return state
         state.sampling = on_device_params(params)
         if state.sampling.temperature > 0:
-            state.uniforms = UniformStream(params.seed, self._seeds.spawn(1)[0])
+            # As `Engine` seeds it. NumPy takes no negative seed, which vLLM allows.
+            seed = self._seeds.spawn(1)[0]
+            state.uniforms = UniformStream(
+                seed if params.seed is None else np.random.SeedSequence(params.seed % (1 << 64))
+            )
         return state

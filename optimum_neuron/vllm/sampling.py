@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from vllm.sampling_params import SamplingParams
 
 from ..config import NeuronConfig
@@ -63,24 +62,3 @@ def on_device_params(params: SamplingParams) -> OnDeviceParams:
     if params.temperature < GREEDY_TEMPERATURE:
         return GREEDY
     return OnDeviceParams(params.top_k, params.top_p, params.temperature)
-
-
-class UniformStream:
-    """The random numbers of one request, one per token that it gets: neighbours and chunking change none of them.
-
-    A seeded request draws what `Engine` draws for the same seed.
-    """
-
-    def __init__(self, seed: int | None, fallback: np.random.SeedSequence) -> None:
-        # NumPy takes no negative seed, which vLLM allows.
-        self._entropy = fallback if seed is None else np.random.SeedSequence(seed % (1 << 64))
-        self.rewind(0)
-
-    def draw(self) -> float:
-        """The next number in [0, 1), as float32 has it."""
-        return float(self._random.random(dtype=np.float32))
-
-    def rewind(self, drawn: int) -> None:
-        """Makes the next number the one that follows the first `drawn`."""
-        self._random = np.random.default_rng(self._entropy)
-        self._random.random(drawn, dtype=np.float32)

@@ -1,66 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers, told before each step how many tokens it holds, and which long prompt sits it out.
+"""vLLM's schedulers over slots, and those whose steps take in prompts as the chunk rows of one run of a graph hold them.
 
-vLLM takes decodes and prompts out of one number. If it is what chunk rows hold, every decode leaves a place of them empty;
-if it is more, prompts that have a step for themselves take too much for one run of a graph. And who has begun comes before
-who waits: without chunk rows of their own, short prompts would wait for all of a long one.
+vLLM takes decodes and prompts out of one number of tokens, and who has begun comes before who waits: decodes would leave
+places of chunk rows empty, or prompts take more than one run holds, and short prompts would wait for all of a long one.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from ..engine.scheduler import WAITING_WINDOW
+from .prompt_planner import PromptPlanner
 from .settings import chunk_tokens, find_served
 from .slot_connector import SlotConnector
 
 
-class StepScheduler(Scheduler):
-    """Steps have a token for every request that decodes, and what the chunk rows hold for prompts.
+class SlotScheduler(Scheduler):
+    """vLLM's own, which counts what prompts reuse of slots where it counts the hits of its own prefix cache."""
 
-    A prompt that fits one step passes one that fills several, in every other step at most: a long prompt is never stopped.
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
+        if stats is not None and stats.connector_prefix_cache_stats is not None:
+            if isinstance(self.connector, SlotConnector) and self.connector.reuses:
+                stats.prefix_cache_stats = stats.connector_prefix_cache_stats
+            stats.connector_prefix_cache_stats = None
+        return stats
+
+
+class AsyncSlotScheduler(SlotScheduler, AsyncScheduler):
+    """The same for async scheduling."""
+
+
+class StepScheduler(SlotScheduler):
+    """Steps have a token for every request that decodes, and for prompts what the planner gives them.
+
+    All else is vLLM's: who decodes, who waits and in which order, who gets a slot.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         served = find_served(self.vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        self._chunk_tokens = chunk_tokens(served.artifact.config)
+        assert isinstance(self.connector, SlotConnector), "the platform refuses other connectors"
+        config = served.artifact.config
+        self._slots: SlotConnector = self.connector
+        self._planner = PromptPlanner(
+            config, by_priority=self.policy == SchedulingPolicy.PRIORITY, reuse=self._slots.reuses
+        )
+        self._chunk_tokens = chunk_tokens(config)
         self._most: int = self.max_num_scheduled_tokens
-        self._last_rest = -1
+        self._planned: dict[str, int] = {}
+        self._was_refused = False
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         decodes = sum(not request.is_prefill_chunk for request in self.running)
-        self.max_num_scheduled_tokens = min(self._most, self._chunk_tokens + decodes)
-        resting = self._resting()
-        if resting is not None:
-            self._last_rest = self.current_step + 1  # the step that begins now
-            resting.next_decode_eligible_step = self.current_step + 2
-        if isinstance(self.connector, SlotConnector):
-            self.connector.resting = None if resting is None else resting.request_id
+        planned = self._plan(min(self._most - decodes, self._chunk_tokens))
+        output = self._schedule(decodes, planned, throttle_prefills)
+        self._was_refused = not planned.keys() <= output.num_scheduled_tokens.keys()
+        return output
+
+    def _schedule(self, decodes: int, planned: dict[str, int], throttle_prefills: bool) -> SchedulerOutput:
+        """A step of vLLM's own making, of so many decodes and of these tokens of prompts."""
+        self._planned = self._slots.starting = planned
+        self.max_num_scheduled_tokens = decodes + sum(planned.values())
         return super().schedule(throttle_prefills)
 
-    def _resting(self) -> Request | None:
-        """The long prompt that leaves this step to the prompt that is next in line; None where there is no need."""
-        if self.current_step == self._last_rest or not self.waiting:
-            return None
-        if len(self.running) >= min(self.max_num_running_reqs, self.max_num_active_reqs):
-            return None
-        following = self.waiting.peek_request()
-        ready = following.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        if not ready or following.num_tokens > self._chunk_tokens:
-            return None
-        for request in self.running:
-            if request.is_prefill_chunk and request.num_tokens - request.num_computed_tokens > self._chunk_tokens:
-                by_priority = self.policy == SchedulingPolicy.PRIORITY
-                return None if by_priority and following.priority > request.priority else request
-        return None
+    def _plan(self, tokens: int) -> dict[str, int]:
+        if tokens < 1:
+            return {}
+        places = self._places()
+        prompts = [request for request in self.running if request.is_prefill_chunk]
+        # What vLLM did not start, for a reason of its own, keeps nobody who has a slot from going on.
+        if places and not (self._was_refused and prompts):
+            prompts += self._ready()
+        if not prompts:
+            return {}
+        return self._planner.plan(prompts, self._slots.table(places), tokens, self._tokens_per_prompt())
+
+    def _places(self) -> int:
+        """Requests that may start or go on beside those that run."""
+        running = len(self.running) + self.num_waiting_for_streaming_input
+        return max(0, min(self.max_num_running_reqs, self.max_num_active_reqs) - running)
+
+    def _ready(self) -> list[Request]:
+        """The first of those that wait, in vLLM's order: sessions, which hold a slot, before all others."""
+        sessions = [request for request in self.kv_holding_waiting if self._is_ready(request)]
+        if sessions or self.pause_state != PauseState.UNPAUSED or not self._slots.has_free_slots:
+            return sessions
+        return [request for request in islice(self.waiting, WAITING_WINDOW) if self._is_ready(request)]
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether vLLM would start a request: it asks the same before it does."""
+        stale = request.num_stale_output_tokens and not request.drop_stale_output
+        return self._handle_blocked_waiting_request(request) and not stale
+
+    def _tokens_per_prompt(self) -> int:
+        """What vLLM cuts prompts to, as it counts."""
+        threshold: int = self.scheduler_config.long_prefill_token_threshold
+        count = sum(self.get_request_counts())
+        if not threshold or count == 1:
+            return self.max_model_len
+        if self.adaptive_long_prefill_threshold:
+            threshold = max(threshold, self.scheduler_config.max_num_batched_tokens // count)
+        return threshold
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """The last that vLLM asks before it gives a request tokens of a step: a prompt gets what was planned."""
+        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
+            return tokens
+        return min(tokens, self._planned.get(request.request_id, 0))
 
 
 class AsyncStepScheduler(StepScheduler, AsyncScheduler):
-    """The same for async scheduling."""
+    """The same for async scheduling, which makes a step while the one before it runs.
+
+    Not while a prompt is under way: its steps take long, and who came during one would wait for the next one, too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_flight = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self._in_flight and any(request.is_prefill_chunk for request in self.running):
+            return self._schedule(0, {}, throttle_prefills)
+        output = super().schedule(throttle_prefills)
+        self._in_flight += output.total_num_scheduled_tokens > 0
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        self._in_flight -= scheduler_output.total_num_scheduled_tokens > 0
+        return super().update_from_output(scheduler_output, model_runner_output)

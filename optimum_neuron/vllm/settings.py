@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import CompilationMode, KVTransferConfig, ParallelConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
+from ..artifacts.find import is_from_hub
 from ..config import NeuronConfig
 from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
+from .engine_args import given
 from .options import refuse_options
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 WORKER = "optimum_neuron.vllm.worker.NeuronWorker"
+# By whether a step is one run of a graph, and whether scheduling is asynchronous.
 SCHEDULERS = {
-    False: "optimum_neuron.vllm.scheduler.StepScheduler",
-    True: "optimum_neuron.vllm.scheduler.AsyncStepScheduler",
+    (False, False): "optimum_neuron.vllm.scheduler.SlotScheduler",
+    (False, True): "optimum_neuron.vllm.scheduler.AsyncSlotScheduler",
+    (True, False): "optimum_neuron.vllm.scheduler.StepScheduler",
+    (True, True): "optimum_neuron.vllm.scheduler.AsyncStepScheduler",
 }
 CONNECTOR, CONNECTOR_MODULE = "SlotConnector", "optimum_neuron.vllm.slot_connector"
 # As long as a rank's process may take to end.
@@ -49,7 +54,7 @@ def configure(vllm_config: VllmConfig) -> None:
         vllm_config.additional_config = {"artifact": str(served.artifact.path)}
     os.environ[ARTIFACT_VARIABLE] = str(served.artifact.path)
     if not _is_ours(vllm_config):
-        _fit_scheduler(vllm_config, served.artifact.config)  # before the others: it looks for vLLM's own defaults
+        _fit_scheduler(vllm_config, served.artifact.config)
         _fit_executor(vllm_config.parallel_config)
     _fit_model(vllm_config, served.artifact.config)
     _fit_cache(vllm_config, served.artifact.config)
@@ -70,7 +75,9 @@ def find_served(vllm_config: VllmConfig) -> Served | None:
 
 def _source(vllm_config: VllmConfig) -> ModelSource:
     model = vllm_config.model_config
-    return ModelSource(model.model, model.revision, model.hf_token, model.trust_remote_code)
+    # Offline, vLLM puts the folder of the asked revision in the place of the Hub id.
+    revision = None if is_from_hub(Path(model.model)) else model.revision
+    return ModelSource(model.model, revision, model.hf_token, model.trust_remote_code)
 
 
 def _is_ours(vllm_config: VllmConfig) -> bool:
@@ -85,18 +92,15 @@ def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
     options = dict(vllm_config.additional_config or {})
     sizes: dict[str, Any] = {
         "sequence_length": model.max_model_len,
-        "batch_size": DEFAULT_SLOTS if _has_default_seqs(vllm_config) else scheduler.max_num_seqs,
+        "batch_size": scheduler.max_num_seqs if given().max_num_seqs else DEFAULT_SLOTS,
         "dtype": str(model.dtype).removeprefix("torch."),
         # vLLM's requests sample from the whole vocabulary unless they say otherwise, and may ask for logprobs.
         "output_logits": True,
     }
     budget = scheduler.max_num_batched_tokens
     config = NeuronConfig.from_dict(sizes | options)
-    if (
-        "prefill_chunk_size" not in options
-        and not _has_default_budget(vllm_config)
-        and budget < config.prefill_chunk_size
-    ):
+    smaller = given().max_num_batched_tokens and budget < config.prefill_chunk_size
+    if smaller and "prefill_chunk_size" not in options:
         config = NeuronConfig.from_dict(sizes | options | {"prefill_chunk_size": budget})
     return config
 
@@ -113,31 +117,18 @@ def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     compiled = getattr(torch, config.dtype)
     if model.dtype != compiled:
         asked_dtype = str(model.dtype).removeprefix("torch.")
-        if model.dtype != _auto_dtype(model.hf_config):
+        if given().dtype:
             raise ValueError(
                 f"--dtype {asked_dtype} differs from the {config.dtype} that the artifact was exported with; leave it out, or "
                 f"export with --dtype {asked_dtype}"
             )
-        # vLLM does not tell whether its choice or the user's: it is said in any case.
-        logger.info("dtype=%s: what the artifact was exported with, instead of %s", config.dtype, asked_dtype)
         model.dtype = compiled
-
-
-def _auto_dtype(hf_config: Any) -> torch.dtype:
-    """What vLLM makes of a checkpoint's type where nobody asked for one."""
-    from vllm.platforms import current_platform
-
-    configs = (hf_config, hf_config.get_text_config())
-    stored = next((found for each in configs if (found := getattr(each, "dtype", None))), torch.float32)
-    supported: list[torch.dtype] = current_platform.supported_dtypes
-    return stored if stored in supported and stored != torch.float32 else supported[0]
 
 
 def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     scheduler = vllm_config.scheduler_config
-    default_seqs, default_budget = _has_default_seqs(vllm_config), _has_default_budget(vllm_config)
     if scheduler.max_num_seqs > config.batch_size:
-        if not default_seqs:
+        if given().max_num_seqs:
             logger.warning(
                 "max_num_seqs=%d: the artifact has batch_size=%d slots, so that many requests run at once and the others wait",
                 scheduler.max_num_seqs,
@@ -147,7 +138,7 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     if scheduler.max_num_active_seqs is not None:
         scheduler.max_num_active_seqs = min(scheduler.max_num_active_seqs, scheduler.max_num_seqs)
     budget = step_tokens(config)
-    if default_budget and scheduler.enable_chunked_prefill:
+    if not given().max_num_batched_tokens and scheduler.enable_chunked_prefill:
         logger.info("max_num_batched_tokens=%d: what one step of the artifact's graphs holds", budget)
         scheduler.max_num_batched_tokens = budget
     if scheduler.max_num_batched_tokens > budget:
@@ -157,14 +148,9 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
             scheduler.max_num_batched_tokens,
             budget,
         )
-    elif (
-        scheduler.max_num_batched_tokens > chunk_tokens(config)
-        and scheduler.enable_chunked_prefill
-        and scheduler.scheduler_cls is None
-    ):
-        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        if scheduler.long_prefill_token_threshold == 0:
-            scheduler.long_prefill_token_threshold = min(chunk_tokens(config), vllm_config.model_config.max_model_len)
+    if scheduler.scheduler_cls is None:
+        one_run = scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens <= budget
+        scheduler.scheduler_cls = SCHEDULERS[one_run, bool(scheduler.async_scheduling)]
 
 
 def chunk_tokens(config: NeuronConfig) -> int:
@@ -175,27 +161,6 @@ def chunk_tokens(config: NeuronConfig) -> int:
 def step_tokens(config: NeuronConfig) -> int:
     """Tokens that one run of one graph holds: full chunk rows, beside a token of every slot."""
     return chunk_tokens(config) + config.batch_size
-
-
-def _has_default_budget(vllm_config: VllmConfig) -> bool:
-    """Whether max_num_batched_tokens is what vLLM fills in where nobody gave it."""
-    scheduler = vllm_config.scheduler_config
-    most = scheduler.max_num_seqs * vllm_config.model_config.max_model_len
-    return scheduler.max_num_batched_tokens in {min(most, default) for default in _vllm_defaults(vllm_config)[0]}
-
-
-def _has_default_seqs(vllm_config: VllmConfig) -> bool:
-    """As `_has_default_budget`, for max_num_seqs."""
-    scheduler = vllm_config.scheduler_config
-    budget = scheduler.max_num_batched_tokens
-    return scheduler.max_num_seqs in {min(budget, default) for default in _vllm_defaults(vllm_config)[1]}
-
-
-def _vllm_defaults(vllm_config: VllmConfig) -> tuple[set[int], set[int]]:
-    """What vLLM takes for max_num_batched_tokens and max_num_seqs, before it fits them to each other."""
-    times = 2 if vllm_config.performance_mode == "throughput" else 1
-    tokens, seqs = EngineArgs.get_batch_defaults(1)
-    return {times * value for value in tokens.values()}, {times * value for value in seqs.values()}
 
 
 def _fit_executor(parallel: ParallelConfig) -> None:

@@ -8,6 +8,7 @@ along with the step.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.request import RequestStatus
 
-from ..config import NeuronConfig
 from ..engine.slots import SlotTable
-from ..graphs.family import rows_needed
-from .settings import find_served, step_tokens
+from .settings import find_served
 
 
 @dataclass
@@ -37,32 +35,23 @@ class SlotPlan(KVConnectorMetadata):
 class SlotConnector(KVConnectorBase_V1, SupportsHMA):
     """The scheduler's side, which is all there is.
 
-    It also holds a new prompt back for a step whose chunk rows are taken, where the step would otherwise need a second
-    run of a graph. That is only a matter of speed: the worker runs whatever it is given.
-
     Attributes:
-        resting: the request whose prompt takes nothing of this step, if any.
+        starting: requests that may start in this step; the others are held back. None: vLLM alone decides.
+        reuses: whether prompts start behind what some slot holds.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.resting: str | None = None
+        self.starting: Container[str] | None = None
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        self._config: NeuronConfig = served.artifact.config
         asked: bool = vllm_config.kv_transfer_config.kv_connector_extra_config["reuse"]
-        self._reuse = asked and served.artifact.model.reuses_prefixes
-        scheduler = vllm_config.scheduler_config
-        self._budget: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        self._threshold: int = scheduler.long_prefill_token_threshold
-        # A larger budget was chosen to take in more than one graph holds.
-        self._fills_rows = self._budget <= step_tokens(self._config)
-        self._slots = SlotTable(self._config.batch_size, self._config.sequence_length)
+        self.reuses = asked and served.artifact.model.reuses_prefixes
+        config = served.artifact.config
+        self._slots = SlotTable(config.batch_size, config.sequence_length)
         self._holders: dict[int, Any] = {}  # slot to vLLM's request, which tells what is computed
         self._slot_of: dict[str, int] = {}
         self._matched: dict[str, int] = {}  # source slots of prompts that this step may admit
-        self._admitted: set[str] = set()
-        self._room: tuple[int, int] | None = None  # chunk rows and tokens that this step has left; None: not counted
         self._plan = SlotPlan()
         self._pool: Any | None = None
 
@@ -73,19 +62,35 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
+    @property
+    def has_free_slots(self) -> bool:
+        return self._free_blocks().num_free_blocks > 0
+
+    def table(self, starts: int) -> SlotTable:
+        """What the slots hold as of the step before.
+
+        Args:
+            starts: requests that may start in a step; as many slots at most are free in the table.
+        """
+        self._read_contents()
+        free = {block.block_id - 1 for block in self._free_blocks().get_all_free_blocks()[:starts]}
+        for slot in set(self._slots.free_slots) - free:
+            self._slots.hold(slot, str(slot))
+        for slot in free - set(self._slots.free_slots):
+            self._slots.release(slot)
+        return self._slots
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens of a prompt are in some slot already; None holds the prompt back for this step."""
-        if self._fills_rows and self._rows_left() < 1:
+        if self.starting is not None and request.request_id not in self.starting:
             return None, False
         source, common, length = 0, 0, 0
-        if self._reuse and not request.skip_reading_prefix_cache:
+        if self.reuses and not request.skip_reading_prefix_cache:
             self._read_contents()
             prompt = np.asarray(request.all_token_ids, dtype=np.int32)
             source, common = self._slots.match(prompt)
             length = min(common, len(prompt) - 1)  # the last one's logits choose the next token
             self._matched[request.request_id] = source
-        if self._fills_rows and not self._fits(request.num_tokens - length):
-            return None, False
         self._offer_slot(source, common)
         return length, False
 
@@ -93,20 +98,18 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         slot = blocks.get_block_ids()[0][0] - 1
         if num_external_tokens > 0:
             self._plan.reuse[request.request_id] = (self._matched[request.request_id], num_external_tokens)
+            if (stats := request.prefill_stats) is not None:  # for vLLM they came from elsewhere
+                stats.num_local_cached_tokens, stats.num_external_cached_tokens = stats.num_cached_tokens, 0
         self._forget(request.request_id)
         if slot in self._holders:  # a preempted request, which vLLM does not tell of
             self._forget(self._holders[slot].request_id)
         self._holders[slot] = request
         self._slot_of[request.request_id] = slot
         self._slots.write(slot, 0, np.asarray(request.all_token_ids[:num_external_tokens], dtype=np.int32))
-        self._admitted.add(request.request_id)
-        self._room = None
 
     def build_connector_meta(self, scheduler_output: Any) -> SlotPlan:
         plan, self._plan = self._plan, SlotPlan()
         self._matched.clear()
-        self._admitted.clear()
-        self._room = None
         return plan
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -130,8 +133,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM itself takes the slot that was freed last, though its rows are the likeliest to be asked for again. A prefix
         that ends with its slot's contents is continued in place; otherwise the slot that was freed first is given up.
         """
-        assert self._pool is not None, "vLLM binds its blocks before it schedules"
-        queue = self._pool.free_block_queue
+        queue = self._free_blocks()
         free = queue.get_all_free_blocks()
         if len(free) > 1:
             ends_there = common > 0 and common == len(self._slots.contents(source))
@@ -139,6 +141,10 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             block = in_place[0] if in_place else free[-1]
             queue.remove(block)
             queue.prepend_n([block])
+
+    def _free_blocks(self) -> Any:
+        assert self._pool is not None, "vLLM binds its blocks before it schedules"
+        return self._pool.free_block_queue
 
     def _forget(self, request_id: str) -> None:
         slot = self._slot_of.pop(request_id, None)
@@ -153,35 +159,6 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             end = min(request.num_computed_tokens, request.num_tokens)
             if end > have:
                 self._slots.write(slot, have, np.asarray(request.all_token_ids[have:end], dtype=np.int32))
-
-    def _rows_left(self) -> int:
-        return self._count_room()[0]
-
-    def _fits(self, new_tokens: int) -> bool:
-        """Whether a prompt fits the chunk rows that the step has left."""
-        rows, tokens = self._count_room()
-        size = self._config.prefill_chunk_size
-        # A step that holds no other prompt takes whatever there is.
-        return rows >= self._config.ctx_batch_size or rows_needed([self._share(new_tokens, tokens)], size) <= rows
-
-    def _count_room(self) -> tuple[int, int]:
-        """Chunk rows and tokens that a step has left, by what the scheduler gives to those who are running."""
-        if self._room is None:
-            budget, rows = self._budget, self._config.ctx_batch_size
-            for request in self._holders.values():
-                if request.status != RequestStatus.RUNNING or request.request_id == self.resting:
-                    continue  # preempted, or not in this step
-                count = 1
-                if request.is_prefill_chunk or request.request_id in self._admitted:
-                    count = self._share(request.num_tokens - request.num_computed_tokens, budget)
-                    rows -= rows_needed([count], self._config.prefill_chunk_size)
-                budget -= count
-            self._room = (rows, budget)
-        return self._room
-
-    def _share(self, tokens: int, budget: int) -> int:
-        least = min(tokens, max(budget, 0))
-        return min(least, self._threshold) if self._threshold > 0 else least
 
     # The worker's side: copies are made by the runner, before it computes a step.
 

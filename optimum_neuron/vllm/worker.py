@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from ..artifact import Artifact
+from ..artifacts.artifact import Artifact
 from ..config import NEURON_TARGETS
 from ..runtime.runner import GraphRunner
 from ..targets import get_target
@@ -66,7 +66,7 @@ class NeuronWorker(WorkerBase):
         self.device = torch.device("cpu")
         set_random_seed(self.model_config.seed)
         if self._artifact.target in NEURON_TARGETS:
-            from ..targets.neuron.run.device import take_replica_cores
+            from ..targets.neuron.sdk.devices import take_replica_cores
 
             replica = self.parallel_config.data_parallel_rank_local or 0
             take_replica_cores(replica, self._artifact.config.tensor_parallel_size)
@@ -78,9 +78,7 @@ class NeuronWorker(WorkerBase):
             trust_native_code=self._served.trust_native_code,
             trust_remote_code=self.model_config.trust_remote_code,
         )
-        runner = GraphRunner(
-            executable, artifact.config, artifact.graphs, reuses_prefixes=artifact.model.reuses_prefixes
-        )
+        runner = GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
         self.model_runner: ModelRunner | None = ModelRunner(runner, artifact.model, self.vllm_config)
         if self.scheduler_config.async_scheduling:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
@@ -153,6 +151,9 @@ class NeuronWorker(WorkerBase):
             executed.result()  # done; raises what the step raised
         assert self.model_runner is not None
         return self.model_runner.sample(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len

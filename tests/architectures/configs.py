@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Our own class is in the mapping too, and has no config of its own.
+ARCHITECTURES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
 VOCAB, LAYERS, WINDOW, POSITIONS = 256, 4, 8, 256
 
 # Sizes by the name of the attribute. An attribute_map leads other names (n_embd, d_model, ...) to the same rules.

@@ -20,9 +20,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.checkpoint import find_checkpoint
-from optimum_neuron.graphs.fixed_shapes import check_fixed_shapes
-from optimum_neuron.graphs.text_length import keep_frequencies
+from optimum_neuron.checkpoints.checkpoint import find_checkpoint
+from optimum_neuron.errors import first_line
+from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
+from optimum_neuron.graphs.checks.rope_length import keep_frequencies
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
 
 
@@ -96,7 +97,7 @@ def _compare(name: str, folder: Path) -> Outcome:
         routed = make_checkpoint(name, checkpoint)
     except (ImportError, AttributeError, ValueError, StrictDataclassError) as error:
         # a package is missing, the class needs another config than its own, or the config's sizes depend on each other
-        return Outcome(name, lacking=str(error).strip().splitlines()[0].split(" but ")[0])
+        return Outcome(name, lacking=first_line(error).split(" but ")[0])
     try:
         artifact = export_tiny(checkpoint, folder / "artifact", sequence_length=64, ctx_batch_size=1)
     except ValueError as error:

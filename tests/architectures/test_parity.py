@@ -34,6 +34,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Compare:
     return find
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_is_exact_or_refused(outcome: Compare, name: str) -> None:
     result = outcome(name)
@@ -47,6 +48,7 @@ def test_what_people_serve_is_exact(outcome: Compare, name: str) -> None:
     assert outcome(name).exact, outcome(name)
 
 
+@pytest.mark.full
 def test_at_least_a_hundred_architectures_are_exact(outcome: Compare) -> None:
     exact = [name for name in ARCHITECTURES if outcome(name).exact]
     assert len(exact) >= 100, exact
@@ -58,6 +60,7 @@ def test_the_readme_counts_as_the_table_does() -> None:
     assert f"{len(statuses)} model types for causal language models, {statuses.count('exact')} are exact" in readme
 
 
+@pytest.mark.full
 def test_the_table_says_what_a_run_finds(outcome: Compare) -> None:
     text = TABLE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}:" not in text:

@@ -22,15 +22,16 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from optimum_neuron.checkpoints.language_model import register_language_model
 from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, with_attention
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.masks import AttentionChunk, UnsupportedModelError, causal_mask
-from optimum_neuron.graphs.model import export_graph, inspect_model
+from optimum_neuron.graphs.program import export_graph
 from optimum_neuron.graphs.spec import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
-from optimum_neuron.text_part import register_language_model
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,41 @@ def open_llm() -> Iterator[Callable[..., Any]]:
         _shut_down(llm)
 
 
+class SharedServer:
+    """A server of the tiny artifact with tool calls, started again for whoever comes after a test that ended it."""
+
+    def __init__(self, artifact: Path, folders: Callable[[str], Path]) -> None:
+        self._artifact = artifact
+        self._folders = folders
+        self._running = ExitStack()
+        self._server: Server | None = None
+
+    def get(self) -> Server:
+        if self._server is None or self._server.process.poll() is not None:
+            self.close()
+            options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
+            # A random model would fill a JSON text with spaces.
+            options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+            self._server = self._running.enter_context(serving(self._folders("server"), self._artifact, *options))
+        return self._server
+
+    def close(self) -> None:
+        self._running.close()
+
+
 @pytest.fixture(scope="session")
-def text_server(export_text: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the tiny artifact with tool calls; whoever uses it leaves it idle."""
-    options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
-    # A random model would fill a JSON text with spaces.
-    options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    with serving(tmp_path_factory.mktemp("server"), export_text(), *options) as server:
-        yield server
+def shared_server(
+    export_text: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedServer]:
+    server = SharedServer(export_text(), tmp_path_factory.mktemp)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def text_server(shared_server: SharedServer) -> Server:
+    """The one server of most tests; whoever uses it leaves it idle, or ends it."""
+    return shared_server.get()
 
 
 @pytest.fixture(scope="session")

@@ -31,10 +31,12 @@ class Served:
     With async scheduling a step is scheduled while the one before it is still to be handed back.
 
     Attributes:
-        steps: counts of each step, as vLLM put it.
+        sizes: what the graphs hold.
+        steps: counts of each step that has any, as vLLM put it.
         runs: what the graphs did in each step.
         reused: of each step, request to how many tokens it took over.
         slot_of: the slot that each request got last.
+        most_in_flight: steps with tokens that were on their way at once, at most.
     """
 
     def __init__(self, vllm_config: VllmConfig, **sizes: int | bool) -> None:
@@ -43,6 +45,7 @@ class Served:
         sizes = {**served.artifact.config.to_dict(), **sizes}
         slots, length = int(sizes["batch_size"]), vllm_config.model_config.max_model_len
         graphs = slot_runner(**sizes)
+        self.sizes = graphs.config
         assert isinstance(graphs.executable, SlotModel)
         self.model: SlotModel = graphs.executable
         self.worker = ModelRunner(graphs, MODEL, vllm_config)
@@ -59,6 +62,7 @@ class Served:
             include_finished_set=False,
             log_stats=False,
         )
+        self.most_in_flight = 0
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
@@ -98,9 +102,12 @@ class Served:
             self._replay(output)
             self.worker.execute(output)
             result = self.worker.sample(None)
-            self.steps.append(dict(output.num_scheduled_tokens))
-            self.runs.append(self.model.runs[before:])
+            if output.total_num_scheduled_tokens:
+                self.steps.append(dict(output.num_scheduled_tokens))
+                self.runs.append(self.model.runs[before:])
             self.in_flight.append((output, result))
+            busy = sum(made.total_num_scheduled_tokens > 0 for made, _ in self.in_flight)
+            self.most_in_flight = max(self.most_in_flight, busy)
             if len(self.in_flight) < self.depth and output.total_num_scheduled_tokens:
                 return
         if self.in_flight:
@@ -110,7 +117,8 @@ class Served:
         """Follows what slots hold by what vLLM was told alone, and checks every plan against it."""
         plan = output.kv_connector_metadata
         assert isinstance(plan, SlotPlan)
-        self.reused.append({name: length for name, (_, length) in plan.reuse.items()})
+        if output.total_num_scheduled_tokens:
+            self.reused.append({name: length for name, (_, length) in plan.reuse.items()})
         cached = output.scheduled_cached_reqs
         slots = {new.req_id: new.block_ids[0][0] - 1 for new in output.scheduled_new_reqs}
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):

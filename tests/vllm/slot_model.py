@@ -121,4 +121,4 @@ def slot_runner(**sizes: int | bool) -> GraphRunner:
     return runner
 
 
-MODEL = ModelSpec(VOCAB, ())
+MODEL = ModelSpec(VOCAB, (), num_embeddings=VOCAB)

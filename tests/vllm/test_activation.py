@@ -18,7 +18,8 @@ from vllm import LLM, ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.vllm import PLUGIN_NAME, activation, general_plugin, models
+from optimum_neuron.vllm import activation, general_plugin, models
+from optimum_neuron.vllm.activation import PLUGIN_NAME
 
 
 SERVE = ["vllm", "serve"]
@@ -100,23 +101,12 @@ def test_whose_a_process_is(
         entry = f"[{activation.PLATFORM_GROUP}]\nother = vllm_other:register\n"
         (metadata / "entry_points.txt").write_text(entry, encoding="utf-8")
         monkeypatch.syspath_prepend(metadata.parent)
-    argv = [*SERVE, *(argument.format(**folders) for argument in arguments)]
-    assert activation.is_wanted(argv, environ) is wanted
-
-
-def test_a_process_is_asked_for_its_own_command_line_and_environment(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activation, "find_devices", lambda: None)
-    monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", {"cuda": lambda: "some.Platform"})
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setattr("sys.argv", SERVE)
-    assert not activation.is_wanted()
-    monkeypatch.setattr("sys.argv", [*SERVE, folders["artifact"]])
-    assert activation.is_wanted()
-    monkeypatch.setattr("sys.argv", SERVE)
-    monkeypatch.setenv("VLLM_PLUGINS", PLUGIN_NAME)
-    assert activation.is_wanted()
+    monkeypatch.setattr("sys.argv", [*SERVE, *(argument.format(**folders) for argument in arguments)])
+    for name in ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert activation.is_wanted() is wanted
 
 
 def test_the_plugins_module_imports_neither_torch_nor_vllm() -> None:

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import openai
 import pytest
 import torch
 from optimum.commands.optimum_cli import main as optimum_cli
 from safetensors.torch import load_file, save_file
-from serving import serving
+from serving import Server, is_healthy, serving
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from optimum_neuron.artifact import Artifact
+from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.vllm import artifacts
 from optimum_neuron.vllm.artifacts import DEFAULT_SLOTS
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, find_served
@@ -212,17 +213,28 @@ def test_a_folder_without_weights_is_refused_in_a_sentence(text_checkpoint: Path
         configure(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("named", ["id", "folder", "link"])
 @pytest.mark.parametrize("trusted", [False, True])
 def test_native_code_of_a_hub_artifact_runs_only_where_it_is_trusted(
-    export_text: Callable[..., Path], hub: Callable[[Path], Path], trusted: bool
+    export_text: Callable[..., Path], hub: Callable[[Path], Path], tmp_path: Path, trusted: bool, named: str
 ) -> None:
     snapshot = hub(export_text())
-    vllm_config = configure("someone/tiny", {}, trust_remote_code=trusted)
+    (tmp_path / "link").symlink_to(snapshot.parent)
+    path = tmp_path / "link" / snapshot.name if named == "link" else snapshot
+    vllm_config = configure("someone/tiny" if named == "id" else f"{path}/", {}, trust_remote_code=trusted)
     found = find_served(vllm_config)
     assert found is not None
-    assert found.artifact.path == snapshot
+    assert found.artifact.path == path
     assert found.trust_native_code is trusted
     assert vllm_config.model_config.max_model_len == SIZES["max_model_len"]
+
+
+def test_a_revision_is_one_of_a_hub_repository(export_text: Callable[..., Path], hub: Callable[[Path], Path]) -> None:
+    snapshot = hub(export_text())
+    found = find_served(configure("someone/tiny", {}, revision="main"))
+    assert found is not None and found.artifact.path == snapshot
+    with pytest.raises(ValueError, match=r"revision='v1' names a state of a Hub repository, and .* is a local path"):
+        configure(export_text(), {}, revision="v1")
 
 
 def test_a_hub_artifact_with_foreign_code_is_compiled_here(
@@ -245,20 +257,27 @@ def test_a_hub_checkpoint_is_exported(text_checkpoint: Path, hub: Callable[[Path
     assert served(configure("someone/tiny")).path.is_relative_to(cache)
 
 
-def test_a_server_of_a_checkpoint_says_what_it_compiles_and_how_to_avoid_it(
-    text_checkpoint: Path, tmp_path: Path
+def test_a_server_of_a_checkpoint_says_what_it_compiles_and_needs_the_artifact_no_more_once_it_is_ready(
+    text_checkpoint: Path, tmp_path: Path, cache: Path
 ) -> None:
     options = ["--max-model-len", "160", "--max-num-seqs", "3", "--dtype", "float32"]
     options += ["--additional-config", '{"target": "eager"}']
     with serving(tmp_path, text_checkpoint, *options) as server:
-        answer = server.client.completions.create(
-            model=server.model,
-            prompt=PROMPT,
-            max_tokens=12,
-            temperature=0,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        )
-        assert answer.choices[0].token_ids == reference(text_checkpoint)
+        assert list((cache / "vllm").glob("*/neuron_config.json"))
+        shutil.rmtree(cache)
+        assert complete(server, max_tokens=12).choices[0].token_ids == reference(text_checkpoint)
+        with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs is not supported: the compiled graphs"):
+            complete(server, max_tokens=1, prompt_logprobs=1)
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        assert server.client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices
+        assert is_healthy(server)
         output = server.output()
     assert f"{text_checkpoint} is a checkpoint: exporting it to {tmp_path}" in output
     assert f"optimum-cli export neuron OUT --model {text_checkpoint} --batch-size 3" in output
+
+
+def complete(server: Server, max_tokens: int, **extra: Any) -> Any:
+    extra = {"return_token_ids": True, "ignore_eos": True} | extra
+    return server.client.completions.create(
+        model=server.model, prompt=PROMPT, max_tokens=max_tokens, temperature=0, extra_body=extra
+    )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -152,6 +153,17 @@ def test_requests_of_different_lengths_end_and_make_room_at_different_times(
     assert ask(llm, prompts, counts) == [
         reference(prompt, count) for prompt, count in zip(prompts, counts, strict=True)
     ]
+
+
+def test_an_engine_that_serves_needs_its_artifact_no_more(
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(export_text(), tmp_path / "artifact"))
+    llm = open_llm(folder)
+    shutil.rmtree(folder)
+    assert ask(llm, PROMPTS[:2], 8) == [reference(prompt, 8) for prompt in PROMPTS[:2]]
+    with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is not supported"):
+        ask(llm, PROMPTS[:1], 8, prompt_logprobs=1)
 
 
 def test_several_answers_to_one_prompt_are_those_of_their_own_seeds(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.artifact import Artifact
+from optimum_neuron.artifacts.artifact import Artifact
 
 
 SIZES = NeuronConfig(

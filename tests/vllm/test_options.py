@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 from serving import run_until_it_ends
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
+from optimum_neuron.vllm.platform import NeuronPlatform
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE
+
+
+VOCAB = 49152
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +96,14 @@ def test_the_last_lines_that_a_user_sees_tell_the_reason(export_text: Callable[.
     assert code != 0
     last = "\n".join(output.splitlines()[-3:])
     assert "--tensor-parallel-size 2 is vLLM's, and an artifact brings its own" in last
+
+
+@pytest.mark.parametrize("given", [[5, VOCAB], [-1], [5, 2**32 + 5], [1.5], [True]])
+def test_token_ids_that_the_served_model_lacks_are_a_fault_of_the_request(
+    export_text: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, given: list[Any]
+) -> None:
+    """vLLM compares ids with its tokenizer's, which may be more than the model's."""
+    monkeypatch.setenv(ARTIFACT_VARIABLE, str(export_text()))
+    NeuronPlatform.validate_request({"type": "token", "prompt_token_ids": [0, VOCAB - 1]}, SamplingParams())
+    with pytest.raises(VLLMValidationError, match=r"the prompt (has the token id|holds) .* 0 to 49151"):
+        NeuronPlatform.validate_request({"type": "token", "prompt_token_ids": given}, SamplingParams())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving import serving, stop
 
-from optimum_neuron.targets.neuron.run.device import VISIBLE_CORES, take_replica_cores
+from optimum_neuron.targets.neuron.sdk.devices import VISIBLE_CORES, take_replica_cores
 
 
 REPLICAS = 2
@@ -56,15 +57,17 @@ def test_two_replicas_share_the_requests_and_answer_alike(
     ],
 )
 def test_a_replica_takes_the_cores_behind_those_of_the_replicas_before_it(
-    replica: int, ranks: int, visible: str | None, taken: str | None
+    replica: int, ranks: int, visible: str | None, taken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {} if visible is None else {VISIBLE_CORES: visible}
-    take_replica_cores(replica, ranks, environment)
-    assert environment.get(VISIBLE_CORES) == taken
+    monkeypatch.setenv(VISIBLE_CORES, visible or "")  # so that what is set below is undone
+    if visible is None:
+        monkeypatch.delenv(VISIBLE_CORES)
+    take_replica_cores(replica, ranks)
+    assert os.environ.get(VISIBLE_CORES) == taken
 
 
-def test_more_replicas_than_visible_cores_are_refused() -> None:
-    environment = {VISIBLE_CORES: "4-7"}
+def test_more_replicas_than_visible_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE_CORES, "4-7")
     with pytest.raises(RuntimeError, match=r"NEURON_RT_VISIBLE_CORES=4-7"):
-        take_replica_cores(2, 2, environment)
-    assert environment == {VISIBLE_CORES: "4-7"}
+        take_replica_cores(2, 2)
+    assert os.environ[VISIBLE_CORES] == "4-7"

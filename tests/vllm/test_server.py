@@ -199,7 +199,13 @@ def test_a_stop_string_ends_the_text_before_it(text_server: Server, tokenizer: A
 
 def test_a_repeated_prompt_is_counted_as_cached_but_for_its_last_token(text_server: Server) -> None:
     prompt = "Zebras graze where nobody else has ever been before them, " * 3
-    hits = text_server.metric("external_prefix_cache_hits_total")
+    names = (
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "external_prefix_cache_hits",
+        "external_prefix_cache_queries",
+    )
+    before = [text_server.metric(f"{name}_total") for name in names]
     first, again = (complete(text_server, prompt, 4) for _ in range(2))
     tokens = first.usage.prompt_tokens
     assert first.usage.prompt_tokens_details.cached_tokens == 0
@@ -207,7 +213,8 @@ def test_a_repeated_prompt_is_counted_as_cached_but_for_its_last_token(text_serv
     assert again.usage.prompt_tokens == tokens
     assert again.usage.completion_tokens == 4
     assert again.choices[0].token_ids == first.choices[0].token_ids
-    assert text_server.metric("external_prefix_cache_hits_total") - hits == tokens - 1
+    counted = [text_server.metric(f"{name}_total") - value for name, value in zip(names, before, strict=True)]
+    assert counted == [tokens - 1, 2 * tokens, 0, 0]
 
 
 def test_metrics_count_running_and_waiting_requests_by_slots(text_server: Server) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationMode, KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from optimum_neuron.vllm.options import _REFUSED, _REFUSED_AT_FIRST, _WITHOUT_EFFECT
-from optimum_neuron.vllm.scheduler import StepScheduler
+from optimum_neuron.vllm.scheduler import SlotScheduler, StepScheduler
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, WORKER, configure, find_served
 
 
@@ -30,6 +31,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         "--tensor-parallel-size 2 is vLLM's, and an artifact brings its own: export with --tensor-parallel-size 2, or serve a "
         "checkpoint with --additional-config '{\"tensor_parallel_size\": 2}'",
+    ),
+    # The tiny model has 4 heads: vLLM could not split it.
+    ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 is vLLM's, and an artifact brings its own: export with"),
+    (
+        {"decode_context_parallel_size": 2},
+        "--decode-context-parallel-size 2 is not supported: an artifact is one worker; leave it out",
     ),
     (
         {"pipeline_parallel_size": 2},
@@ -96,7 +103,11 @@ def config_of(path: Path, context: UsageContext = UsageContext.LLM_CLASS, **opti
     return EngineArgs(model=str(path), **options).create_engine_config(context)
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    REFUSED,
+    ids=[f"{name}={options[name]}"[:40] for options, _ in REFUSED for name in list(options)[:1]],
+)
 def test_what_compiled_graphs_cannot_do_is_refused_with_the_remedy(
     artifact: Path, options: dict[str, Any], message: str
 ) -> None:
@@ -167,7 +178,10 @@ def test_sizes_that_nobody_gave_are_the_compiled_ones(
         ({"max_num_batched_tokens": 7, "max_num_seqs": 4}, (SLOTS, 7, LENGTH), ""),
         ({"max_num_batched_tokens": 3}, (3, 3, LENGTH), ""),
         ({"max_num_batched_tokens": 100}, (SLOTS, 100, LENGTH), "100 is more than the 36 tokens that one step"),
-        ({"max_num_batched_tokens": 4096}, (SLOTS, 4096, LENGTH), "4096 is more than the 36 tokens that one step"),
+        # What vLLM itself would choose, had nobody given it: for the server, and for LLM.
+        ({"max_num_batched_tokens": 2048}, (SLOTS, 2048, LENGTH), "2048 is more than the 36 tokens that one step"),
+        ({"max_num_batched_tokens": 8192}, (SLOTS, 8192, LENGTH), "8192 is more than the 36 tokens that one step"),
+        ({"max_num_seqs": 256}, (SLOTS, STEP, LENGTH), "max_num_seqs=256: the artifact has batch_size=4 slots"),
         ({"max_model_len": 100}, (SLOTS, STEP, 100), ""),
         ({"max_model_len": 511, "max_num_seqs": 2}, (2, STEP, 511), ""),
         ({"max_model_len": -1}, (SLOTS, STEP, LENGTH), ""),
@@ -191,6 +205,22 @@ def test_sizes_that_were_given_are_honoured_as_far_as_there_are_slots(
     assert len(said) == bool(warning) and all(warning in message for message in said)
 
 
+@pytest.mark.parametrize("given", [None, 2048, 8192])
+def test_the_same_arguments_make_the_same_configuration_twice(artifact: Path, given: int | None) -> None:
+    arguments = EngineArgs(model=str(artifact), max_num_batched_tokens=given)
+    first, second = (arguments.create_engine_config(UsageContext.OPENAI_API_SERVER) for _ in range(2))
+    assert first.scheduler_config.max_num_batched_tokens == (given or STEP)
+    assert second.scheduler_config == first.scheduler_config
+
+
+@pytest.mark.parametrize("argument", ["--max-num-batched-tokens=2048", "--max-num-batched-tokens=8192"])
+def test_a_size_on_the_command_line_is_honoured_though_it_is_vllms_default(artifact: Path, argument: str) -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(artifact), argument]))
+    scheduler = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER).scheduler_config
+    assert scheduler.max_num_batched_tokens == int(argument.partition("=")[2])
+
+
 def test_a_step_holds_all_decodes_where_there_are_more_slots_than_chunk_tokens(
     export_text: Callable[..., Path],
 ) -> None:
@@ -201,31 +231,30 @@ def test_a_step_holds_all_decodes_where_there_are_more_slots_than_chunk_tokens(
 def test_a_step_holds_all_chunk_rows(export_text: Callable[..., Path]) -> None:
     config = config_of(export_text(ctx_batch_size=2, prefill_chunk_size=16))
     assert config.scheduler_config.max_num_batched_tokens == 2 * 16 + SLOTS
-    assert config.scheduler_config.long_prefill_token_threshold == 2 * 16
 
 
 @pytest.mark.parametrize(
-    ("options", "ours", "threshold"),
+    ("options", "ours"),
     [
-        ({}, True, CHUNK),
-        ({"async_scheduling": False}, True, CHUNK),
-        ({"max_num_batched_tokens": CHUNK + 1}, True, CHUNK),
-        ({"max_model_len": CHUNK - 2}, True, CHUNK - 2),
-        ({"long_prefill_token_threshold": 9}, True, 9),
-        ({"max_num_batched_tokens": CHUNK}, False, 0),
-        ({"max_num_batched_tokens": STEP + 1}, False, 0),
-        ({"max_num_batched_tokens": STEP, "max_model_len": STEP, "enable_chunked_prefill": False}, False, 0),
-        ({"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}, False, 0),
+        ({}, StepScheduler),
+        ({"async_scheduling": False}, StepScheduler),
+        ({"max_num_batched_tokens": CHUNK - 1}, StepScheduler),
+        ({"max_num_batched_tokens": STEP + 1}, SlotScheduler),
+        ({"max_num_batched_tokens": STEP + 1, "async_scheduling": False}, SlotScheduler),
+        ({"max_num_batched_tokens": STEP, "max_model_len": STEP, "enable_chunked_prefill": False}, SlotScheduler),
+        ({"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}, AsyncScheduler),
     ],
     ids=str,
 )
 def test_our_scheduler_fills_chunk_rows_where_a_step_is_to_be_one_run(
-    artifact: Path, options: dict[str, Any], ours: bool, threshold: int
+    artifact: Path, options: dict[str, Any], ours: type
 ) -> None:
     scheduler = config_of(artifact, **options).scheduler_config
-    assert issubclass(scheduler.get_scheduler_cls(), StepScheduler) is ours
-    assert issubclass(scheduler.get_scheduler_cls(), AsyncScheduler) is scheduler.async_scheduling
-    assert scheduler.long_prefill_token_threshold == threshold
+    chosen = scheduler.get_scheduler_cls()
+    assert issubclass(chosen, ours)
+    assert issubclass(chosen, StepScheduler) is (ours is StepScheduler)
+    assert issubclass(chosen, AsyncScheduler) is scheduler.async_scheduling
+    assert scheduler.long_prefill_token_threshold == 0
 
 
 def test_active_requests_are_never_more_than_the_slots(artifact: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from helpers import examples
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from real_schedules import Served
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+
+from optimum_neuron.vllm.settings import step_tokens
 
 
 LENGTH = 96
@@ -82,7 +85,7 @@ def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 @example(actions=SWAPPED)
 def test_all_requests_get_their_tokens_in_steps_that_fit(
@@ -107,18 +110,5 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
     engine.check_answers()
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
-    if name.startswith("one row"):
+    if config.scheduler_config.max_num_batched_tokens <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
         assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(1, 90), min_size=2, max_size=12))
-def test_prompts_start_in_the_order_of_their_arrival(
-    configure: Callable[[str], VllmConfig], lengths: list[int]
-) -> None:
-    engine = Served(configure("one row"))
-    for index, length in enumerate(lengths):
-        engine.add(f"r{index}", random_prompt(length, index), 3)
-    engine.run()
-    engine.check_answers()
-    assert list(engine.first_steps()) == [f"r{index}" for index in range(len(lengths))]

@@ -8,12 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...artifact import Artifact
+from ...artifacts.artifact import Artifact
+from ...artifacts.weights import named_tensors, write_weights
 from ...config import NeuronConfig
-from ...weights import named_tensors, write_weights
 from .. import CompileJob, Executable, check_one_device
-from .compiler import check_compiler, compile_graphs
+from ..cache import CompileCache
+from .compiler import CACHE_KIND, check_compiler, compile_graphs
 from .experts import use_natural_layout
+from .kernels import advise
 from .loader import load_executable
 
 
@@ -23,12 +25,14 @@ class CpuTarget:
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
         check_compiler()
+        CompileCache(CACHE_KIND)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         use_natural_layout(model)
         return write_weights(named_tensors(model), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
+        advise(job.config.dtype)
         return compile_graphs(job)
 
     def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:

@@ -21,14 +21,20 @@ def attend_cache_on_cpu(
 ) -> Tensor:
     """A drop-in for `attend_cache` that reads slots in place and stops at each token's own position."""
     window = call.sliding_window
-    if isinstance(window, AttentionChunk) or not _fits(call, keys, values):
+    if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
         return attend_cache(call, group, query, keys, values)
     kernel = getattr(torch.ops, namespace()).attend.default
     output: Tensor = kernel(query, keys, values, group.seq_ids, group.position_ids, call.scaling, window or 0)
     return output
 
 
-def _fits(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+    """Whether the kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
-    plain = call.softcap is None and call.sinks is None and values.shape[-1] == dim
+    plain = (
+        not isinstance(call.sliding_window, AttentionChunk)
+        and call.softcap is None
+        and call.sinks is None
+        and values.shape[-1] == dim
+    )
     return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT

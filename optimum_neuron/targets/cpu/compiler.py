@@ -9,12 +9,11 @@ import logging
 import os
 import platform
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ import transformers
 
 from ... import progress
 from ...graphs.spec import GraphSpec
-from ...partial import partial_folder
 from .. import CompileJob
-from ..compiling import cache_folder, parallel_jobs
+from ..cache import CompileCache
+from ..processes import TiedProcess, parallel_jobs, run_jobs
 from . import kernels
-from .host import host_requirements
+from .host import chosen_instruction_set, host_requirements, torch_variables
 from .kernels import check_compiler as check_compiler
 
 
@@ -36,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 # One worker with its C++ compiler took 1.2 GB on SmolLM2-135M, the weights it maps included; larger models take more.
 WORKER_MEMORY = 2 << 30
+CACHE_KIND = "cpu"
 KERNEL_LIBRARY = "kernels.so"
-PACKAGE_SUFFIX = ".pt2"
+PACKAGE_SUFFIX, CONSTANTS_SUFFIX = ".pt2", ".safetensors"
 
 
 def compile_graphs(job: CompileJob) -> dict[str, Any]:
@@ -45,63 +45,49 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
 
     Raises:
         RuntimeError: a graph could not be compiled; the graph is named.
+        OSError: the compile cache cannot be used.
     """
-    cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = CompileCache(CACHE_KIND)
     folder = job.folder / "graphs"
-    common = _common_key(job)
-    library = cached_kernel_library(cache) if kernels.are_fast_here() else None
-    if library is not None:
-        shutil.copyfile(library, folder / KERNEL_LIBRARY)
+    library = kernel_library(cache, folder) if kernels.are_fast_here() else None
+    common = _common_key(job, library)
     keys = {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
-    missing = [spec for spec in job.graphs if not (cache / (keys[spec.name] + PACKAGE_SUFFIX)).is_file()]
-    logger.info("%d of %d graphs are in the compile cache %s", len(job.graphs) - len(missing), len(job.graphs), cache)
+    missing = [spec for spec in job.graphs if not cache.fetch(keys[spec.name], folder, spec.name, PACKAGE_SUFFIX)]
+    found = len(job.graphs) - len(missing)
+    logger.info("%d of %d graphs are in the compile cache %s", found, len(job.graphs), cache.folder)
     if missing:
         _compile_missing(job, missing, keys, cache, library)
-    for name, key in keys.items():
-        for suffix in (PACKAGE_SUFFIX, ".safetensors"):
-            if (cache / (key + suffix)).is_file():
-                shutil.copyfile(cache / (key + suffix), folder / (name + suffix))
     return {"requires": host_requirements(), "kernel_namespace": kernels.namespace() if library is not None else None}
 
 
 def _compile_missing(
-    job: CompileJob, specs: list[GraphSpec], keys: dict[str, str], cache: Path, library: Path | None
+    job: CompileJob, specs: list[GraphSpec], keys: dict[str, str], cache: CompileCache, library: Path | None
 ) -> None:
     workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     started: list[_Worker] = []
-    with partial_folder(cache, "compile") as scratch, progress.stage("Compiling graphs", len(specs)) as advance:
+    with cache.scratch() as scratch, progress.stage("Compiling graphs", len(specs)) as advance:
 
         def compile_one(spec: GraphSpec) -> None:
             worker = workers.get()
-            output = scratch / (spec.name + PACKAGE_SUFFIX)
             try:
-                worker.compile(spec, output)
+                worker.compile(spec, scratch / (spec.name + PACKAGE_SUFFIX))
             finally:
                 workers.put(worker)  # else the next graph would wait for ever for a worker
-            # The package last: where it is present, its constants are.
-            for file in sorted(scratch.glob(spec.name + ".*"), key=lambda file: file.suffix == PACKAGE_SUFFIX):
-                os.replace(file, cache / (keys[spec.name] + file.suffix))
+            cache.store(keys[spec.name], scratch, spec.name, job.folder / "graphs")
             advance(spec.name)
+
+        def end_workers() -> None:
+            for worker in started:
+                worker.end()
 
         count = parallel_jobs(len(specs), WORKER_MEMORY)
         try:
             for _ in range(count):
                 started.append(_Worker(job, library, scratch))
                 workers.put(started[-1])
-            with ThreadPoolExecutor(count) as pool:
-                try:  # from here on: leaving the pool waits for what has started
-                    futures = [pool.submit(compile_one, spec) for spec in specs]
-                    for future in futures:
-                        future.result()
-                except BaseException:
-                    for worker in started:
-                        worker.kill()
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            run_jobs([partial(compile_one, spec) for spec in specs], count, end_workers)
         finally:
-            for worker in started:
-                worker.kill()
+            end_workers()
 
 
 class _Worker:
@@ -112,15 +98,16 @@ class _Worker:
         self._log = Path(name)
         package = __package__.split(".")[0]
         root = Path(sys.modules[package].__file__ or "").parents[1]
-        self._process = subprocess.Popen(
+        chosen = chosen_instruction_set()
+        self._process = TiedProcess(
             [sys.executable, "-m", f"{__package__}.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=handle,
             text=True,
-            start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends its workers and their compilers
             env={
                 **os.environ,
+                **({} if chosen is None else torch_variables(chosen)),
                 "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
             },
@@ -145,13 +132,8 @@ class _Worker:
         if "error" in answer:
             raise RuntimeError(f"graph {spec.name} could not be compiled: {answer['error']}{self._tail()}")
 
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            try:
-                os.killpg(self._process.pid, 9)
-            except ProcessLookupError:
-                return
-        self._process.wait()
+    def end(self) -> None:
+        self._process.end()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -170,7 +152,7 @@ class _Worker:
         return f"\n{text[-1500:]}" if text else ""
 
 
-def _common_key(job: CompileJob) -> dict[str, Any]:
+def _common_key(job: CompileJob, library: Path | None) -> dict[str, Any]:
     """Everything but the graph's own spec that its compiled code depends on."""
     code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
     package = Path(__file__).parents[2]
@@ -181,20 +163,25 @@ def _common_key(job: CompileJob) -> dict[str, Any]:
         "dtype": job.config.dtype,
         "sources": [_file_digest(path) for path in [*code, *own] if path.is_file()],
         "host": host_requirements(),
+        "kernels": None if library is None else _file_digest(library),
         "threads": torch.get_num_threads(),
         "versions": [torch.__version__, transformers.__version__, safetensors.__version__, platform.python_version()],
         "compiler": _compiler_version(),
     }
 
 
-def cached_kernel_library(cache: Path) -> Path:
-    """The library of the own kernels in the cache, built if need be."""
+def kernel_library(cache: CompileCache, folder: Path) -> Path:
+    """Puts the library of the own kernels into a folder, built if need be.
+
+    Raises:
+        RuntimeError: it cannot be built.
+    """
+    library = folder / KERNEL_LIBRARY
     key = _digest([kernels.namespace(), host_requirements(), torch.__version__, _compiler_version()])
-    library = cache / f"{key}.so"
-    if not library.is_file():
-        with progress.stage("Compiling kernels"), partial_folder(cache, "kernels") as scratch:
+    if not cache.fetch(key, folder, library.stem, library.suffix):
+        with progress.stage("Compiling kernels"), cache.scratch() as scratch:
             kernels.build(scratch / library.name)
-            os.replace(scratch / library.name, library)
+            cache.store(key, scratch, library.stem, folder)
     return library
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...artifacts.tensor_file import Stored
 from ...graphs.experts import ExpertsCall, dense_experts, is_experts
 from .kernels import DTYPES, namespace
 
@@ -25,7 +26,7 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), call.index, call.down, call.down_bias)))
 
 
-def use_natural_layout(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> None:
+def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:
     """Turns the weights of transposed experts into `[experts, out, in]`, as the kernel and a memory bus like them.
 
     Args:
@@ -37,7 +38,8 @@ def use_natural_layout(model: nn.Module, stored: Mapping[str, Tensor] | None = N
             weights = _weights(module)
             # Where all are square, no reader could tell the layouts apart.
             told = [each for each, weight in weights.items() if weight.shape[1] != weight.shape[2]]
-            if told and (stored is None or stored[f"model.{name}.{told[0]}"].shape != weights[told[0]].shape):
+            own = None if stored is None or not told else stored.get(f"model.{name}.{told[0]}")
+            if told and (own is None or tuple(own.shape) != tuple(weights[told[0]].shape)):
                 for weight in weights.values():
                     weight.data = weight.data.transpose(1, 2).contiguous()
                 module.is_transposed = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites an exported step graph for the CPU: linear layers become calls of the own kernel."""
+"""Rewrites an exported step graph for the CPU: linear layers become calls of the own kernel, or get rows that are computed alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from .kernels import DTYPES, namespace
+
+
+# Where several threads share a few rows, torch's matrix product sums some rows in another order than others, unless their
+# number is a multiple of 4: then a token's result would depend on its place in the step.
+ROW_MULTIPLE = 4
 
 
 def use_linear_kernel(program: ExportedProgram) -> None:
@@ -59,3 +64,26 @@ def _operands(node: Node) -> Any:
     """Input, weight and bias (None without) of a linear layer's node."""
     x, weight, *bias = node.args
     return x, weight, bias[0] if bias else None
+
+
+def pad_linear_rows(program: ExportedProgram) -> None:
+    """Gives every `aten.linear` a multiple of `ROW_MULTIPLE` rows, in place; one row alone has no other to differ from."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.aten.linear.default:
+            continue
+        x, *parameters = _operands(node)
+        rows = x.meta["val"].shape[-2] if x.meta["val"].dim() > 1 else 1
+        if rows == 1 or rows % ROW_MULTIPLE == 0:
+            continue
+        with graph.inserting_before(node):
+            padding = [0, 0, 0, -rows % ROW_MULTIPLE]
+            padded = graph.call_function(torch.ops.aten.constant_pad_nd.default, (x, padding))
+            output = graph.call_function(torch.ops.aten.linear.default, (padded, *parameters))
+            kept = graph.call_function(torch.ops.aten.slice.Tensor, (output, -2, 0, rows))
+        for new in (padded, output, kept):
+            arguments = torch.fx.node.map_arg(new.args, lambda argument: argument.meta["val"])
+            new.meta["val"] = new.target(*arguments)
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)
+    program.graph_module.recompile()

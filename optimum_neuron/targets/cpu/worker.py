@@ -18,20 +18,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ...artifact import WEIGHTS_NAME
+from ...artifacts.artifact import WEIGHTS_NAME
+from ...artifacts.skeleton import assign, empty_model
 from ...config import NeuronConfig
-from ...empty_model import assign, empty_model
 from ...graphs.kv_cache import KVCache
-from ...graphs.model import export_graph
 from ...graphs.ops import DEFAULT_OPS, StepOps
+from ...graphs.program import export_graph
 from ...graphs.spec import GraphSpec, ModelSpec, state_specs
 from . import kernels
-from .attention import attend_cache_on_cpu
+from .attention import attend_cache_on_cpu, is_taken
 from .experts import grouped_experts, use_natural_layout
-from .rewrite import use_linear_kernel
+from .package import Facts, describe, open_package
+from .rewrite import pad_linear_rows, use_linear_kernel
 
 
-OWN_OPS = StepOps(attend_cache=attend_cache_on_cpu, experts=grouped_experts)
+OWN_OPS = StepOps(attend_cache=attend_cache_on_cpu, reads_visible=is_taken, experts=grouped_experts)
 # Weights and KV state stay outside the package and are bound at load: one copy for all graphs.
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -50,8 +51,11 @@ def main() -> None:
     if own_kernels:
         kernels.load(Path(job["kernel_library"]), kernels.namespace())
     model, cache = _load(job)
+    config, spec = NeuronConfig.from_dict(job["config"]), ModelSpec.from_dict(job["model"])
+    used = (kernels.namespace(), Path(job["kernel_library"])) if own_kernels else (None, None)
+    facts = Facts.of(config, spec, *used)
     for line in sys.stdin:
-        _answer(answers, _compile(model, cache, json.loads(line), own_kernels))
+        _answer(answers, _compile(model, cache, json.loads(line), facts))
 
 
 def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
@@ -64,18 +68,21 @@ def _load(job: dict[str, Any]) -> tuple[nn.Module, KVCache]:
     return model, KVCache(state_specs(config, ModelSpec.from_dict(job["model"])))
 
 
-def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], own_kernels: bool) -> dict[str, Any]:
+def _compile(model: nn.Module, cache: KVCache, request: dict[str, Any], facts: Facts) -> dict[str, Any]:
     try:
         spec, output = GraphSpec(**request["graph"]), Path(request["output"])
-        program = export_graph(model, cache, spec, OWN_OPS if own_kernels else DEFAULT_OPS)
-        if own_kernels:
-            use_linear_kernel(program)
+        program = export_graph(model, cache, spec, OWN_OPS if facts.namespace else DEFAULT_OPS)
+        (use_linear_kernel if facts.namespace else pad_linear_rows)(program)
         # What torch.export lifted out of the model's code as literal tensors belongs to this graph alone.
         constants = {
             name: value for name, value in program.constants.items() if not name.startswith(("model.", "kv_cache."))
         }
         options = ONE_TOKEN_OPTIONS if _tokens(spec) == 1 else INDUCTOR_OPTIONS
-        torch._inductor.aoti_compile_and_package(program, package_path=str(output), inductor_configs=options)
+        metadata = describe(spec, facts, {**program.state_dict, **program.constants})
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(output), inductor_configs=options | {"aot_inductor.metadata": metadata}
+        )
+        open_package(output)  # what does not load is not kept
         if constants:
             save_file(
                 {name: value.contiguous() for name, value in constants.items()}, output.with_suffix(".safetensors")

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...artifacts.artifact import ArtifactError
+from ...artifacts.schema import read_object
 from .graph_io import GraphIO
 
 
@@ -23,5 +25,13 @@ def write_graph(graph: LoweredGraph, folder: Path) -> None:
 
 
 def read_graph_io(path: Path) -> GraphIO:
-    """What the parameters and results of a graph are, from the path of its HLO."""
-    return GraphIO.from_dict(json.loads(path.with_suffix(IO_SUFFIX).read_text(encoding="utf-8")))
+    """What the parameters and results of a graph are, from the path of its HLO.
+
+    Raises:
+        ArtifactError: the file beside it says it not.
+    """
+    described = path.with_suffix(IO_SUFFIX)
+    try:
+        return GraphIO.from_dict(read_object(described))
+    except ValueError as error:
+        raise ArtifactError(f"{described} describes no graph: {error}; export the model again") from error

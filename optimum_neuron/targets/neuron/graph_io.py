@@ -6,8 +6,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ...artifacts.schema import TEXT, choice, listed, optional, record, text, whole
+
 
 Role = Literal["weight", "state", "input"]
+DTYPES = (
+    "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
 # The one graph that is no step: see slot_copy.py.
 COPY_SLOT = "copy_slot"
 
@@ -37,6 +42,20 @@ class OutputBinding:
     alias_of: str | None
 
 
+_TENSOR = {"name": TEXT, "shape": listed(whole(0)), "dtype": choice(DTYPES)}
+_DOCUMENT = record(
+    {
+        "inputs": listed(record(_TENSOR | {"role": choice(("weight", "state", "input"))}, closed=True)),
+        "outputs": listed(record(_TENSOR | {"alias_of": optional(TEXT)}, closed=True)),
+        "unused_inputs": listed(TEXT),
+        "hlo_sha256": text("[0-9a-f]{64}"),
+        "world_size": whole(1),
+    },
+    {"spec": optional(record({}))},
+    closed=True,
+)
+
+
 @dataclass(frozen=True)
 class GraphIO:
     """Parameters and results of one lowered graph.
@@ -46,6 +65,8 @@ class GraphIO:
         outputs: those of the step, then the new value of every state.
         unused_inputs: names that the step has, and no instruction needed.
         world_size: ranks that run the module together; all run the same bytes.
+        spec: the fields of the GraphSpec that it was lowered from; None for a graph that is no step, or from a version that
+            did not write it.
     """
 
     inputs: tuple[InputBinding, ...]
@@ -53,6 +74,7 @@ class GraphIO:
     unused_inputs: tuple[str, ...]
     hlo_sha256: str
     world_size: int
+    spec: dict[str, Any] | None = None
 
     def names(self, role: Role) -> tuple[str, ...]:
         """Names of the parameters of one role, in order."""
@@ -63,10 +85,13 @@ class GraphIO:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GraphIO:
+        """Raises ValueError where `data` describes no graph."""
+        _DOCUMENT("the description", data)
         return cls(
             inputs=tuple(InputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["inputs"]),
             outputs=tuple(OutputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["outputs"]),
             unused_inputs=tuple(data["unused_inputs"]),
             hlo_sha256=data["hlo_sha256"],
             world_size=data["world_size"],
+            spec=data.get("spec"),
         )

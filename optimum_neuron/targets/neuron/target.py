@@ -4,19 +4,33 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...artifact import GRAPHS_FOLDER, Artifact, file_sha256
+from ...artifacts.artifact import GRAPHS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from ...artifacts.weights import (
+    allocate_states,
+    check_memory,
+    named_tensors,
+    rank_weights_name,
+    read_layout,
+    read_weights,
+    write_weights,
+)
+from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
-from ...weights import allocate_states, named_tensors, rank_weights_name, read_weights, write_weights
 from .. import CompileJob, Executable, check_one_device
+from ..cache import CompileCache
 from ..recompile import compiled_again
-from .graph_files import HLO_SUFFIX, read_graph_io, write_graph
+from .graph_checks import check_graphs, check_weights, graph_names
+from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
+from .graph_io import GraphIO
 from .lowering.requirements import check_lowering
+from .sdk.runtime_errors import INVALID, NeuronRuntimeError
 
 
 if TYPE_CHECKING:
@@ -31,10 +45,11 @@ class NeuronTarget:
     def check(self, config: NeuronConfig) -> None:
         check_lowering()
         if config.target in NEURON_TARGETS:
-            from .compile.compiler import check_environment
+            from .compile.compiler import CACHE_KIND, check_environment
             from .compile.providers import choose_provider
 
             check_environment(choose_provider(config.target), config.target)
+            CompileCache(CACHE_KIND)
         else:
             check_one_device(config)
 
@@ -61,6 +76,8 @@ class NeuronTarget:
         if trust_native_code:
             artifact.verify()
             return _load(artifact, artifact.path, artifact.manifest["target_data"])
+        if artifact.config.tensor_parallel_size == 1:
+            check_memory(artifact.states())
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
             return _load(artifact, folder, data)
 
@@ -99,11 +116,37 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     check_lowering()
     from .run.hlo_executor import HloExecutable, HloProgram
 
+    described = _read_graphs(artifact, folder)
+    check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {
-        path.stem: HloProgram(path.stem, path.read_bytes(), read_graph_io(path))
-        for path in sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))
+        name: HloProgram(name, (folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)).read_bytes(), io)
+        for name, io in described.items()
     }
     return HloExecutable(programs, read_weights(artifact), allocate_states(artifact.states()))
+
+
+def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
+    """The descriptions of all graphs, which are those of the manifest.
+
+    Args:
+        folder: the artifact's, or one whose graphs were made anew.
+
+    Raises:
+        ArtifactError: a graph is missing, or is another one.
+    """
+    described = {}
+    for name in graph_names(artifact):
+        path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)
+        if folder == artifact.path:
+            for suffix in (HLO_SUFFIX, IO_SUFFIX):
+                artifact.graph_file(name + suffix)
+        described[name] = read_graph_io(path)
+        if file_sha256(path) != described[name].hlo_sha256:
+            raise ArtifactError(
+                f"{path.with_suffix(IO_SUFFIX)} describes another graph than {path.name}; export the model again"
+            )
+    check_graphs(artifact, described)
+    return described
 
 
 def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
@@ -115,16 +158,34 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> E
     with progress.stage("Verifying weights"):
         for name in weights:
             artifact.check_digest(name, file_sha256(artifact.file(name)))
-    paths = sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))
+    lacking = sorted({"provider", "lnc"} - data.keys())
+    if lacking:
+        raise ArtifactError(f"target_data of {artifact.path} lacks {', '.join(lacking)}; export the model again")
     plan = LoadPlan(
         folder=folder / GRAPHS_FOLDER,
         target=artifact.target,
         provider=data["provider"],
         lnc=data["lnc"],
-        graphs={path.stem: read_graph_io(path) for path in paths},
+        graphs=_read_graphs(artifact, folder),
         calls={spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs},
         weights=tuple(artifact.file(name) for name in weights),
         tied_weights=artifact.tied_weights,
     )
-    with progress.stage("Loading graphs onto the device"):
-        return load_graphs(plan)
+    try:
+        with progress.stage("Loading graphs onto the device"):
+            return load_graphs(plan)
+    except NeuronRuntimeError as error:
+        if error.code == INVALID:
+            _forget_code(plan.folder)
+        raise
+
+
+def _forget_code(folder: Path) -> None:
+    """Takes NEFFs that the runtime refuses out of the compile cache, where another export would find them."""
+    from .compile.compiler import CACHE_KIND
+    from .compile.neuron_cc import NEFF_SUFFIX
+
+    with suppress(OSError):  # a machine that only loads may have no cache
+        cache = CompileCache(CACHE_KIND)
+        for path in folder.glob("*" + NEFF_SUFFIX):
+            cache.forget(file_sha256(path))

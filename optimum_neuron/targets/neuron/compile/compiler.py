@@ -3,26 +3,24 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .... import progress
-from ....partial import partial_folder
-from ...compiling import cache_folder, parallel_jobs
+from ...cache import CompileCache
+from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
-from .flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
 from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall, check_neff
-from .processes import CompilerProcesses
+from .processes import run_compiler
 
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CACHE_KIND = "neuron"
 # A graph of some billions of parameters takes neuronx-cc several GB; it dies by signal 9 where they are not there.
 COMPILER_MEMORY = 8 << 30
 COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
@@ -67,34 +66,25 @@ class _Job:
     key: str
 
 
-def compile_graphs(
-    provider: Provider, graphs: Sequence[LoweredGraph], target: str, folder: Path, *, timeout: float = COMPILE_TIMEOUT
-) -> dict[str, Any]:
+def compile_graphs(provider: Provider, graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
     """Writes the compiled files of every graph into `folder`: `<graph>.neff`, and what else the provider makes of it.
-
-    Args:
-        timeout: seconds per graph.
 
     Returns:
         What the manifest records: provider, versions, target, LNC, and per graph its kind and the compiler's arguments.
 
     Raises:
         RuntimeError: a graph could not be compiled; it is named, with the broken rule. Nothing is left running.
+        OSError: the compile cache cannot be used.
         ValueError: an environment variable asks for what the target cannot do.
     """
     lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
     versions = provider.versions()
     jobs = [_job(provider, graph, target, lnc, versions) for graph in graphs]
-    cache = cache_folder() / "neuron"
-    with _explained_disk_errors(cache, folder):
-        cache.mkdir(parents=True, exist_ok=True)
-        missing = [job for job in jobs if not (cache / (job.key + NEFF_SUFFIX)).is_file()]
-        logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache)
-        if missing:
-            _compile_missing(provider, missing, cache, timeout)
-        for job in jobs:
-            for suffix in provider.suffixes:
-                shutil.copyfile(cache / (job.key + suffix), folder / (job.graph.name + suffix))
+    cache = CompileCache(CACHE_KIND)
+    missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, *provider.suffixes)]
+    logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache.folder)
+    if missing:
+        _compile_missing(provider, missing, cache, folder)
     return {
         "provider": provider.name,
         "versions": versions,
@@ -124,49 +114,30 @@ def _job(provider: Provider, graph: LoweredGraph, target: str, lnc: int, version
     return _Job(graph, provider.call(graph.name, target, flags), digest.hexdigest())
 
 
-def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: Path, timeout: float) -> None:
-    processes = CompilerProcesses()
-    with partial_folder(cache, "compile") as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
+def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
+    processes = Processes()
+    with cache.scratch() as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
 
         def compile_one(job: _Job) -> None:
-            _compile(provider, job, scratch / job.graph.name, processes, cache, timeout)
-            advance(job.graph.name)
+            name = job.graph.name
+            work = scratch / f"{name}.work"
+            work.mkdir()
+            _compile(job, work, processes)
+            for suffix in provider.suffixes:
+                (work / (name + suffix)).rename(scratch / (name + suffix))
+            shutil.rmtree(work, ignore_errors=True)
+            cache.store(job.key, scratch, name, folder)
+            advance(name)
 
-        with ThreadPoolExecutor(parallel_jobs(len(jobs), COMPILER_MEMORY)) as pool:
-            try:  # from here on: leaving the pool waits for what has started
-                futures = [pool.submit(compile_one, job) for job in jobs]
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:
-                processes.end()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        threads = parallel_jobs(len(jobs), COMPILER_MEMORY)
+        run_jobs([partial(compile_one, job) for job in jobs], threads, processes.end)
 
 
-def _compile(
-    provider: Provider, job: _Job, folder: Path, processes: CompilerProcesses, cache: Path, timeout: float
-) -> None:
+def _compile(job: _Job, folder: Path, processes: Processes) -> None:
     name = job.graph.name
-    folder.mkdir()
     write_graph(job.graph, folder)
     try:
-        processes.run(job.call.argv, job.call.executable, folder, job.call.environment, timeout)
+        run_compiler(processes, job.call.argv, job.call.executable, folder, job.call.environment, COMPILE_TIMEOUT)
         check_neff(folder / (name + NEFF_SUFFIX))
     except RuntimeError as error:
         raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
-    for suffix in provider.suffixes:
-        os.replace(folder / (name + suffix), cache / (job.key + suffix))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _explained_disk_errors(*folders: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        places = " or ".join(str(folder) for folder in folders)
-        raise RuntimeError(
-            f"the disk of {places} is full; free space, or set OPTIMUM_NEURON_CACHE to a folder on another disk"
-        ) from error

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..graph_files import HLO_SUFFIX
-from .flags import FLAGS_VARIABLE
-from .packages import SETUP, installed_version
+from ..sdk.flags import FLAGS_VARIABLE
+from ..sdk.packages import SETUP, installed_version
 
 
 COMMAND, DISTRIBUTION = "neuronx-cc", "neuronx-cc"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..sdk.packages import LIBNEURONXLA, NEURONX_DISTRIBUTED, TORCH_NEURONX, installed_version, package_problem
 from .neuron_cc import (
     DISTRIBUTION,
     NEFF_SUFFIX,
@@ -21,7 +22,6 @@ from .neuron_cc import (
     find_compiler,
     missing_compiler,
 )
-from .packages import LIBNEURONXLA, NEURONX_DISTRIBUTED, TORCH_NEURONX, installed_version, package_problem
 
 
 METANEFF_SUFFIX = ".metaneff"

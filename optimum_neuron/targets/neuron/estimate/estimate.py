@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....artifact import MANIFEST_NAME, Artifact
+from ....artifacts.artifact import MANIFEST_NAME, Artifact
 from ....config import NeuronConfig
 from ....graphs.family import GraphFamily
 from ....graphs.spec import graph_specs
-from .hardware import CHIPS, EFFICIENCIES, Chip, Instance, check_parallel_size, instances_of, parallel_sizes
+from ..sdk.hardware import CHIPS, EFFICIENCIES, Chip, Instance, check_parallel_size, instances_of, parallel_sizes
 from .step_needs import Memory, Speed, memory, speed
 
 
 if TYPE_CHECKING:
-    from ....checkpoint import Checkpoint
+    from ....checkpoints.checkpoint import Checkpoint
     from .core_sizes import CoreSizes
     from .model_sizes import ModelSizes
 
@@ -113,7 +113,7 @@ def estimate_model(
             f"context_length={context} must lie between 1 and sequence_length={config.sequence_length}; lower it, or raise "
             f"sequence_length"
         )
-    from ....checkpoint import find_config
+    from ....checkpoints.checkpoint import find_config
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     sizes, assumed = _measure(found, config)

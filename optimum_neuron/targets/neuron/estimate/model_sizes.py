@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ....errors import first_line
+from ....graphs.checks.inspect import inspect_model
+from ....graphs.checks.rope_length import keep_frequencies
 from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
-from ....graphs.model import inspect_model
 from ....graphs.spec import ModelSpec
-from ....graphs.text_length import keep_frequencies
 from .layer_kinds import LayerKinds, one_of_each_kind
 
 
@@ -101,8 +102,10 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
                 lambda name: AutoModelForCausalLM.from_config(model_config, attn_implementation=name, **options),
                 ATTENTION_NAME,
             ).eval()
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{name}: {str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # whatever a model's code comes to by wrong numbers
+            raise ValueError(
+                f"{name}: no {model_config.model_type} model can be built by its config ({first_line(error)}); correct it"
+            ) from error
         keep_frequencies(model)
         probe, spec = _probe(model)
     text_config = model_config.get_text_config(decoder=True)
@@ -127,7 +130,7 @@ def _probe(model: PreTrainedModel) -> tuple[_Probe, ModelSpec]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"{type(model).__name__} decides by the values of tensors what it computes, and so cannot be a graph of fixed "
-            f"shapes: {str(error).strip().splitlines()[0]}"
+            f"shapes: {first_line(error)}"
         ) from error
     finally:
         probe.remove()

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .hardware import EFFICIENCIES, GIB, MIB
+from ..sdk.hardware import EFFICIENCIES, GIB, MIB
 from .step_needs import GRAPH_RESERVE, Speed
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, graph_specs, state_specs
-from .hardware import MIB, Chip, Efficiency
+from ..sdk.hardware import MIB, Chip, Efficiency
 
 
 if TYPE_CHECKING:
@@ -95,14 +95,15 @@ def _row_groups(graph: GraphSpec) -> list[_Rows]:
 
 
 def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[_Rows]) -> int:
-    """Queries, keys, values and results of all tokens; of one row group also scores, mask and gathered rows."""
+    """Queries, keys, values and results of all tokens; of one row group also scores, mask, values as selected, gathered keys."""
     tokens = sum(group.tokens for group in groups)
     most = 0
     for layer in sizes.attention:
         dims = layer.key_dim + layer.value_dim
         projected = tokens * (layer.heads + layer.kv_heads) * dims * sizes.itemsize
         for group in groups:
-            window = group.rows * layer.kv_heads * dims * sizes.itemsize if group.gathered else 0
+            read = layer.value_dim + (layer.key_dim if group.gathered else 0)
+            window = group.rows * layer.kv_heads * read * sizes.itemsize
             scores = group.tokens * (layer.heads * SCORE_BYTES + 1)
             most = max(most, projected + (window + scores) * graph.context_length)
     return most

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....artifact import Artifact
+from ....artifacts.artifact import Artifact
 from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
 from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io
 from ..graph_io import GraphIO

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ....checkpoint import find_config
+from ....checkpoints.checkpoint import find_config
 from ....config import NeuronConfig
 from ..lowering.lower_all import lower_all
 from ..lowering.requirements import check_lowering

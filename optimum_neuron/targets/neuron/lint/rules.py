@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....config import TOPK_LIMIT
-from ..estimate.hardware import CHIPS, GIB
 from ..lowering import hlo
+from ..sdk.hardware import CHIPS, GIB
 from .graph import Graph, Place, Rule, Severity
 from .operators import CONTROL_FLOW, CUSTOM_CALLS, FORBIDDEN, HOST, RANDOM, SUPPORTED, is_listed
 

@@ -146,6 +146,22 @@ def parameters(module: Any) -> list[Any]:
     return sorted(found, key=lambda each: each.parameter_number)
 
 
+def results(module: Any) -> list[Any]:
+    """Shapes of the elements of the entry computation's result tuple."""
+    computation = entry(module)
+    return [
+        shape
+        for each in computation.instructions
+        if each.id == computation.root_id
+        for shape in each.shape.tuple_shapes
+    ]
+
+
+def array(shape: Any) -> tuple[tuple[int, ...], str]:
+    """Dimensions and element type of an array's shape."""
+    return tuple(shape.dimensions), dtype_name(shape)
+
+
 def dtype_name(shape: Any) -> str:
     """torch's name of a shape's element type, or XLA's where torch has none."""
     return TYPE_NAMES.get(shape.element_type, f"type {shape.element_type}")

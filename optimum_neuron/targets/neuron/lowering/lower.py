@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ....graphs import collectives
 from ....graphs.kv_cache import KVCache
-from ....graphs.model import export_graph
 from ....graphs.ops import StepOps
+from ....graphs.program import export_graph
 from ....graphs.spec import GraphSpec, TensorSpec
 from ..graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding, Role
 from . import hlo, passes
@@ -56,7 +56,8 @@ def lower_step(
         ValueError: the graph computes something that no HLO module of ours can express.
     """
     program = export_graph(model, cache, spec, ops)
-    return lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size)
+    graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size)
+    return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 
 
 def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> LoweredGraph:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows
+from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, select_columns
 from ....graphs.interface import AttentionCall
 from ....graphs.ops import StepOps
 
@@ -27,6 +27,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     if call.softcap is not None:
         scores = torch.tanh(scores * (1.0 / call.softcap)) * call.softcap
     scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
+    values = select_columns(values, group.seen(call.sliding_window) & (kv_cache.broken(keys) == 0))
     fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
     scores = torch.where(group.visible(call.sliding_window)[:, None, None], scores, fill)
     largest = scores.amax(-1, keepdim=True)

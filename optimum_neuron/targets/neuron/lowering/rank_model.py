@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ....artifacts.skeleton import assign, empty_model
+from ....artifacts.weights import named_tensors
 from ....config import NeuronConfig
-from ....empty_model import assign, empty_model
-from ....graphs.model import inspect_model
+from ....graphs.checks.inspect import inspect_model
 from ....graphs.ops import StepOps
 from ....graphs.spec import ModelSpec
-from ....weights import named_tensors
 from ..sharding import apply_plan, shard_plan, sharded_ops
 from ..sharding.trace import no_data
 from .ops import NEURON_OPS
@@ -64,7 +64,13 @@ def rank_model(
 
 
 def _assign_memory(model: nn.Module, tied_weights: Mapping[str, str]) -> None:
+    expected = named_tensors(model)
+    foreign = next((name for pair in tied_weights.items() for name in pair if name not in expected), None)
+    if foreign is not None:
+        raise ValueError(
+            f"weights are tied to {foreign}, which the model of config.json lacks; export the model again"
+        )
     tensors: dict[str, Tensor] = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named_tensors(model).items()
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in expected.items()
     }
     assign(model, tensors | {alias: tensors[stored] for alias, stored in tied_weights.items()})

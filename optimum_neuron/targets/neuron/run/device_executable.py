@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding
-from .errors import NeuronRuntimeError, translated
+from ..sdk.runtime_errors import NeuronRuntimeError, translated
 from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_weights import read_rank_weights
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..graph_io import GraphIO
-from .errors import starting
+from ..sdk.runtime_errors import starting
 
 
 class ExecutorDevice:

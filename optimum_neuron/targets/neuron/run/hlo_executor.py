@@ -21,10 +21,14 @@ class HloProgram:
         import torch_xla
         from torch_xla.core import xla_builder
 
-        parameters = hlo.parameters(hlo.parse(data))
-        if [parameter.name for parameter in parameters] != [binding.name for binding in io.inputs]:
+        module = hlo.parse(data)
+        parameters = [(each.name, *hlo.array(each.shape)) for each in hlo.parameters(module)]
+        results = [hlo.array(shape) for shape in hlo.results(module)]
+        if parameters != [(each.name, each.shape, each.dtype) for each in io.inputs] or results != [
+            (each.shape, each.dtype) for each in io.outputs
+        ]:
             raise ValueError(
-                f"graph {name}: its HLO has other parameters than its description; export the model again"
+                f"graph {name}: its HLO has other parameters or results than its description; export the model again"
             )
         self.io = io
         self.device = torch_xla.device()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..graph_io import GraphIO, InputBinding, OutputBinding
+from ..sdk.runtime_errors import starting
 from .device_executable import byte_size
-from .errors import starting
 
 
 # Types that NumPy lacks travel as integers of their size: only the number of bytes matters to the runtime.

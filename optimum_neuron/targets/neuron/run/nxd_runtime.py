@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compile.metaneff import build_metaneff
 from ..compile.nxd import METANEFF_SUFFIX
 from ..graph_io import COPY_SLOT, GraphIO
-from .errors import NeuronRuntimeError, starting, translated
+from ..sdk.runtime_errors import NeuronRuntimeError, starting, translated
 from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_weights import read_rank_weights
 from .state_parts import join_states, split_state

@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from ..compile.flags import LNC_VARIABLE, has_paired_cores
-from .device import NUMBER_OF_CORES, VISIBLE_CORES
-from .errors import NeuronRuntimeError
+from ...processes import TiedProcess
+from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES
+from ..sdk.flags import LNC_VARIABLE, has_paired_cores
+from ..sdk.runtime_errors import NeuronRuntimeError
 from .load_plan import LoadPlan
 
 
@@ -42,14 +43,14 @@ class RankProcess:
         parent, child = socket.socketpair()
         self.pipe = Connection(parent.detach())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs
-        self.process = subprocess.Popen(
+        self.process = TiedProcess(
             [sys.executable, "-m", WORKER, str(rank), str(child.fileno()), str(memory)],
             env=_environment(plan, core, address),
             stdin=subprocess.DEVNULL,
             stdout=self._log.fileno(),
             stderr=subprocess.STDOUT,
             pass_fds=(child.fileno(), memory),
-            start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends its ranks
+            grace=GRACE,
         )
         child.close()
 
@@ -76,7 +77,8 @@ class RankProcess:
         return NeuronRuntimeError(message, code=answer["code"], recoverable=answer["recoverable"]), data
 
     def close(self) -> None:
-        """Frees what the parent holds for a process that has ended."""
+        """Kills what is left of the process, and frees what the parent holds for it."""
+        self.process.end()
         self._log.close()
 
     def _death(self, doing: str) -> NeuronRuntimeError:
@@ -97,11 +99,8 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
         rank.pipe.close()
     deadline = time.monotonic() + GRACE
     for rank in ranks:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(rank.process.pid, signal.SIGKILL)
-            rank.process.wait()
         rank.close()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from safetensors import safe_open
 from torch import Tensor
 
-from ..graph_io import InputBinding
+from ....artifacts.tensor_file import stored_tensors
+from ..graph_checks import check_weights
 from .load_plan import LoadPlan
 
 
@@ -18,23 +19,18 @@ def read_rank_weights(plan: LoadPlan, rank: int) -> Iterator[tuple[list[str], Te
     Raises:
         ValueError: the file lacks one, or has it with another shape or type.
     """
-    wanted: dict[str, dict[str, InputBinding]] = {}
+    path, wanted = plan.weights[rank], dict[str, list[str]]()
+    layout = stored_tensors(path)
+    # A name that is tied stands for the other tensor alone, whatever the file holds under it.
+    own = {name: stored for name, stored in layout.items() if name not in plan.tied_weights}
+    tied = {alias: layout[stored] for alias, stored in plan.tied_weights.items() if stored in layout}
+    check_weights(path, own | tied, plan.graphs.values())
     for io in plan.graphs.values():
         for binding in io.inputs:
             if binding.role == "weight":
-                stored = plan.tied_weights.get(binding.name, binding.name)
-                wanted.setdefault(stored, {})[binding.name] = binding
-    path = plan.weights[rank]
+                names = wanted.setdefault(plan.tied_weights.get(binding.name, binding.name), [])
+                if binding.name not in names:
+                    names.append(binding.name)
     with safe_open(path, framework="pt") as file:
-        lacking = sorted(wanted.keys() - set(file.keys()))
-        if lacking:
-            raise ValueError(f"{path} lacks {lacking[0]}, which a graph needs; export the model again")
-        for stored, bindings in wanted.items():
-            tensor = file.get_tensor(stored)
-            for binding in bindings.values():
-                if tuple(tensor.shape) != binding.shape or str(tensor.dtype) != f"torch.{binding.dtype}":
-                    raise ValueError(
-                        f"{path} has {stored} as {tensor.dtype} {list(tensor.shape)}, and a graph takes it as "
-                        f"torch.{binding.dtype} {list(binding.shape)}; export the model again"
-                    )
-            yield list(bindings), tensor
+        for stored, names in wanted.items():
+            yield names, file.get_tensor(stored)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..sdk.runtime_errors import NeuronRuntimeError, runtime_error
 from .device_executable import DeviceExecutable
-from .errors import NeuronRuntimeError, runtime_error
 from .load_plan import LoadPlan
 from .runtimes import open_device
 from .shared_tensors import SharedTensors

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..graph_io import COPY_SLOT
-from .errors import NeuronRuntimeError
+from ..sdk.runtime_errors import NeuronRuntimeError
 from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_process import RankProcess, end_processes, free_address
 from .shared_tensors import SharedTensors

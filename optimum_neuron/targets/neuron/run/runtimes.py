@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ... import Executable
 from ..compile.nxd import NeuronxDistributed, missing_packages
-from ..compile.packages import NRTPY, TORCH_LITE, package_problem
-from .device import check_devices, reserve_cores
+from ..sdk.devices import check_devices, reserve_cores
+from ..sdk.packages import NRTPY, TORCH_LITE, package_problem
 from .device_executable import Device, DeviceExecutable
 from .load_plan import LoadPlan
 

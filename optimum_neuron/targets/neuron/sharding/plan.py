@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .heads import HeadLayout
 from .rules import Section, ShardRule
-from .styles import generic_name
 from .trace import HeadSizes
 
 
@@ -59,12 +58,6 @@ class ShardPlan:
     def local_vocab_size(self) -> int:
         """Logits of one rank; the last rank's may be more than the vocabulary has."""
         return -(-self.vocab_size // self.world_size)
-
-    @property
-    def replicated(self) -> list[str]:
-        """Matrices that every rank holds whole, with stars for the numbers of layers: no plan or rule cuts them."""
-        whole = (name for name, shape in self.shapes.items() if len(shape) > 1 and name not in self.rules)
-        return list(dict.fromkeys(generic_name(name) for name in whole))
 
     def cut(self, name: str, dim: int, *sections: Section) -> None:
         """Adds the rule of a tensor, named as in the model; a negative `dim` counts from the end."""

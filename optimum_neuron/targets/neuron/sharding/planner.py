@@ -9,9 +9,10 @@ from itertools import zip_longest
 from torch import nn
 from transformers import PreTrainedModel
 
+from ....artifacts.weights import named_tensors
+from ....errors import first_line
 from ....graphs.experts import is_experts
 from ....graphs.model_cache import CacheNeeds
-from ....weights import named_tensors
 from .layers import share_attention, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
 from .plan import ShardPlan
@@ -53,7 +54,7 @@ def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
     try:
         return trace_model(model)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise plan.refusal(f"{complaint}: {str(error).strip().splitlines()[0]}") from error
+        raise plan.refusal(f"{complaint}: {first_line(error)}") from error
 
 
 def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:

@@ -38,6 +38,7 @@ def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps
             logits = torch.where(tokens < plan.vocab_size, logits, MASKED)
         scores, candidates = torch.topk(logits, min(max_topk, logits.shape[-1]), dim=-1)
         own = torch.cat([candidates.to(torch.int32), first_largest(logits)], dim=-1) + first
+        own = own.clamp(max=plan.vocab_size - 1)  # where logits are NaN, a padded column may count as the largest
         return _choose(torch.cat([scores, own.float()], dim=-1), plan, max_topk, sampling_params, uniforms)
 
     def full_logits(logits: Tensor) -> Tensor:

@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....weights import rank_weights_name
+from ....artifacts.tensor_file import DTYPES
+from ....artifacts.weights import rank_weights_name
 from .plan import RANK_TENSOR, ShardPlan
 
 
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_ALIGNMENT = 8
 
 

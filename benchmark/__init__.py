@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements of the runtime, and a simulation of what it would serve on Neuron. Run from the root of the repository.
+
+    python -m benchmark.generate               generate() against transformers
+    python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
+    python -m benchmark.http.serve             servers, driven by vLLM's own client
+    python -m benchmark.vllm.overhead          where the time of vLLM's steps goes
+    python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages
+    python -m benchmark.kernels.dense          the cpu target's kernels against torch's operators
+    python -m benchmark.kernels.experts        its kernel of experts against transformers' grouped_mm
+    python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
+
+Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to
+read the numbers, and has those that decisions rest on.
+"""

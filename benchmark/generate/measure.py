@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures systems against each other: one call each in turn, round after round. Knows nothing of what they are."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from ..machine import OtherProcesses
+from .systems import OURS, System, compiled_frames
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one number over the rounds."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One system in one case.
+
+    Attributes:
+        ttft_ms: from the call of generate() until every row has its first token.
+        prefill_tok_s: prompt tokens of all rows over that time.
+        step_ms: mean time of a decode step within a call.
+        decode_tok_s_per_row, decode_tok_s: new tokens per second, of a row and of all rows.
+        compiled_graphs: graphs that torch.compile made before the rounds, and while they were measured.
+    """
+
+    ttft_ms: Summary
+    prefill_tok_s: Summary
+    step_ms: Summary
+    decode_tok_s_per_row: Summary
+    decode_tok_s: Summary
+    warm_up_s: float
+    compiled_graphs: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many greedy tokens, and whole rows, of a peer are those of this runtime."""
+
+    tokens: int
+    equal_tokens: int
+    rows: int
+    equal_rows: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """All systems at one batch size and prompt length.
+
+    Attributes:
+        other_cores: cores that other processes kept busy meanwhile; None where the system does not tell.
+    """
+
+    batch_size: int
+    prompt_length: int
+    speeds: dict[str, Speed]
+    agreement: dict[str, Agreement]
+    other_cores: float | None
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """This runtime against each peer, by medians; above 1 means that this runtime is faster."""
+        ours = self.speeds[OURS]
+        return {
+            name: {
+                "prefill": ours.prefill_tok_s.median / peer.prefill_tok_s.median,
+                "decode": ours.decode_tok_s.median / peer.decode_tok_s.median,
+            }
+            for name, peer in self.speeds.items()
+            if name != OURS
+        }
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of generate: seconds to the first token, seconds per further token, `[rows, new_tokens]`."""
+
+    first_token: float
+    step: float
+    tokens: Tensor
+
+
+class Clock(BaseStreamer):
+    """Notes when tokens arrive: generate() puts the prompt first, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to show."""
+
+
+def measure_case(
+    systems: Sequence[System], prompt_length: int, batch_size: int, new_tokens: int, rounds: int, prompts: PromptSource
+) -> Case:
+    """Warms every system up with a call of the same shape, then measures them in turn on the same fresh prompts."""
+    warm_up, compiled = {}, {}
+    for system in systems:
+        system.forget_shapes()
+    for system in systems:
+        before, start = compiled_frames(), time.perf_counter()
+        timed_call(system, prompts.draw(batch_size, prompt_length), new_tokens)
+        warm_up[system.name], compiled[system.name] = time.perf_counter() - start, compiled_frames() - before
+    calls: dict[str, list[Call]] = {system.name: [] for system in systems}
+    late = dict.fromkeys(calls, 0)
+    others = OtherProcesses()
+    for _ in range(rounds):
+        fresh = prompts.draw(batch_size, prompt_length)
+        for system in systems:
+            before = compiled_frames()
+            calls[system.name].append(timed_call(system, fresh, new_tokens))
+            late[system.name] += compiled_frames() - before
+    speeds = {
+        name: _speed(of_system, batch_size, prompt_length, warm_up[name], (compiled[name], late[name]))
+        for name, of_system in calls.items()
+    }
+    agreement = {name: agree(calls[OURS], of_peer) for name, of_peer in calls.items() if name != OURS}
+    return Case(batch_size, prompt_length, speeds, agreement, others.cores())
+
+
+def timed_call(system: System, prompts: Tensor, new_tokens: int) -> Call:
+    """Times one call through a streamer."""
+    clock = Clock()
+    start = time.perf_counter()
+    tokens = system.generate(prompts, new_tokens, clock)
+    arrived = clock.times[1:]
+    if len(arrived) != new_tokens:
+        raise RuntimeError(f"{system.name} streamed {len(arrived)} steps for {new_tokens} new tokens")
+    return Call(arrived[0] - start, (arrived[-1] - arrived[0]) / (new_tokens - 1), tokens)
+
+
+def _speed(calls: Sequence[Call], rows: int, prompt_length: int, warm_up: float, compiled: tuple[int, int]) -> Speed:
+    return Speed(
+        ttft_ms=Summary.of([call.first_token * 1000 for call in calls]),
+        prefill_tok_s=Summary.of([rows * prompt_length / call.first_token for call in calls]),
+        step_ms=Summary.of([call.step * 1000 for call in calls]),
+        decode_tok_s_per_row=Summary.of([1 / call.step for call in calls]),
+        decode_tok_s=Summary.of([rows / call.step for call in calls]),
+        warm_up_s=warm_up,
+        compiled_graphs=compiled,
+    )
+
+
+def agree(ours: Sequence[Call], peer: Sequence[Call]) -> Agreement:
+    """Compares the tokens of the same rounds."""
+    equal = torch.cat([a.tokens == b.tokens for a, b in zip(ours, peer, strict=True)])
+    return Agreement(equal.numel(), int(equal.sum()), len(equal), int(equal.all(dim=1).sum()))
+
+
+class PromptSource:
+    """Random token ids, never the same twice, so that no cache of prefixes can help."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, rows: int, length: int) -> Tensor:
+        return torch.randint(0, self._vocab_size, (rows, length), generator=self._generator)

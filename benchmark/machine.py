@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that is measured on: what it is and has, and whether others use it meanwhile. Imports torch late."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .output import warn
+
+
+# Cores that other processes may keep busy before a number is worth a warning.
+IDLE_LIMIT = 0.1
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers depend on besides the options."""
+    import torch
+    import transformers
+
+    import optimum_neuron
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": _cpu_model(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "optimum_neuron": optimum_neuron.__version__,
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+class OtherProcesses:
+    """What other processes take of the CPU from its construction on: all busy time less this process's own."""
+
+    def __init__(self) -> None:
+        self._start, self._busy = time.perf_counter(), _busy_seconds()
+
+    def cores(self) -> float | None:
+        """Cores kept busy by others, on average; None where the system does not tell."""
+        busy = _busy_seconds()
+        if self._busy is None or busy is None:
+            return None
+        return max(0.0, (busy - self._busy) / (time.perf_counter() - self._start))
+
+
+def _busy_seconds() -> float | None:
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return None
+    # user nice system idle iowait irq softirq steal: steal is what other machines on this host take
+    ticks = [int(word) for word in stat.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def warn_if_busy() -> None:
+    """Warns where other processes use the CPU now."""
+    others = OtherProcesses()
+    time.sleep(1)
+    cores = others.cores()
+    if cores is not None and cores > IDLE_LIMIT:
+        warn(
+            f"other processes keep {cores:.1f} cores busy; wait for an idle machine, or read the numbers as ratios at best"
+        )
+
+
+def check_vllm() -> None:
+    """Raises ImportError where this Python has no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            f"vLLM is not installed for {sys.executable}: run `make bench-vllm`, or this with the python of an environment "
+            f"that has vLLM and this package"
+        )
+
+
+def version_of(python: Path, package: str) -> str:
+    """The version of a package that an interpreter has.
+
+    Raises:
+        FileNotFoundError: there is no such interpreter.
+        ImportError: it does not have the package.
+    """
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ImportError(
+            f"{python} has no {package}; `python -m benchmark.http.serve --help` tells how to install it"
+        )
+    return done.stdout.strip()

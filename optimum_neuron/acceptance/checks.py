@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an artifact works on this machine's devices: does everything load there, and compute the right thing?
+
+A check returns what it measured, or raises; a failure is a result with its remedy, and the checks behind it go on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import time
+from dataclasses import asdict
+from functools import partial
+from threading import Timer
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..artifacts.artifact import Artifact
+from ..artifacts.find import is_from_hub
+from ..config import HLO_TARGETS, NEURON_TARGETS
+from ..graphs.spec import GREEDY, GraphSpec
+from ..graphs.step import example_inputs
+from ..runtime.golden import GOLDEN_NAME, Golden, replay
+from ..runtime.runner import Chunk, GraphRunner
+from ..targets import get_target
+from ..targets.neuron.lowering.requirements import check_reading
+from ..targets.neuron.sdk.devices import find_devices
+from .report import CheckError, Report
+
+
+# Largest difference of a logit to the host's, relative to the largest logit, by type: rounding of a whole model.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+MONITOR = "neuron-monitor"
+# Seconds that it may take for its first report.
+MONITOR_LIMIT_S = 60.0
+
+
+def check_artifact(artifact: Artifact, runs: int) -> Report:
+    """Runs all checks on an artifact of a Neuron target, or of hlo, on this machine.
+
+    Args:
+        runs: timed runs of each graph.
+
+    Raises:
+        ValueError: the artifact is for another target, or `runs` is below 1.
+        FileNotFoundError: it has no golden tokens.
+        ArtifactError: its golden tokens were changed after the export.
+        RuntimeError: this machine lacks what reads graphs in HLO.
+    """
+    golden = _check_asked(artifact, runs)
+    report = Report(
+        {
+            "torch": torch.__version__,
+            "devices": _devices(),
+            "target": artifact.target,
+            "config": artifact.config.to_dict(),
+            "data": artifact.manifest["target_data"],
+        }
+    )
+    report.run("compiler", lambda: _check_compiler(artifact))
+    runners: list[GraphRunner] = []
+    loaded = report.run("load", lambda: _load(artifact, runners))
+    one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
+    no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model cannot share a prefix"
+    for name, check, skipped in (
+        ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
+        ("chunks", lambda runner: _check_chunks(artifact, runner), ""),
+        ("neighbours", lambda runner: _check_neighbours(artifact, runner), one_slot),
+        ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_slot or no_reuse),
+        ("latency", lambda runner: _measure_latency(runner, runs), ""),
+        ("memory", lambda runner: _measure_memory(), _no_device_memory(artifact.target)),
+    ):
+        report.run(name, partial(check, *runners), skipped if loaded else "the artifact was not loaded")
+    return report
+
+
+def _check_asked(artifact: Artifact, runs: int) -> Golden:
+    """Refuses what cannot be checked; returns what the artifact should answer."""
+    if runs < 1:
+        raise ValueError(f"runs={runs} leaves nothing to take a time of; give at least 1")
+    if artifact.target not in HLO_TARGETS:
+        raise ValueError(
+            f"{artifact.path} was exported for {artifact.target}, and only what runs on Neuron devices is checked; export "
+            f"the model for one of {', '.join(HLO_TARGETS)}"
+        )
+    if GOLDEN_NAME not in artifact.manifest["files"]:
+        raise FileNotFoundError(
+            f"{artifact.path} has no {GOLDEN_NAME}, which holds what the exporting host answered; export the model again"
+        )
+    artifact.verify([GOLDEN_NAME])
+    check_reading()
+    return Golden.read(artifact.path)
+
+
+def _check_compiler(artifact: Artifact) -> dict[str, Any]:
+    from ..targets.neuron.lint.lint import installed_operators, lint_artifact
+
+    operators = installed_operators() if artifact.target in NEURON_TARGETS else None
+    findings = lint_artifact(artifact, operators=operators)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise CheckError("; ".join(str(finding) for finding in errors[:3]))
+    return {"graphs": len(artifact.graphs), "warnings": len(findings), "operators listed": len(operators or ())}
+
+
+def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:
+    start = time.perf_counter()
+    executable = get_target(artifact.target).load(
+        artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False
+    )
+    runners.append(GraphRunner(executable, artifact.config, artifact.graphs, artifact.model))
+    loaded = time.perf_counter()
+    runners[0].warm_up()
+    return {"load s": round(loaded - start, 2), "first runs s": round(time.perf_counter() - loaded, 2)}
+
+
+def _check_golden(golden: Golden, artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    steps = replay(runner, np.asarray(golden.prompt, dtype=np.int32), len(golden.tokens), golden.tokens)
+    tolerance, differences, wrong = TOLERANCE[artifact.config.dtype], [0.0], []
+    for index, (token, logits) in enumerate(steps):
+        candidates, expected = golden.candidates[index], torch.tensor(golden.logits[index])
+        scale = float(expected.abs().max())
+        if logits is not None:
+            differences.append(float((logits[candidates] - expected).abs().max()) / scale)
+        rival = candidates.index(token) if token in candidates else None
+        near = rival is not None and float(expected[0] - expected[rival]) <= tolerance * scale
+        if token != golden.tokens[index] and not near:
+            wrong.append(index)
+    worst = float(np.max(differences))  # NaN where one of them is
+    if wrong or not worst <= tolerance:
+        raise CheckError(
+            f"tokens {wrong} differ from the recorded ones, logits by {worst:.1e} (tolerance {tolerance:.0e})"
+        )
+    return {"tokens": len(steps), "largest difference": f"{worst:.1e}"}
+
+
+def _check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    size = runner.config.prefill_chunk_size
+    prompt = _prompt(artifact, min(size + size // 2 + 1, runner.config.sequence_length), seed=1)
+    logits = [_prefill(runner, 0, prompt, pieces) for pieces in (size, max(1, size // 2), max(1, size // 3))]
+    # The graph follows from a step's length; only where one chunk graph serves all is equality to the bit promised.
+    same = len(runner.family.kind("chunked_prefill")) == 1
+    _require_equal(logits, artifact, exact=same)
+    return {"boundaries": len(logits), "to the bit": same}
+
+
+def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    size = runner.config.prefill_chunk_size
+    prompt = _prompt(artifact, min(size, runner.config.sequence_length), seed=2)
+    rows = []
+    for seed in (3, 4):
+        runner.reset_all()
+        for slot in range(1, runner.config.batch_size):
+            _prefill(runner, slot, _prompt(artifact, 5 + slot, seed=seed), size)
+        rows.append(_prefill(runner, 0, prompt, size))
+    _require_equal(rows, artifact, exact=True)
+    return {"slots": runner.config.batch_size}
+
+
+def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    length = min(17, runner.config.sequence_length)
+    _prefill(runner, 0, _prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
+    runner.executable.copy_slot(0, 1, length)
+    for state in artifact.states():
+        tensor = runner.executable.read_state(state.name)
+        if not torch.equal(tensor[1, :, :length], tensor[0, :, :length]) or not tensor[0, :, :length].any():
+            raise CheckError(f"{state.name} of slot 1 is not that of slot 0")
+    return {"states": len(artifact.states())}
+
+
+def _require_equal(logits: list[torch.Tensor], artifact: Artifact, *, exact: bool) -> None:
+    worst = float(torch.stack([row - logits[0] for row in logits]).abs().max())  # NaN where one is
+    scale = float(logits[0].abs().max())
+    if not worst <= (0.0 if exact else TOLERANCE[artifact.config.dtype] * scale):
+        raise CheckError(f"logits differ by {worst:.1e}, the largest one is {scale:.1e}")
+
+
+def _prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
+    runner.reset(slot)
+    for start in range(0, len(prompt), pieces):
+        output = runner.prefill([Chunk(slot, prompt[start : start + pieces])])
+    assert output.chunk_logits is not None
+    return output.chunk_logits[0].clone()
+
+
+def _prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, artifact.model.vocab_size, length).astype(np.int32)
+
+
+def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
+    """Milliseconds per run of every graph, all rows at work and at the end of its context."""
+    medians = {}
+    for graph in runner.family:
+        inputs, times = _full_step(graph), []
+        for _ in range(runs):
+            start = time.perf_counter()
+            runner.executable.run(graph.name, inputs)
+            times.append((time.perf_counter() - start) * 1000)
+        medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
+    runner.reset_all()  # what the runs wrote is of no use
+    return medians
+
+
+def _full_step(graph: GraphSpec) -> list[torch.Tensor]:
+    """Inputs of a step at the end of the context: chunk rows fill the first slots, the others decode."""
+    inputs = dict(zip((spec.name for spec in graph.inputs()), example_inputs(graph.inputs()), strict=True))
+    chunk_rows = graph.ctx_batch_size if graph.has_chunk else 0
+    if graph.has_decode:
+        inputs["decode.position_ids"][:chunk_rows] = -1
+        inputs["decode.position_ids"][chunk_rows:] = graph.context_length - 1
+    if graph.has_chunk:
+        inputs["chunk.position_ids"][:] = torch.arange(graph.context_length - graph.chunk_size, graph.context_length)
+        inputs["chunk.seq_ids"][:] = torch.arange(chunk_rows)
+    for name, tensor in inputs.items():
+        if name.endswith("sampling_params"):
+            tensor[:] = torch.tensor(GREEDY)
+    return list(inputs.values())
+
+
+def _no_device_memory(target: str) -> str:
+    """Why device memory cannot be told here; empty where it can."""
+    if target not in NEURON_TARGETS:
+        return f"target {target} has no device"
+    if shutil.which(MONITOR) is None:
+        return f"there is no {MONITOR} on PATH; it is part of aws-neuronx-tools"
+    return ""
+
+
+def _measure_memory() -> dict[str, Any]:
+    """What all processes have in use on the devices, from the tool's first report."""
+    with subprocess.Popen([MONITOR], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        timer = Timer(MONITOR_LIMIT_S, process.kill)
+        timer.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            timer.cancel()
+            process.kill()
+    if not line:
+        raise CheckError(f"{MONITOR} reported nothing within {MONITOR_LIMIT_S:.0f} s")
+    used = [
+        entry["report"]["memory_used"]["neuron_runtime_used_bytes"]["neuron_device"]
+        for entry in json.loads(line)["neuron_runtime_data"]
+    ]
+    return {"device GB": round(sum(used) / 1e9, 2)}
+
+
+def _devices() -> dict[str, Any] | None:
+    found = find_devices()
+    return None if found is None else asdict(found)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What acceptance checks come to: results in their order, each failure with its remedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+
+# By check, in the order in which they run: what to do where one fails.
+REMEDIES = {
+    "compiler": "install neuronx-cc from AWS's Neuron repository, or report the operators that it does not list",
+    "load": "check neuron-ls, NEURON_RT_VISIBLE_CORES and that the SDK is the one that compiled the artifact",
+    "golden": "export with --dtype float32 to tell rounding from a fault, then with one layer fewer each time to find it",
+    "chunks": "a graph is not deterministic or its scatter is wrong: report it with the JSON of this check",
+    "neighbours": "a row reads another row's cache: report it with the JSON of this check",
+    "slot copy": "the copy_slot graph is wrong: turn off prefix reuse and report it with the JSON of this check",
+    "latency": "compare with optimum-cli neuron estimate; a graph far above it wants other compiler flags",
+    "memory": "compare with optimum-cli neuron estimate; install aws-neuronx-tools for neuron-monitor",
+}
+
+
+class CheckError(Exception):
+    """A check ran, and found a wrong result."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one check.
+
+    Attributes:
+        values: what it measured, by name.
+        problem: what was wrong, or why it was skipped.
+        remedy: what to do where it failed.
+    """
+
+    name: str
+    status: Literal["passed", "failed", "skipped"]
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass
+class Report:
+    """All results, and what they depend on."""
+
+    facts: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.status != "failed" for result in self.results)
+
+    def run(self, name: str, check: Callable[[], dict[str, Any]], skipped: str = "") -> bool:
+        """Runs a check, unless there is a reason to skip it; returns whether it passed."""
+        if skipped:
+            self.results.append(Result(name, "skipped", problem=skipped))
+            return False
+        start = time.perf_counter()
+        try:
+            result = Result(name, "passed", values=check())
+        except Exception as error:  # whatever a device or a driver raises is a finding of this report
+            result = Result(name, "failed", problem=f"{type(error).__name__}: {error}", remedy=REMEDIES[name])
+        self.results.append(replace(result, seconds=time.perf_counter() - start))
+        return result.status == "passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"passed": self.passed, **asdict(self)}

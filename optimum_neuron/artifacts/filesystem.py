@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the writer asks of a file system: to swap two folders in one step, to keep what is written, to name a full disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# A C library, kernel or file system without it (NFS has none), and sandboxes that forbid what they do not know.
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def exchange(left: Path, right: Path) -> bool:
+    """Swaps what two paths name, so that at no time either names nothing; False, and nothing is done, where that is not to be had.
+
+    Raises:
+        OSError: one of them is not there, or may not be moved.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    paths = [ctypes.c_char_p(os.fsencode(path)) for path in (left, right)]
+    status = libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE))
+    number = ctypes.get_errno()
+    if status != 0 and number not in _UNSUPPORTED:
+        raise OSError(number, os.strerror(number), str(left), None, str(right))
+    return status == 0
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, would survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted at a real path, be it a folder of the same file system."""
+    if os.path.ismount(folder):
+        return True
+    if not _MOUNTS.is_file():
+        return False
+    # A blank, tab, line feed or backslash of a path is written in octal.
+    name = os.fsencode(folder)
+    for code in (b"\\", b" ", b"\t", b"\n"):
+        name = name.replace(code, b"\\%03o" % ord(code))
+    return any(line.split(b" ")[4] == name for line in _MOUNTS.read_bytes().splitlines())
+
+
+@contextmanager
+def explained_full_disk(folder: Path, remedy: str) -> Iterator[None]:
+    """Raises an OSError about a full disk again as one sentence that names the folder and ends with `remedy`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Without a number: the text of an OSError that has one is not its message alone.
+        raise OSError(f"no space is left on the disk of {folder}; free some, or {remedy}") from error

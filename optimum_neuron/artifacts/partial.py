@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders for unfinished work, each locked by who works there: what a killed process left is known by its free lock.
+
+The lock is flock's, on a file in the folder. The system frees it however a process ends, and it holds between containers and, over
+NFS, between machines, where process ids say nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+LOCK_NAME = "lock"
+
+
+@contextmanager
+def locked_folder(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Holds a folder, made if need be, for this one holder; at the end it goes, if nothing but its lock is left in it.
+
+    Args:
+        wait: until whoever holds it is done.
+
+    Raises:
+        BlockingIOError: it is held, by another process or thread, and `wait` is not set.
+        OSError: its file system has no locks.
+    """
+    lock = _acquire(folder, wait)
+    try:
+        yield
+    finally:
+        # Whoever waits for this very file sees that it has gone, and starts again with a new one.
+        (folder / LOCK_NAME).unlink(missing_ok=True)
+        os.close(lock)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def partial_folder(parent: Path, stem: str) -> Iterator[Path]:
+    """Yields a new folder `parent/.<stem>.partial-<random>`; whatever is left of it is removed at the end.
+
+    Those that killed processes left are removed first.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for abandoned in parent.glob(f".{glob.escape(stem)}.partial-*"):
+        with suppress(BlockingIOError), locked_folder(abandoned):
+            clear_folder(abandoned)
+    folder = parent / f".{stem}.partial-{secrets.token_hex(8)}"
+    with locked_folder(folder):
+        try:
+            yield folder
+        finally:
+            clear_folder(folder)
+
+
+def clear_folder(folder: Path) -> None:
+    """Removes what a locked folder holds beside its lock, as far as that is possible."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != LOCK_NAME:
+            entry.unlink(missing_ok=True)
+
+
+def _acquire(folder: Path, wait: bool) -> int:
+    """The descriptor of the folder's locked lock file."""
+    path = folder / LOCK_NAME
+    while True:
+        try:
+            folder.mkdir(exist_ok=True)
+            # Writable, which flock over NFS asks for.
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue  # its last holder has just removed the folder
+        except FileExistsError:
+            if folder.is_file():
+                raise
+            continue  # the same, after mkdir found it and before it looked what it is
+        try:
+            _flock(lock, folder, wait)
+            if _is_file(lock, path):
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _flock(lock: int, folder: Path, wait: bool) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"the file system of {folder} has no locks ({os.strerror(error.errno or 0)}), which keep two processes from "
+            f"writing there at once; name a folder on another one, or mount it with locks"
+        ) from error
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON that came from elsewhere: parsed strictly, and its values checked for types and ranges before any is used.
+
+A check takes a value's name and the value, and raises a ValueError that says both and what belongs there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+
+Check = Callable[[str, object], None]
+
+# Positions, slots and ids are int32 in every graph: nothing that they count is larger.
+LARGEST = 2**31 - 1
+# Far above any document of an artifact: a larger one is not read into memory.
+LARGEST_DOCUMENT = 64 << 20
+_SHOWN = 60
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: it is too large to be one, or none.
+    """
+    size = path.stat().st_size
+    if size > LARGEST_DOCUMENT:
+        raise ValueError(f"it has {size:,} bytes, more than {LARGEST_DOCUMENT:,}")
+    return parse_object(path.read_bytes())
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """A JSON object in which no name occurs twice and every number is finite.
+
+    Raises:
+        ValueError: the bytes are none.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_members, parse_constant=_not_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {_a(value)}, not an object")
+    return value
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {shown(twice)} occurs twice")
+    return members
+
+
+def _not_finite(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def first_difference(found: Any, expected: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first place at which two values differ, as JSON has them, with what stands there in both.
+
+    A field that only one of two objects has says nothing.
+    """
+    if isinstance(found, dict) and isinstance(expected, dict):
+        prefix = f"{name}." if name else ""
+        members = [(f"{prefix}{key}", found[key], value) for key, value in expected.items() if key in found]
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple) and len(found) == len(expected):
+        members = [(f"{name}[{index}]", *pair) for index, pair in enumerate(zip(found, expected, strict=True))]
+    else:
+        same = type(found) is type(expected) and found == expected
+        return None if same else (name, found, expected)
+    differences = (first_difference(one, other, inner) for inner, one, other in members)
+    return next((each for each in differences if each is not None), None)
+
+
+def shown(value: object) -> str:
+    """A value in one short line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def whole(least: int, most: int = LARGEST) -> Check:
+    """A whole number of a range."""
+
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} is {shown(value)}, not a whole number")
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {shown(value)}, which is not within {least} and {most}")
+
+    return check
+
+
+def text(pattern: str = r"[^\x00-\x1f\x7f\ud800-\udfff]*") -> Check:
+    """A text that is all of a pattern; by default any without control characters."""
+    compiled = re.compile(pattern)
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {shown(value)}, not a text")
+        if not compiled.fullmatch(value):
+            raise ValueError(f"{name} is {shown(value)}, which is not of the form {pattern}")
+
+    return check
+
+
+def choice(values: Collection[str]) -> Check:
+    """One of some texts."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(values)}")
+
+    return check
+
+
+def optional(each: Check) -> Check:
+    """A value or null."""
+
+    def check(name: str, value: object) -> None:
+        if value is not None:
+            each(name, value)
+
+    return check
+
+
+def listed(each: Check) -> Check:
+    """A list of alike values."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, list):
+            raise ValueError(f"{name} is {_a(value)}, not a list")
+        for index, member in enumerate(value):
+            each(f"{name}[{index}]", member)
+
+    return check
+
+
+TEXT: Check = text()
+
+
+def anything(name: str, value: object) -> None:
+    """Any value: one that is only compared."""
+
+
+def named(each: Check) -> Check:
+    """An object of alike values under names that are not known beforehand."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {_a(value)}, not an object")
+        for member, inner in value.items():
+            TEXT(f"a name in {name}", member)
+            each(f"{name}[{shown(member)}]", inner)
+
+    return check
+
+
+def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = None, *, closed: bool = False) -> Check:
+    """An object with fields.
+
+    Args:
+        required: fields that it must have.
+        others: fields that it may have.
+        closed: whether it may have no further ones.
+    """
+    known = {**required, **(others or {})}
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {_a(value)}, not an object")
+        for field in required:
+            if field not in value:
+                raise ValueError(f"{name} lacks {field}")
+        for field, inner in value.items():
+            if field in known:
+                known[field](f"{name}.{field}", inner)
+            elif closed:
+                raise ValueError(f"{name} has {shown(field)}, which is none of {', '.join(known)}")
+
+    return check
+
+
+def _a(value: object) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header of a safetensors file: which tensors it holds, and where; checked before a byte of them is used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+
+from .artifact import ArtifactError
+from .schema import TEXT, Check, choice, listed, named, parse_object, record, shown, whole
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+# As in the safetensors library.
+_LARGEST_HEADER = 100_000_000
+_MOST_DIMENSIONS = 16
+_LENGTH_BYTES = 8
+_LARGEST = 2**63 - 1
+_SIZE: Check = whole(0, _LARGEST)
+_ENTRY = record({"dtype": choice(DTYPES), "shape": listed(_SIZE), "data_offsets": listed(_SIZE)}, closed=True)
+
+
+class Stored(Protocol):
+    """A tensor, or what a file of weights says of it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; `start` and `stop` are offsets into the bytes behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """What a file holds by name, told by its header alone.
+
+    Raises:
+        ArtifactError: it is no safetensors file.
+    """
+    with path.open("rb") as file:
+        head = read_head(file, path)
+    return parse_head(head, path)
+
+
+def read_head(file: BinaryIO, path: Path) -> bytes:
+    """The bytes before those of tensors: the header's length, and the header.
+
+    Raises:
+        ArtifactError: there are fewer bytes than it says.
+    """
+    head = file.read(_LENGTH_BYTES)
+    length = int.from_bytes(head, "little")
+    if len(head) < _LENGTH_BYTES or length > min(path.stat().st_size - _LENGTH_BYTES, _LARGEST_HEADER):
+        raise ArtifactError(
+            f"{path} is no safetensors file: its header claims {length:,} bytes; export the model again"
+        )
+    return head + file.read(length)
+
+
+def parse_head(head: bytes, path: Path) -> dict[str, StoredTensor]:
+    """The tensors that a file's head describes.
+
+    Raises:
+        ArtifactError: it is none, or its tensors are not all of the file's bytes, each of them once.
+    """
+    try:
+        header = parse_object(head[_LENGTH_BYTES:])
+        named(TEXT)("__metadata__", header.pop("__metadata__", {}))
+        tensors = {name: _tensor(name, entry) for name, entry in header.items()}
+        _check_places(tensors, path.stat().st_size - len(head))
+    except ValueError as error:
+        raise ArtifactError(f"{path} has a header that cannot be read: {error}; export the model again") from error
+    return tensors
+
+
+def _tensor(name: str, entry: object) -> StoredTensor:
+    what = f"tensor {shown(name)}"
+    _ENTRY(what, entry)
+    assert isinstance(entry, dict)
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], DTYPES[entry["dtype"]]
+    countable = math.prod(max(size, 1) for size in shape) * dtype.itemsize <= _LARGEST
+    if len(offsets) != 2 or len(shape) > _MOST_DIMENSIONS or not countable:
+        raise ValueError(f"{what} has the shape {shown(shape)} and the offsets {shown(offsets)}")
+    size = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != size:
+        raise ValueError(
+            f"{what} is at {shown(offsets)}, and {entry['dtype']} {shown(shape)} takes {shown(size)} bytes"
+        )
+    return StoredTensor(dtype, tuple(shape), *offsets)
+
+
+def _check_places(tensors: dict[str, StoredTensor], size: int) -> None:
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != end:
+            raise ValueError(f"tensor {shown(name)} begins at {tensor.start:,}, and the one before it ends at {end:,}")
+        end = tensor.stop
+    if end != size:
+        raise ValueError(f"its tensors take {end:,} bytes, and the file holds {size:,}")

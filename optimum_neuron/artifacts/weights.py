@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of an artifact: written with safetensors, read into one block of memory while their digest is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..graphs.spec import TensorSpec
+from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
+
+
+_ALIGNMENT = 64
+_PIECE = 8 << 20
+_Stored = TypeVar("_Stored")
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers of a model under the names that its step graphs use, tied ones under every name."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
+    """Writes `weights/model.safetensors`; returns the tied names: alias to stored name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    stored: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    unique, tied = {}, {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in stored:
+            tied[name] = stored[key]
+        else:
+            stored[key] = name
+            unique[name] = tensor.contiguous()
+    _save(unique, folder / WEIGHTS_NAME)
+    return tied
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{path} cannot be written ({error}); name another folder") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    path.chmod(mode)  # safetensors keeps a file to its owner, whatever the umask; a server may run as another user
+
+
+def rank_weights_name(rank: int, world_size: int) -> str:
+    """The manifest name of one rank's weights."""
+    return WEIGHTS_NAME if world_size == 1 else f"{WEIGHTS_FOLDER}/tp{rank}.safetensors"
+
+
+def read_weights(artifact: Artifact) -> dict[str, Tensor]:
+    """All tensors of an artifact's one file of weights by name, tied names included, as views of one block of memory.
+
+    Raises:
+        ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks.
+    """
+    path = artifact.file(WEIGHTS_NAME)
+    with path.open("rb") as file:
+        head = read_head(file, path)
+        digest = hashlib.sha256(head)
+        size = path.stat().st_size - len(head)
+        block = _allocate(size)
+        view = memoryview(block.numpy().data)[:size]
+        for start in range(0, size, _PIECE):
+            piece = view[start : start + _PIECE]
+            file.readinto(piece)
+            digest.update(piece)
+    artifact.check_digest(WEIGHTS_NAME, digest.hexdigest())
+    tensors = {name: _view(block, stored) for name, stored in parse_head(head, path).items()}
+    return _with_tied(tensors, artifact)
+
+
+def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
+    """Type and shape of every tensor that `read_weights` returns.
+
+    Raises:
+        ArtifactError: the file is no safetensors file, or weights are tied to what it lacks.
+    """
+    return _with_tied(stored_tensors(artifact.file(WEIGHTS_NAME)), artifact)
+
+
+def _with_tied(tensors: dict[str, _Stored], artifact: Artifact) -> dict[str, _Stored]:
+    """The tensors of a file of weights, and tied ones under every name."""
+    path = artifact.path / WEIGHTS_NAME
+    for alias, stored in artifact.tied_weights.items():
+        if stored not in tensors:
+            raise ArtifactError(f"{path} lacks {stored}, which the manifest ties weights to; export the model again")
+        if alias in tensors:
+            raise ArtifactError(f"{path} holds {alias}, which the manifest ties to {stored}; export the model again")
+    return tensors | {alias: tensors[stored] for alias, stored in artifact.tied_weights.items()}
+
+
+def check_memory(specs: Sequence[TensorSpec]) -> None:
+    """Raises ValueError where states are larger than all memory of this machine."""
+    needed = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
+    memory = _memory()
+    if needed > memory:
+        raise ValueError(
+            f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
+            f"with a smaller batch_size or sequence_length"
+        )
+
+
+def _memory() -> int:
+    """Bytes of memory and swap, or what a process can address where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+
+
+def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Zeroed KV state tensors by name, in one block.
+
+    Raises:
+        ValueError: they are larger than all memory of this machine.
+    """
+    check_memory(specs)
+    dtypes = [getattr(torch, spec.dtype) for spec in specs]
+    sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
+    block, states, start = _allocate(sum(sizes)), {}, 0
+    for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
+        used = math.prod(spec.shape) * dtype.itemsize
+        states[spec.name] = block[start : start + used].view(dtype).view(spec.shape)
+        start += size
+    return states
+
+
+def _allocate(size: int) -> Tensor:
+    """Zeroed bytes on huge pages where the system has them: fewer TLB misses when every weight is read each step."""
+    block = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)[:size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(block: Tensor, stored: StoredTensor) -> Tensor:
+    piece = block[stored.start : stored.stop]
+    # safetensors packs tensors of falling alignment, so only an odd-sized neighbour can leave one unaligned.
+    aligned = stored.start % stored.dtype.itemsize == 0
+    return (piece if aligned else piece.clone()).view(stored.dtype).view(stored.shape)

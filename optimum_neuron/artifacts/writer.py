@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes an artifact folder, all or nothing: files gather in a locked folder beside it, and take their place in one step.
+
+.<output>.partial/lock        held by the one process that writes to <output>
+.<output>.partial/new         what is being written; nobody misses it
+.<output>.partial/replaced    a whole artifact: the one that is being replaced, or is about to replace another
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.digest import file_sha256
+from .artifact import FORMAT, MANIFEST_NAME, OWNED_FOLDERS, Artifact, format_version
+from .filesystem import exchange, explained_full_disk, is_mount_point, sync
+from .partial import LOCK_NAME, locked_folder
+
+
+_NEW, _REPLACED = "new", "replaced"
+
+
+class ArtifactWriter:
+    """An artifact that is being written; made by `write_artifact`."""
+
+    def __init__(self, path: Path, output: Path, overwrite: bool) -> None:
+        self.path = path
+        self._output = output
+        self._overwrite = overwrite
+
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """Writes the manifest with the digest of every file, last, and moves the folder to its place.
+
+        Raises:
+            FileExistsError: what may not be replaced has meanwhile appeared there.
+        """
+        names = sorted(entry.relative_to(self.path).as_posix() for entry in self.path.rglob("*") if entry.is_file())
+        files = {
+            name: {"sha256": file_sha256(self.path / name), "size": (self.path / name).stat().st_size}
+            for name in names
+        }
+        document = {"format": FORMAT, "format_version": format_version(manifest["model"]), **manifest, "files": files}
+        text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+        (self.path / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        for folder in OWNED_FOLDERS:
+            if not any((self.path / folder).iterdir()):
+                (self.path / folder).rmdir()
+        # What is replaced is removed: until its successor is on the disk, a crash of the machine would lose both.
+        for path in (*self.path.rglob("*"), self.path):
+            sync(path)
+        _check_taken(self._output, overwrite=self._overwrite)
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._output.is_dir():
+            _keep_access(self._output, self.path)
+        if (self._output / MANIFEST_NAME).is_file():
+            replaced = self.path.with_name(_REPLACED)
+            self.path.rename(replaced)
+            if not exchange(replaced, self._output):
+                replaced.rename(self.path)
+                self._output.rename(replaced)
+                self.path.rename(self._output)
+        else:
+            with _explained_files(self._output):
+                self.path.rename(self._output)  # which replaces an empty folder, and no other
+        with suppress(PermissionError):  # a folder that takes files but does not list them
+            sync(self._output.parent)
+
+
+@contextmanager
+def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[ArtifactWriter]:
+    """Yields a writer; an artifact appears at `output` only when its `commit` returns.
+
+    A folder keeps its permissions, and what it holds beside an artifact that is replaced.
+
+    Raises:
+        FileExistsError: `output` exists and may not be replaced, or another process writes to it; before anything is written.
+        NotADirectoryError: `output` is a file.
+        OSError: the disk is full.
+    """
+    check_output(output, overwrite=overwrite)
+    output = _real(output)
+    with explained_full_disk(output.parent, "name an output folder on another disk"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _work_folder(output) as work:
+            _check_taken(output, overwrite=overwrite)
+            for folder in (_NEW, *(f"{_NEW}/{owned}" for owned in OWNED_FOLDERS)):
+                (work / folder).mkdir()
+            yield ArtifactWriter(work / _NEW, output, overwrite)
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Raises where an artifact may not be written to `output`; puts back what a killed process was replacing there.
+
+    Raises:
+        FileExistsError: it is taken, or a mount point, or another process writes to it.
+        NotADirectoryError: it is a file.
+        PermissionError: its parent may not be written to.
+    """
+    output = _real(output)
+    if is_mount_point(output):
+        raise FileExistsError(
+            f"{output} is a mount point, which cannot be replaced as a whole; name a folder below it"
+        )
+    if _work_path(output).is_dir():
+        with _work_folder(output):
+            pass
+    _check_taken(output, overwrite=overwrite)
+    parent = next(folder for folder in output.parents if folder.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{parent} is a file; name a folder for the artifact")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{parent} may not be written to; name another folder")
+
+
+def copy_artifact(artifact: Artifact, folder: Path) -> None:
+    """Copies an artifact's files into a folder that has the owned folders.
+
+    Raises:
+        ArtifactError: a file is not the one that the manifest lists: it was changed, or the artifact replaced.
+    """
+    for name in artifact.manifest["files"]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(artifact.path / name, folder / name)
+        artifact.check_digest(name, file_sha256(folder / name))
+
+
+def _real(output: Path) -> Path:
+    """Where `output` is: a link stays, and what it leads to is replaced."""
+    return Path(os.path.realpath(output))
+
+
+def _check_taken(output: Path, *, overwrite: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"{output} is a file; name a folder for the artifact")
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not (output / MANIFEST_NAME).is_file():
+        raise FileExistsError(f"{output} is not empty and holds no artifact; name another folder")
+    if not overwrite:
+        raise FileExistsError(f"{output} already holds an artifact; pass --overwrite (overwrite=True) to replace it")
+
+
+def _work_path(output: Path) -> Path:
+    return output.with_name(f".{output.name}.partial")
+
+
+@contextmanager
+def _work_folder(output: Path) -> Iterator[Path]:
+    """Holds the one folder in which an artifact for `output` is made; settles what is in it before and afterwards."""
+    work = _work_path(output)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(work))
+        except BlockingIOError:
+            raise FileExistsError(
+                f"another process is writing an artifact to {output}; wait for it, or name another folder"
+            ) from None
+        foreign = sorted({entry.name for entry in work.iterdir()} - {LOCK_NAME, _NEW, _REPLACED})
+        if foreign:
+            raise FileExistsError(f"{work / foreign[0]} is in the way of an export to {output}; move it")
+        stack.callback(_settle, work, output)
+        _settle(work, output)
+        yield work
+
+
+def _settle(work: Path, output: Path) -> None:
+    """Puts back what was replaced where nothing has taken its place, and removes the rest."""
+    new, replaced = work / _NEW, work / _REPLACED
+    if os.path.lexists(replaced):
+        try:
+            replaced.rename(output)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _move_foreign(replaced, output, _own_names(replaced) | _own_names(output))
+            shutil.rmtree(new, ignore_errors=True)
+            replaced.rename(new)  # half removed, it would be no artifact to put back
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def _own_names(folder: Path) -> set[str]:
+    """The files of an artifact, as far as its manifest can be read."""
+    names = {MANIFEST_NAME, *OWNED_FOLDERS}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        names |= set(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["files"])
+    return names
+
+
+def _move_foreign(old: Path, new: Path, own: set[str], prefix: str = "") -> None:
+    """Moves what somebody put into a replaced artifact into its successor."""
+    for entry in sorted(old.iterdir()):
+        name, place = prefix + entry.name, new / entry.name
+        if name in own:
+            continue
+        if entry.is_dir() and not entry.is_symlink() and place.is_dir():
+            _move_foreign(entry, place, own, f"{name}/")
+        elif not os.path.lexists(place):
+            entry.rename(place)
+
+
+def _keep_access(old: Path, new: Path) -> None:
+    """Gives a folder the permissions, and where that is allowed the owner, of the one that it replaces."""
+    status = old.stat()
+    with suppress(PermissionError):
+        os.chown(new, status.st_uid, status.st_gid)
+    new.chmod(status.st_mode & 0o7777)
+
+
+@contextmanager
+def _explained_files(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(
+            f"{output} was filled by somebody else while its artifact was made; name another folder"
+        ) from error

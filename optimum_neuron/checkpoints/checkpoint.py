@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint comes from (Hub, folder, GGUF file) and how it becomes a transformers model with our attention."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ..errors import first_line
+from ..graphs.checks.parity import describe_nonfinite
+from ..graphs.interface import ATTENTION_NAME, set_implementation
+from .files import (
+    CODE_FILES,
+    VERBATIM,
+    check_documents,
+    check_generation_config,
+    check_weight_files,
+    copy_files,
+    describes_another,
+    read_object,
+    replace_tokenizer,
+    write_config,
+)
+from .gguf import TOKENS_KEY, GgufHeader, read_header
+from .hub import download, refuse_revision
+from .language_model import find_text_config, is_multimodal, multimodal_class, take_text_part
+from .quantized import dequantizing, refuse_quantized
+from .read import cast_model, read_model
+from .sizes import check_describes_weights, check_sizes
+from .tokenizer import check_tokenizer, load_tokenizer, save_tokenizer
+
+
+WEIGHT_FILES = ("*.safetensors", "*.index.json")
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class Adapter(Protocol):
+    """A change of a model's weights, as `adapters.PeftAdapter`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def merge(self, model: PreTrainedModel) -> PreTrainedModel: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the local disk.
+
+    Attributes:
+        folder: holds the checkpoint's files.
+        gguf_file: name of the GGUF file in `folder`, if the checkpoint is one.
+        source: what the user named, kept for the record.
+    """
+
+    folder: Path
+    gguf_file: str | None
+    source: str
+    trust_remote_code: bool
+
+    def load_config(self) -> PreTrainedConfig:
+        """The config of the language model, which is a part of a multimodal checkpoint's.
+
+        Raises:
+            ValueError: the checkpoint is not one that transformers knows as a decoder, or is quantized.
+            FileNotFoundError: its config cannot be read.
+        """
+        config = copy.deepcopy(self._whole_config)
+        if self.gguf_file is None:
+            refuse_quantized(config, self.source)
+        text_config = config if self._runs_own_code(config) else find_text_config(config, self.source)
+        if text_config.dtype is None:
+            text_config.dtype = config.dtype
+        if hasattr(text_config, "quantization_config"):
+            del text_config.quantization_config  # the weights will be plain
+        return text_config
+
+    def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
+        """Raises ValueError where a sequence is longer than the model's positions."""
+        text_config = model_config.get_text_config(decoder=True)
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if longest is not None and 0 < longest < sequence_length:  # -1 where there is no limit
+            raise ValueError(
+                f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
+                f"lower --sequence-length"
+            )
+
+    def resolve_dtype(self, model_config: PreTrainedConfig, dtype: str) -> str | None:
+        """torch's name of the type of the weights: as asked, or for "auto" the config's; None where it names none."""
+        if dtype != "auto":
+            return dtype
+        if self.gguf_file is not None or model_config.dtype is None:
+            return None
+        return str(model_config.dtype).removeprefix("torch.")
+
+    def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
+        """The language model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one.
+
+        Args:
+            adapters: merged one after another, in float32.
+
+        Raises:
+            ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
+            FileNotFoundError: there are no weights, or a file of them is missing.
+        """
+        self._check_weights()
+        wanted = self.resolve_dtype(self.load_config(), dtype)
+        config = self._whole_config
+        multimodal = is_multimodal(config) and not self._runs_own_code(config)
+        options = self._weight_options(config, wanted, exact=bool(adapters))
+        # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
+        attention = "eager" if multimodal or adapters else ATTENTION_NAME
+        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
+        read = read_model(auto, self.folder, self.source, attention, config, options)
+        model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
+        nonfinite = describe_nonfinite(model) if multimodal or adapters else None
+        if nonfinite:  # comparing before and after would blame what is done in between
+            raise ValueError(f"{self.source}: {nonfinite}")
+        if adapters:
+            model = model.float()
+        for adapter in adapters:
+            model = adapter.merge(model)
+        if adapters or (self.gguf_file is None and "quantization_config" in options):
+            model = cast_model(model, target, "eager" if multimodal else ATTENTION_NAME)
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        if multimodal:
+            model = take_text_part(model, self.source)
+            set_implementation(model, ATTENTION_NAME)
+        read.check_complete(tensors, model)
+        return model.eval().requires_grad_(False)
+
+    def check_verbatim(self, adapters: Sequence[Adapter] = ()) -> None:
+        """Reads once what `write_verbatim` will write: what no program could read in an artifact is told before it is made.
+
+        Raises:
+            ValueError: the generation config or the tokenizer cannot be read.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            if self.gguf_file is not None:
+                self._write_described(self.load_config(), folder)
+            else:
+                copy_files(self.folder, folder, with_code=self.trust_remote_code)
+                check_generation_config(folder, self.source)
+            for adapter in adapters:
+                replace_tokenizer(adapter.folder, folder)
+            check_tokenizer(folder, self.source, trust_remote_code=self.trust_remote_code)
+
+    def write_verbatim(self, model: PreTrainedModel, folder: Path, adapters: Sequence[Adapter] = ()) -> None:
+        """Puts config, generation config and tokenizer into `folder`.
+
+        They are copied, except for what the checkpoint's files do not tell of the exported model, which transformers writes.
+        """
+        if self.gguf_file is not None:
+            write_config(model, folder)
+            self._write_described(model.config, folder)
+        else:
+            copy_files(self.folder, folder, with_code=self.trust_remote_code)
+            if adapters or describes_another(folder, model):
+                write_config(model, folder)
+        for adapter in adapters:
+            replace_tokenizer(adapter.folder, folder)
+
+    def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
+        """What a GGUF file tells beside the model."""
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        if self._gguf_tokenizer is not None:
+            save_tokenizer(self._gguf_tokenizer, folder)
+
+    @cached_property
+    def _gguf(self) -> GgufHeader | None:
+        return None if self.gguf_file is None else read_header(self.folder / self.gguf_file)
+
+    @cached_property
+    def _gguf_tokenizer(self) -> Any:
+        """The tokenizer of a GGUF file that has one; it takes long to make."""
+        if self._gguf is None or TOKENS_KEY not in self._gguf.values:
+            return None
+        return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+
+    def _check_weights(self) -> None:
+        """Before any is read: whether they are all there, and as many as the config asks for."""
+        stored = check_weight_files(self.folder, self.source) if self._gguf is None else self._gguf.stored
+        check_describes_weights(self.load_config(), stored, self.source, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _whole_config(self) -> PreTrainedConfig:
+        """As transformers reads it, once; not to be changed."""
+        if self._gguf is not None:
+            check_sizes(self._gguf.sizes(), self.source)
+        else:
+            check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
+        try:
+            return AutoConfig.from_pretrained(self.folder, **self._options())
+        except OSError as error:
+            raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
+        except Exception as error:  # of a class's own code, and of the checks that transformers has it make
+            if not self.trust_remote_code and self.gguf_file is None and self._brings_code():
+                raise ValueError(
+                    f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
+                    f"(trust_remote_code=True) to run it"
+                ) from error
+            raise ValueError(
+                f"{self.source}: its config cannot be used ({first_line(error)}); correct it, or download it again"
+            ) from error
+
+    def _brings_code(self) -> bool:
+        return "auto_map" in read_object(self.folder / "config.json")
+
+    def _runs_own_code(self, config: PreTrainedConfig) -> bool:
+        return self.trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
+
+    def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
+        """What transformers is told to load weights by; `exact`: as they are, or wider."""
+        options = self._options()
+        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
+        if self.gguf_file is None:
+            quantization = dequantizing(config)
+            return options if quantization is None else options | {"quantization_config": quantization}
+        if dtype is None:
+            options["dtype"] = torch.float32
+        # transformers keeps GGUF weights packed from the version that has this class on; graphs need them plain.
+        if hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        return options
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.gguf_file is not None:
+            options["gguf_file"] = self.gguf_file
+        return options
+
+
+def find_checkpoint(
+    model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool, **hub: Any
+) -> Checkpoint:
+    """Resolves a Hub id, a folder or a .gguf file; a Hub repository is downloaded into the usual cache.
+
+    Args:
+        hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
+
+    Raises:
+        ValueError: a revision of a local path, or an adapter in the place of a checkpoint.
+        FileNotFoundError: nothing of that name exists, here or on the Hub.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        refuse_revision(path, revision)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        return Checkpoint(path.parent, path.name, str(model), trust_remote_code)
+    if path.is_file():
+        raise FileNotFoundError(
+            f"{path} is a file of another kind; name a checkpoint folder, a .gguf file or a Hub id"
+        )
+    if path.is_dir():
+        check_documents(path)
+        _refuse_adapter(path, str(model))
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
+        return Checkpoint(path, None, str(model), trust_remote_code)
+    patterns = [*VERBATIM, *WEIGHT_FILES, *(CODE_FILES if trust_remote_code else ())]
+    folder = download(str(model), patterns, revision=revision, token=token, **hub)
+    check_documents(folder)
+    _refuse_adapter(folder, str(model))
+    return Checkpoint(folder, None, str(model), trust_remote_code)
+
+
+def find_config(
+    model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
+) -> Checkpoint:
+    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded.
+
+    Raises:
+        FileNotFoundError: nothing of that name exists, here or on the Hub.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or path.suffix == ".gguf":
+        return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    patterns = ["config.json", ADAPTER_CONFIG, *(CODE_FILES if trust_remote_code else ())]
+    folder = download(str(model), patterns, revision=revision, token=token)
+    check_documents(folder)
+    _refuse_adapter(folder, str(model))
+    return Checkpoint(folder, None, str(model), trust_remote_code)
+
+
+def _refuse_adapter(folder: Path, source: str) -> None:
+    """transformers would load an adapter beside the weights, or not, as PEFT is installed or not."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    if (folder / "config.json").is_file():
+        raise ValueError(
+            f"{source} holds a checkpoint and a PEFT adapter; move the adapter's files into a folder of their own, and name it by "
+            f"--adapter to merge it"
+        )
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    raise ValueError(
+        f"{source} is a PEFT adapter, not a checkpoint; name the model that it was trained on: --model {base or 'BASE'} "
+        f"--adapter {source}"
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint: weights that are whole and run no code, and what an artifact takes over beside them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..errors import first_line
+
+
+# What an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
+VERBATIM = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
+NOT_VERBATIM = ("*.index.json", "neuron_config.json", "adapter_config.json")
+CODE_FILES = ("*.py",)
+TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja",
+)  # fmt: skip
+_GENERATION_CONFIG = "generation_config.json"
+_OBJECTS = (
+    "config.json", _GENERATION_CONFIG, "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json",
+)  # fmt: skip
+# An integer may hold as many weights of one bit.
+_PACKED = 8
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({first_line(error)}); download or copy it again") from error
+    if not isinstance(document, dict):
+        raise ValueError(
+            f"{path} holds a JSON {type(document).__name__} instead of an object; download or copy it again"
+        )
+    return document
+
+
+def check_documents(folder: Path) -> None:
+    """Raises ValueError where a file of a checkpoint that transformers takes for a JSON object is none."""
+    for name in _OBJECTS:
+        if (folder / name).is_file():
+            read_object(folder / name)
+
+
+def check_generation_config(folder: Path, source: str) -> None:
+    """Raises ValueError where a checkpoint's defaults of generation, which it need not have, cannot be read."""
+    if not (folder / _GENERATION_CONFIG).is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # of values that its code does not expect
+        raise ValueError(
+            f"{source}: its {_GENERATION_CONFIG} cannot be read ({first_line(error)}); correct or remove it"
+        ) from error
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What a checkpoint's files hold: how many tensors, and how many numbers they stand for at most."""
+
+    tensors: int
+    elements: int
+
+
+def check_weight_files(folder: Path, source: str) -> StoredWeights:
+    """Looks at the headers of all safetensors files of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        ValueError: a file is truncated or corrupt, or the weights are pickled.
+    """
+    if (folder / SINGLE_NAME).is_file():
+        names: Iterable[str] = [SINGLE_NAME]
+    elif (folder / INDEX_NAME).is_file():
+        names = _indexed(folder / INDEX_NAME)
+    else:
+        _refuse_without_safetensors(folder, source)
+    sizes = []
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{source} lacks {name}, which {INDEX_NAME} names; download or copy it again")
+        for shape, dtype in read_shapes(folder / name).values():
+            sizes.append(math.prod(shape) * (1 if "F" in dtype else _PACKED))
+    return StoredWeights(len(sizes), sum(sizes))
+
+
+def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and type of each tensor of a safetensors file, by its header.
+
+    Raises:
+        ValueError: the file's size and its header contradict each other.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (piece.get_shape(), piece.get_dtype()) for name, piece in pieces.items()}
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} is truncated or corrupt ({size:,} bytes: {error}); download or copy it again"
+        ) from error
+
+
+def _indexed(path: Path) -> list[str]:
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
+    names = sorted(set(files.values()))
+    outside = next((name for name in names if Path(name).name != name), None)
+    if outside is not None:
+        raise ValueError(f"{path} names {outside!r}, which is no file beside it; do not use this checkpoint")
+    return names
+
+
+def _refuse_without_safetensors(folder: Path, source: str) -> None:
+    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickled:
+        raise ValueError(
+            f"{source} holds its weights as {pickled[0]}, a format that may run code; convert it to {SINGLE_NAME} by "
+            f"transformers: from_pretrained(...).save_pretrained(...)"
+        )
+    raise FileNotFoundError(f"{source} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def copy_files(checkpoint: Path, folder: Path, *, with_code: bool) -> None:
+    """Copies configuration and tokenizer, and with `with_code` the modeling code."""
+    _copy(checkpoint, folder, VERBATIM + (CODE_FILES if with_code else ()), NOT_VERBATIM)
+
+
+def describes_another(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether a folder's config.json is not that of `model`, but of a multimodal or a quantized one."""
+    document = read_object(folder / "config.json")
+    return document.get("model_type") != model.config.model_type or bool(document.get("quantization_config"))
+
+
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the model's own config.json, and removes what tells how to prepare images and sound."""
+    for path in folder.glob("*processor_config.json"):
+        path.unlink()
+    model.config.architectures = [type(model).__name__]  # GGUF has no word for it, and servers read it
+    model.config.save_pretrained(folder)
+
+
+def replace_tokenizer(adapter: Path, folder: Path) -> None:
+    """An adapter that was saved with a tokenizer was trained with it."""
+    if not any(matches(path.name, TOKENIZER_FILES) for path in adapter.iterdir()):
+        return
+    for path in folder.iterdir():
+        if matches(path.name, TOKENIZER_FILES):
+            path.unlink()
+    _copy(adapter, folder, TOKENIZER_FILES, ())
+
+
+def _copy(source: Path, folder: Path, patterns: tuple[str, ...], others: tuple[str, ...]) -> None:
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if not matches(name, patterns) or matches(name, others):
+            continue
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist; download or copy it again"
+            )
+        if path.is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a name, which may be in a folder, is one of a pattern."""
+    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's weights in a transformers model: all of them, and no number that transformers made up."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import first_line
+from ..graphs.interface import with_attention
+
+
+logger = logging.getLogger(__name__)
+
+# What transformers comes to where weights are other than it expects.
+_FAILURES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """A model, and what transformers tells of the tensors that it read.
+
+    Attributes:
+        missing: names of tensors that the checkpoint lacks, and transformers filled with random numbers.
+        mismatched: names of tensors of another shape, with the shape found and the one expected; filled likewise.
+        unexpected: names of tensors that the model has no place for.
+    """
+
+    model: PreTrainedModel
+    source: str
+    missing: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    unexpected: tuple[str, ...]
+
+    def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+        """Refuses tensors that transformers made up, and logs those that it left out.
+
+        Args:
+            tensors: of the model that was read, by name.
+            model: it, or the part of it that is exported.
+
+        Raises:
+            ValueError: `model` has a tensor that the checkpoint does not hold in this shape.
+        """
+        used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        lacking = [name for name in self.missing if id(tensors[name]) in used]
+        if lacking:
+            raise ValueError(
+                f"{self.source} lacks {_some(lacking)}, which {type(model).__name__} needs; download the checkpoint again, or "
+                f"correct its config.json"
+            )
+        for name, found, expected in self.mismatched:
+            if id(tensors[name]) in used:
+                raise ValueError(
+                    f"{self.source}: {name} has the shape {list(found)}, and by its config.json {type(model).__name__} needs "
+                    f"{list(expected)}; correct one of them"
+                )
+        if self.unexpected:
+            logger.warning(
+                "%s holds %s, for which %s has no place; left out",
+                self.source,
+                _some(self.unexpected),
+                type(self.model).__name__,
+            )
+
+
+def read_model(
+    auto_class: Any, folder: Path, source: str, attention: str, config: PreTrainedConfig, options: dict[str, Any]
+) -> ReadModel:
+    """Loads a checkpoint by a class of transformers, with the attention of a name.
+
+    Args:
+        config: the checkpoint's, as it was read; is not changed.
+        options: further ones of its `from_pretrained`.
+
+    Raises:
+        ValueError: transformers cannot load it.
+    """
+    report: dict[str, Any] = {}
+
+    def read(name: str) -> PreTrainedModel:
+        model: PreTrainedModel
+        model, found = auto_class.from_pretrained(
+            folder,
+            **options,
+            config=copy.deepcopy(config),
+            attn_implementation=name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        report.update(found)
+        return model
+
+    try:
+        with _without_report():
+            model = with_attention(read, attention)
+    except _FAILURES as error:
+        raise ValueError(f"{source}: {first_line(error)}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    kinds = (report["missing_keys"], report["mismatched_keys"], report["unexpected_keys"])
+    missing, mismatched, unexpected = (tuple(sorted(names)) for names in kinds)
+    return ReadModel(model, source, missing, mismatched, unexpected)
+
+
+def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model as transformers would load its weights in `dtype`, some of which stay float32, with another attention."""
+    options: dict[str, Any] = {"config": model.config, "state_dict": model.state_dict(), "dtype": dtype}
+    cast = with_attention(
+        lambda name: type(model).from_pretrained(None, attn_implementation=name, **options), attention
+    )
+    cast.generation_config = getattr(model, "generation_config", None)
+    return cast
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers' table of tensors that are missing or left over is told in one line instead."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_other)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer that an artifact takes over: read once before anything is written, so that no server finds it unreadable."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ..errors import first_line
+from .files import matches, read_object
+
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "tokenizer_config.json"
+# Vocabularies; what stands beside them only tells how they are used.
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
+_SENTENCEPIECE = "*.model"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's vocabulary."""
+    return any(matches(path.name, _VOCABULARIES) for path in folder.iterdir())
+
+
+def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+    """The tokenizer of an artifact or checkpoint.
+
+    Args:
+        source: what the user named, for the message.
+        gguf_file: its name in `folder`, where the tokenizer is in one.
+
+    Raises:
+        ValueError: its files cannot be read.
+    """
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(
+            f"{source}: its tokenizer cannot be read ({first_line(error)}); restore or remove its files (tokenizer.json and its "
+            f"like), or download it again"
+        ) from error
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer's files.
+
+    Raises:
+        OSError: they cannot be written, as where the disk is full.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise OSError(
+            f"the tokenizer cannot be written to {folder} ({first_line(error)}); free some space or name another folder"
+        ) from error
+
+
+def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> None:
+    """Reads the tokenizer of a folder that holds what an artifact will hold; there may be none.
+
+    Raises:
+        ValueError: its files cannot be read.
+    """
+    if not has_tokenizer(folder):
+        return
+    reason = None if trust_remote_code else _needed_code(folder)
+    if not any(folder.glob("tokenizer.json")) and any(folder.glob(_SENTENCEPIECE)):
+        reason = reason or _missing_package("sentencepiece")
+    if reason is None:
+        load_tokenizer(folder, source, trust_remote_code=trust_remote_code)
+    else:
+        logger.warning("%s: its tokenizer is taken over unread: %s", source, reason)
+
+
+def _needed_code(folder: Path) -> str | None:
+    config = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    if "AutoTokenizer" not in (config.get("auto_map") or {}):
+        return None
+    return "it needs code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and takes over"
+
+
+def _missing_package(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"it needs {name}, which is not installed"

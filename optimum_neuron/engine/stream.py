@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one request on their way from the engine's thread to whoever reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from ..runtime.process import OwnProcess
+from .request import FinishReason
+from .step import TokenEvent
+
+
+# A token, or why a request ends without one more.
+Item = TokenEvent | FinishReason | BaseException
+
+
+class Mailbox:
+    """Where the engine's thread leaves tokens. It knows nothing of the stream that reads them, so that the stream is gone
+    when its reader drops it.
+
+    Args:
+        abort: ends the request; from any thread, and also where nothing may wait.
+    """
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self.abort = abort
+        self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.wake: Callable[[], object] | None = None
+
+    def put(self, item: Item) -> None:
+        """Called by the engine's thread: a token, or why there will be none."""
+        self.items.put(item)
+        if self.wake is not None:
+            try:
+                self.wake()
+            except RuntimeError:  # the consumer's event loop is closed: nobody will read on
+                self.abort()
+
+
+class TokenStream:
+    """The tokens of one request as they come: `for` and `async for` yield token ids. Made by `EngineService.submit`.
+
+    One consumer at a time. A stream whose tokens are not read to the end aborts its request when it is closed, left as a
+    context manager, or dropped, so that its slot is free with the next step. One that is kept and not read runs to its end.
+
+    Attributes:
+        finish_reason: set when the last token was read, or the request was aborted.
+
+    Raises:
+        RequestFailedError: reading; the request ended by a fault of its own.
+        EngineStoppedError: reading; the engine ended before the request did.
+        RuntimeError: reading; this process was forked from the one where the engine runs.
+    """
+
+    def __init__(self, request_id: str, mailbox: Mailbox, process: OwnProcess) -> None:
+        self.request_id = request_id
+        self.finish_reason: FinishReason | None = None
+        self._mailbox = mailbox
+        self._process = process
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = asyncio.Event()
+
+    def abort(self) -> None:
+        """Ends the request, from any thread; tokens that are already there can still be read."""
+        self._process.check()
+        self._mailbox.abort()
+
+    def close(self) -> None:
+        """Ends the request where it has not ended; nothing happens in a forked process, whose request it is not."""
+        if self.finish_reason is None and self._process.is_here:
+            self._mailbox.abort()
+
+    async def aclose(self) -> None:
+        """`close`, as `contextlib.aclosing` calls it."""
+        self.close()
+
+    __del__ = close
+
+    def _token(self, item: Item) -> int | None:
+        """The token of an item; None where the stream ends with it."""
+        if isinstance(item, TokenEvent):
+            self.finish_reason = item.finish_reason
+            return item.token_id
+        if isinstance(item, BaseException):
+            self._mailbox.items.put(item)  # whoever reads on is told again, instead of waiting for ever
+            raise item
+        self.finish_reason = item
+        return None
+
+    def __iter__(self) -> TokenStream:
+        return self
+
+    def __next__(self) -> int:
+        self._process.check()
+        token = None if self.finish_reason else self._token(self._mailbox.items.get())
+        if token is None:
+            raise StopIteration
+        return token
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> int:
+        self._process.check()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the first one, or the one before is closed
+            self._loop, self._ready = loop, asyncio.Event()
+            self._mailbox.wake = partial(loop.call_soon_threadsafe, self._ready.set)
+        while not self.finish_reason:
+            self._ready.clear()
+            try:
+                item = self._mailbox.items.get_nowait()
+            except queue.Empty:
+                await self._ready.wait()
+                continue
+            token = self._token(item)
+            if token is not None:
+                return token
+        raise StopAsyncIteration
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

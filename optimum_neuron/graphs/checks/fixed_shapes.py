@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model's code computes in fixed shapes, whatever the values of tensors: a graph can contain nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers import PreTrainedModel
+
+from .inspect import look_at
+
+
+def check_fixed_shapes(model: PreTrainedModel, target: str) -> None:
+    """Runs a token through the model's shapes alone; no weight is read.
+
+    Args:
+        target: named in the message.
+
+    Raises:
+        ValueError: shapes, or which code runs, depend on the values of tensors; the module is named.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+
+    def call(**kwargs: Any) -> Any:
+        return torch.func.functional_call(model, shapes, (), kwargs)
+
+    with _running(model) as names, mode:
+        try:
+            look_at(model, call)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            kinds = "experts outside of transformers' experts interface, or another choice by value"
+            raise ValueError(
+                f"{type(model).__name__} cannot be exported for target={target!r}: what {names[-1] or 'it'} computes depends on "
+                f"the values of tensors ({kinds}: {error.func}), and graphs have fixed shapes; target='eager' runs it"
+            ) from error
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the modules that run, the innermost last; what failed stays."""
+    names: list[str] = []
+
+    def enter(name: str, *_: Any) -> None:
+        names.append(name)
+
+    def leave(*_: Any) -> None:
+        names.pop()
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()

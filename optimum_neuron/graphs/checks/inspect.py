@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is asked once, before its step graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import PreTrainedModel
+
+from ...errors import first_line
+from ..attention import LayerRecorder
+from ..experts import no_experts, routing, set_experts
+from ..interface import attending
+from ..masks import UnsupportedModelError
+from ..model_cache import CacheNeeds
+from ..spec import ModelSpec
+from ..step import accepts
+from .parity import check_layers, check_result, comparable
+from .vocabulary import LookUps
+
+
+def inspect_model(model: PreTrainedModel) -> ModelSpec:
+    """Runs the model on a few tokens and returns what its graphs need to know.
+
+    A model whose weights have data is also run as step graphs, and must compute what transformers' own attention does.
+
+    Raises:
+        ValueError: the model cannot run as step graphs; the reason is named.
+    """
+    try:
+        spec = _record(model)
+        check_layers(model, spec)
+        check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+    except UnsupportedModelError as error:
+        raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
+    return spec
+
+
+def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, token_id: int = 0) -> ModelSpec:
+    """Runs a token with attention and experts that only look on: what each layer keeps, and the size of the vocabulary.
+
+    Args:
+        call: runs the model; by default the model itself.
+        token_id: what it runs on, at position 0.
+    """
+    needs = CacheNeeds.of(model)
+    recorder = LayerRecorder(needs.by_itself)
+    set_experts(model)
+    token, position = torch.full((1, 1), token_id, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
+    cache = needs.cache(position[0], recorder, recorder)
+    if cache is not None:
+        kwargs["past_key_values"] = cache
+    kwargs |= {"input_ids": token, "position_ids": position, "use_cache": False}
+    with torch.inference_mode(), attending(recorder), routing(no_experts):
+        logits: Tensor = (call or model)(**kwargs).logits
+    vocab_size = logits.shape[-1]
+    return ModelSpec(vocab_size, tuple(recorder.layers), tuple(recorder.convolutions), num_embeddings=vocab_size)
+
+
+def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:
+    token_id = vocab_size // 2
+    with LookUps(token_id) as look_ups:
+        look_at(model, token_id=token_id)
+    return min(look_ups.rows, default=vocab_size)
+
+
+def _record(model: PreTrainedModel) -> ModelSpec:
+    try:
+        spec = look_at(model)
+        return replace(spec, num_embeddings=_num_embeddings(model, spec.vocab_size)) if comparable(model) else spec
+    except (UnsupportedModelError, DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"it fails on a token with its position and no cache: {first_line(error)}"
+        ) from error

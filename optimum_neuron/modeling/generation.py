@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate and forward over the graphs: transformers prepares and chooses, the graphs compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutput
+
+from ..artifacts.artifact import Artifact
+from ..config import NeuronConfig
+from ..runtime.arguments import check_model_arguments, check_options, checked_prefix
+from ..runtime.generation import GenerationLoop
+from ..runtime.limits import check_fits, check_pad_token, refuse_unsupported
+from ..runtime.prefill import prefill
+from ..runtime.prompts import check_prompts, unpack, unpad
+from ..runtime.runner import GraphRunner
+from ..runtime.token_choice import HostChoice, choose_how
+
+
+class Generation(GenerationMixin):
+    """The part of `NeuronModelForCausalLM` that computes for one batch at a time."""
+
+    artifact: Artifact
+    generation_config: GenerationConfig
+    neuron_config: NeuronConfig
+    runner: GraphRunner
+    _slots: Callable[..., AbstractContextManager[None]]
+    _is_stateful = True  # the KV cache lives in the graphs: transformers then refuses to rewind it
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """transformers' `generate`: greedy search and sampling for up to `batch_size` rows.
+
+        Args:
+            inputs: token ids `[rows, tokens]`, or `input_ids=`; padded on either side, with an `attention_mask` of the same
+                shape.
+
+        Raises:
+            ValueError: an option or a size that the compiled graphs cannot honour, or a token id that the model does not
+                take. No slot is changed.
+            TypeError: an argument of the wrong type.
+        """
+        check_options(generation_config, self.generation_config, kwargs)
+        for name, value in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+            if value is not None and not isinstance(value, list):
+                raise TypeError(f"{name} is a {type(value).__name__}; give a list of them")
+        input_ids = kwargs.get("input_ids") if inputs is None else inputs
+        if input_ids is not None:
+            check_prompts(input_ids, kwargs.get("attention_mask"), self.artifact.model.num_embeddings)
+        if prefix_allowed_tokens_fn is not None:
+            prefix_allowed_tokens_fn = checked_prefix(prefix_allowed_tokens_fn, self.artifact.model.vocab_size)
+        return super().generate(
+            inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, *args, **kwargs
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutput:
+        return self.forward(*args, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 1,
+        cu_seq_lens_q: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Logits of each prompt's last real token, `[prompts, 1, vocab]` float32: the graphs compute no others.
+
+        Args:
+            input_ids: `[rows, tokens]`, or `[1, tokens]` with prompts packed one behind another.
+            attention_mask: which tokens of padded rows are real.
+            cu_seq_lens_q: where each packed prompt starts, and the number of tokens, as transformers names it.
+
+        Raises:
+            ValueError: `logits_to_keep` is not 1, `cu_seq_lens_q` or `attention_mask` does not fit, the prompts do not fit
+                the compiled sizes, or the model does not take a token id.
+            TypeError: token ids are no tensor of whole numbers.
+        """
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep != 1:
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep}: the compiled graphs return the last token's logits only; use 1"
+            )
+        if cu_seq_lens_q is not None and attention_mask is not None:
+            raise ValueError("attention_mask has no meaning for packed prompts; leave it or cu_seq_lens_q out")
+        known = self.artifact.model.num_embeddings
+        if cu_seq_lens_q is None:
+            prompts = unpad(input_ids, attention_mask, known)
+        else:
+            prompts = unpack(input_ids, cu_seq_lens_q, known)
+        check_fits(prompts, 1, self.neuron_config)
+        with self._slots():
+            self.runner.reset_all()
+            try:
+                _, logits = prefill(self.runner, prompts)
+            finally:
+                self.runner.reset_all()
+        return CausalLMOutput(logits=logits[:, None])
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
+        """Names the inputs of `generate`."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        check_model_arguments(model_kwargs)
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """No cache object: the graphs hold the state."""
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        attention_mask: Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        **_: Any,  # what transformers prepares for models that it runs itself
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Greedy search and sampling, called by `generate`."""
+        model = self.artifact.model
+        refuse_unsupported(generation_config, self.neuron_config, model.vocab_size)
+        prompts = unpad(input_ids, attention_mask, model.num_embeddings)
+        check_fits(prompts, generation_config.max_length - input_ids.shape[1], self.neuron_config)
+        as_dict = generation_config.return_dict_in_generate
+        choice = choose_how(
+            logits_processor,
+            self.neuron_config,
+            model.vocab_size,
+            do_sample=generation_config.do_sample,
+            keep_scores=as_dict and generation_config.output_scores,
+            keep_logits=as_dict and generation_config.output_logits,
+        )
+        pad = None
+        if any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+            pad = check_pad_token(generation_config._pad_token_tensor, len(prompts), model.num_embeddings)
+        loop = GenerationLoop(self.runner, choice, stopping_criteria, pad, streamer)
+        with self._slots():
+            sequences = loop.run(input_ids, prompts, generation_config.max_length)
+        if not as_dict:
+            return sequences
+        host = choice if isinstance(choice, HostChoice) else None
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=tuple(host.scores) if host and host.scores is not None else None,
+            logits=tuple(host.logits) if host and host.logits is not None else None,
+        )
+
+    def _beam_search(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "beam search is not supported: a slot's cache cannot be copied between beams; use num_beams=1"
+        )
+
+    def _assisted_decoding(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "assisted generation is not supported: the graphs advance one token per row and step; call generate() "
+            "without assistant_model and prompt_lookup_num_tokens"
+        )

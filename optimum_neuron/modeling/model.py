@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeuronModelForCausalLM: from a folder or Hub id to a model that runs, and back to a folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import PushToHubMixin
+
+from ..artifacts.artifact import Artifact, is_graph_file
+from ..artifacts.find import find_artifact
+from ..artifacts.skeleton import read_config, read_generation_config
+from ..artifacts.writer import copy_artifact, write_artifact
+from ..config import NeuronConfig
+from ..continuous_batching.surface import ContinuousBatching
+from ..engine.engine import Engine
+from ..runtime.limits import refuse_other_options
+from ..runtime.process import OwnProcess
+from ..runtime.runner import GraphRunner
+from ..runtime.threads import end_idle_workers
+from ..targets import Executable, get_target
+from .generation import Generation
+from .module import Module, make_known
+
+
+class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMixin):
+    """A causal language model whose step graphs were compiled ahead of time.
+
+    Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to
+    `neuron_config.sequence_length` tokens, padded on either side. Calls from several threads run one after another.
+
+    Attributes:
+        config: the checkpoint's transformers config.
+        generation_config: defaults of `generate`.
+        neuron_config: sizes and options of the graphs.
+        runner: the slots and graphs, with counters.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        executable: Executable,
+        config: Any,
+        generation_config: GenerationConfig,
+        *,
+        deterministic: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.artifact = artifact
+        self.config = config
+        self.generation_config = generation_config
+        self.neuron_config: NeuronConfig = artifact.config
+        self.device = torch.device("cpu")
+        self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
+        self.runner = GraphRunner(
+            executable,
+            artifact.config,
+            artifact.graphs,
+            artifact.model,
+            deterministic=deterministic,
+        )
+        self._trust_remote_code = trust_remote_code
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
+        self._served = False  # a service has the slots
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | Path,
+        *,
+        export: bool | None = None,
+        config: NeuronConfig | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+        adapter: str | Path | Sequence[str | Path] | None = None,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> NeuronModelForCausalLM:
+        """Loads an artifact, or exports a checkpoint first.
+
+        Args:
+            model_id: an artifact (folder or Hub id) or, with `export=True`, a checkpoint (folder, Hub id or .gguf file).
+            export: True exports, False never does; None exports where `model_id` holds no artifact.
+            config: sizes and options of an export; `options` may name them one by one instead.
+            revision, token, cache_dir, force_download, local_files_only: as in transformers.
+            trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
+                artifact are compiled again on this machine.
+            adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
+            deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
+                whatever else is served, also where graphs of different shapes round differently (the cpu target's do
+                not, as a rule); every step then costs as much as the largest.
+            options: fields of `NeuronConfig`, for an export.
+
+        Raises:
+            TypeError: an option that NeuronConfig does not know.
+            ValueError: options that contradict each other, or that differ from the artifact's.
+            FileNotFoundError: `model_id` names nothing.
+            ArtifactError: the artifact is corrupt.
+        """
+        if config is not None and options:
+            raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
+        if isinstance(options.get("dtype"), torch.dtype):
+            options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+        wanted = NeuronConfig.from_dict(options) if config is None else config
+        hub: dict[str, Any] = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+        }
+        found = find_artifact(model_id, export=export, native_code=trust_remote_code, **hub)
+        if found is None:
+            return cls._export(
+                model_id,
+                wanted,
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+                deterministic=deterministic,
+                **hub,
+            )
+        artifact, from_hub = found
+        if adapter is not None:
+            raise ValueError(
+                f"adapter={adapter!r} can be merged by an export only, and {model_id} is an artifact; export its checkpoint "
+                f"with the adapter"
+            )
+        refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
+        return cls._load(
+            artifact,
+            trust_native_code=trust_remote_code or not from_hub,
+            trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
+        )
+
+    @classmethod
+    def _export(
+        cls,
+        model_id: str | Path,
+        config: NeuronConfig,
+        *,
+        trust_remote_code: bool,
+        deterministic: bool,
+        **options: Any,
+    ) -> NeuronModelForCausalLM:
+        from ..export import export_model
+
+        folder = Path(tempfile.mkdtemp(prefix="optimum-neuron-"))
+        try:
+            path = export_model(
+                model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **options
+            )
+            model = cls._load(
+                Artifact.open(path),
+                trust_native_code=True,
+                trust_remote_code=trust_remote_code,
+                deterministic=deterministic,
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(model, _remove, folder, model.runner.process)
+        return model
+
+    @classmethod
+    def _load(
+        cls, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool, deterministic: bool
+    ) -> NeuronModelForCausalLM:
+        # Before transformers reads, or with trust_remote_code runs, any of these files.
+        artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
+        config = read_config(artifact.path, trust_remote_code=trust_remote_code)
+        generation_config = read_generation_config(artifact, config)
+        executable = get_target(artifact.target).load(
+            artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code
+        )
+        return cls(
+            artifact,
+            executable,
+            config,
+            generation_config,
+            deterministic=deterministic,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
+
+        `kwargs` are those of `push_to_hub`; `max_shard_size` and `safe_serialization` are accepted and have no meaning
+        for compiled graphs.
+
+        Raises:
+            FileExistsError: the folder holds something else.
+        """
+        for unused in ("max_shard_size", "safe_serialization"):
+            kwargs.pop(unused, None)
+        if kwargs and not push_to_hub:
+            raise TypeError(f"save_pretrained got {', '.join(sorted(kwargs))}, which only push_to_hub=True takes")
+        save_directory = Path(save_directory)
+        if save_directory.resolve() != self.artifact.path.resolve():
+            manifest = {key: value for key, value in self.artifact.manifest.items() if key != "files"}
+            with write_artifact(save_directory, overwrite=True) as writer:
+                copy_artifact(self.artifact, writer.path)
+                self.generation_config.to_json_file(writer.path / "generation_config.json")
+                writer.commit(manifest)
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", save_directory.name)
+            self.push_to_hub(repo_id, **kwargs)
+
+    @contextmanager
+    def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:
+        """The slots for one call: calls from several threads run one after another, a manager excludes them."""
+        self.runner.process.check()  # before the lock, which another thread may have held in the fork's moment
+        with self._lock:
+            if self._served:
+                raise RuntimeError(
+                    "the model's slots are in use by a running service or continuous-batching manager; send the request to "
+                    "it, or close it first"
+                )
+            if not keep_engine:
+                self._engine = None  # its knowledge of the slots' contents is void
+            try:
+                yield
+            finally:
+                end_idle_workers()  # the next call, or a service, may be another thread's
+
+
+def _remove(folder: Path, process: OwnProcess) -> None:
+    """Removes a folder at the end of the process that made it, and not at that of one that was forked from it."""
+    if process.is_here:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+make_known(NeuronModelForCausalLM.__name__)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden tokens: what the model answers to a fixed prompt on the exporting host, kept to judge a device by.
+
+A device is judged teacher-forced: whatever it would choose, it is fed the golden tokens, so that one near-tie does not
+change all that follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..config import NeuronConfig
+from ..graphs.kv_cache import KVCache
+from ..graphs.ops import EAGER_OPS
+from ..graphs.spec import GREEDY, ModelSpec, graph_specs, state_specs
+from ..graphs.step import StepModule
+from ..targets.eager import EagerExecutable
+from .runner import Chunk, DecodeRows, GraphRunner
+
+
+GOLDEN_NAME = "golden.json"
+NEW_TOKENS = 8
+LONGEST_PROMPT = 768
+# Logits kept per token: the chosen one and its rivals.
+KEPT_LOGITS = 8
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A prompt, the greedy tokens that follow it, and per token the largest logits that it was chosen from.
+
+    Attributes:
+        tokens: up to `NEW_TOKENS` tokens; the first one follows the prompt.
+        candidates, logits: `[tokens][KEPT_LOGITS]`, the most probable tokens and their logits, falling.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    candidates: list[list[int]]
+    logits: list[list[float]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Golden:
+        """Raises FileNotFoundError where an artifact has none: the cpu and eager targets record none; ValueError where they
+        cannot be read."""
+        path = folder / GOLDEN_NAME
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no golden tokens ({error}); export the model again") from error
+
+    def write(self, folder: Path) -> None:
+        (folder / GOLDEN_NAME).write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+
+def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
+    """Runs a loaded model with the eager target on a prompt of more than one chunk, where the sizes allow one."""
+    own = dataclasses.replace(
+        config,
+        batch_size=1,
+        ctx_batch_size=1,
+        mixed_step=False,
+        context_buckets=tuple(config.context_buckets),
+        output_logits=True,
+        tensor_parallel_size=1,
+        target="eager",
+    )
+    cache, graphs = KVCache(state_specs(own, spec)), graph_specs(own)
+    steps = {graph.name: StepModule(model, cache, graph, EAGER_OPS).eval() for graph in graphs}
+    runner = GraphRunner(EagerExecutable(steps, cache), own, graphs, spec)
+    count = min(NEW_TOKENS, own.sequence_length)
+    # The last token is not fed, so it takes no row of the cache.
+    length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - count + 1)
+    prompt = np.random.default_rng(0).integers(0, min(spec.vocab_size, spec.num_embeddings), length).astype(np.int32)
+    steps_taken = replay(runner, prompt, count)
+    rows = [row for _, row in steps_taken if row is not None]
+    top = [row.topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
+    return Golden(
+        prompt=prompt.tolist(),
+        tokens=[int(row.argmax()) for row in rows],
+        candidates=[each.indices.tolist() for each in top],
+        logits=[each.values.tolist() for each in top],
+    )
+
+
+def replay(
+    runner: GraphRunner, prompt: np.ndarray, count: int, tokens: list[int] | None = None
+) -> list[tuple[int, Tensor | None]]:
+    """Feeds a prompt and then tokens to slot 0.
+
+    Args:
+        count: tokens that follow; the last is not fed.
+        tokens: what is fed whatever the runner would choose; None feeds what it chooses.
+
+    Returns:
+        What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
+        decode graphs return none.
+    """
+    runner.reset(0)
+    size = runner.config.prefill_chunk_size
+    for start in range(0, len(prompt), size):
+        output = runner.prefill([Chunk(0, prompt[start : start + size])])
+    steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
+    for index in range(count - 1):
+        token = steps[-1][0] if tokens is None else tokens[index]
+        output = runner.step((), _first_row(runner, token))
+        steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
+    return steps
+
+
+def _first_row(runner: GraphRunner, token: int) -> DecodeRows:
+    """Decode rows of a step in which slot 0 takes a token, greedily."""
+    count = runner.config.batch_size
+    active = np.arange(count) == 0
+    sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (count, 1))
+    return DecodeRows(np.full(count, token, dtype=np.int32), active, sampling, np.zeros(count, dtype=np.float32))
+
+
+def _chosen(tokens: Tensor | None, logits: Tensor | None, row: int) -> tuple[int, Tensor | None]:
+    kept = None if logits is None else logits[row].clone()  # a graph may use its output memory again
+    if tokens is not None:
+        return int(tokens[row]), kept
+    assert kept is not None
+    return int(kept.argmax()), kept

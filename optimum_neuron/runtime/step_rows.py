@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as rows of a step: what the graphs are told of each, and which row of their outputs is whose.
+
+Which requests a step advances is decided elsewhere. Each is known by its slot; the random numbers are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from ..graphs.spec import GraphSpec, SamplingParams
+from .runner import Chunk, DecodeRows, GraphRunner
+
+
+class UniformStream:
+    """The random numbers of one request, one per token that it gets: neighbours and chunking change none of them."""
+
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self._seed = seed
+        self.rewind(0)
+
+    def draw(self) -> float:
+        """The next number in [0, 1), as float32 has it."""
+        return float(self._random.random(dtype=np.float32))
+
+    def rewind(self, drawn: int) -> None:
+        """Makes the next number the one that follows the first `drawn`."""
+        self._random = np.random.default_rng(self._seed)
+        self._random.random(drawn, dtype=np.float32)
+
+
+class RowRequest(Protocol):
+    """What a step's rows need to know of a request.
+
+    Attributes:
+        slot: its row of the cache.
+        sampling: what the graphs are told; greedy where the host chooses.
+        uniforms: its random numbers, where the graphs draw with them.
+        on_host: whether the host chooses its tokens, from logits.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    uniforms: UniformStream | None
+
+    @property
+    def on_host(self) -> bool: ...
+
+
+R = TypeVar("R", bound=RowRequest)
+
+
+@dataclass
+class PromptPart(Generic[R]):
+    """The next tokens of a request's prompt; `ends` where they are its last, so that a token follows them."""
+
+    request: R
+    token_ids: np.ndarray
+    ends: bool
+
+
+class StepRows(Generic[R]):
+    """The rows of all slots, kept between steps.
+
+    Args:
+        runner: the graphs and slots.
+    """
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+        slots = runner.config.batch_size
+        self._decode = DecodeRows(
+            token_ids=np.zeros(slots, np.int32),
+            active=np.zeros(slots, bool),
+            sampling_params=np.zeros((slots, 3), np.float32),
+            uniforms=np.zeros(slots, np.float32),
+        )
+
+    def start(self, request: R, source: tuple[int, int] | None) -> None:
+        """Makes a request's slot its own.
+
+        Args:
+            source: a slot and how many of its first tokens the request takes over; None: it starts from nothing.
+        """
+        if source is None:
+            self._runner.reset(request.slot)
+        else:
+            self._runner.reuse(request.slot, *source)
+        self._decode.sampling_params[request.slot] = request.sampling
+        self._decode.uniforms[request.slot] = 0.0
+
+    def feed(self, slot: int, token_id: int) -> None:
+        """Sets the token that a slot's next decode row processes."""
+        self._decode.token_ids[slot] = token_id
+
+    def run(
+        self, decodes: Sequence[R], parts: Sequence[PromptPart[R]], graph: GraphSpec | None = None
+    ) -> list[tuple[R, int | Tensor]]:
+        """One run of one graph.
+
+        Args:
+            graph: as in `GraphRunner.step`.
+
+        Returns:
+            Each request that is due a token, decodes first: with the token that the graph chose, or for the host to choose
+            from with logits `[vocab]` float32, in memory that the next run may use again.
+        """
+        rows = self._decode
+        # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
+        chunks = [
+            Chunk(part.request.slot, part.token_ids, part.request.sampling, _draw(part.request) if part.ends else 0.0)
+            for part in parts
+        ]
+        rows.active.fill(False)
+        for request in decodes:
+            rows.active[request.slot] = True
+            if request.uniforms is not None:
+                rows.uniforms[request.slot] = request.uniforms.draw()
+        output = self._runner.step(chunks, rows if decodes else None, graph)
+        due = [(request, request.slot) for request in decodes]
+        ended = [(part.request, row) for row, part in enumerate(parts) if part.ends]
+        return [
+            *_chosen(due, output.decode_tokens, output.decode_logits),
+            *_chosen(ended, output.chunk_tokens, output.chunk_logits),
+        ]
+
+
+def _draw(request: RowRequest) -> float:
+    return 0.0 if request.uniforms is None else request.uniforms.draw()
+
+
+def _chosen(
+    rows: Sequence[tuple[R, int]], tokens: Tensor | None, logits: Tensor | None
+) -> list[tuple[R, int | Tensor]]:
+    """What each request gets of a group's outputs, where `rows` says which row is whose."""
+    on_device = None if tokens is None else tokens.tolist()
+    chosen: list[tuple[R, int | Tensor]] = []
+    for request, row in rows:
+        if request.on_host:
+            assert logits is not None
+            chosen.append((request, logits[row]))
+        else:
+            assert on_device is not None
+            chosen.append((request, on_device[row]))
+    return chosen

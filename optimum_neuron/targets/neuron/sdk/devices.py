@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Neuron devices this machine has, and whether an artifact's graphs fit them. Starts no runtime."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .flags import LNC_VARIABLE, has_paired_cores
+from .hardware import CHIPS
+
+
+VISIBLE_CORES, NUMBER_OF_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
+_DEVICE_FOLDER = Path("/dev")
+_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
+_LIST_TOOL = "/opt/aws/neuron/bin/neuron-ls"  # where its package puts it; not always on PATH
+_GENERATION = re.compile(f"^({'|'.join(CHIPS)})")
+
+
+@dataclass(frozen=True)
+class NeuronDevices:
+    """The Neuron devices of a machine.
+
+    Attributes:
+        generation: as targets are named; None where neither neuron-ls nor the firmware tells.
+        physical_cores: of all devices together; None where it is not known.
+    """
+
+    generation: str | None
+    devices: int
+    physical_cores: int | None
+
+
+def find_devices() -> NeuronDevices | None:
+    """The machine's Neuron devices, or None where it has none."""
+    listed = _list_devices()
+    nodes = [node for node in _DEVICE_FOLDER.glob("neuron*") if node.name.removeprefix("neuron").isdigit()]
+    if not listed and not nodes:
+        return None
+    instance = next((entry["instance_type"] for entry in listed if entry.get("instance_type")), _product_name())
+    match = _GENERATION.match(instance)
+    generation = match.group(1) if match else None
+    if listed:
+        # The tool counts logical cores, of a size that it tells where there is a choice.
+        cores = [int(entry.get("nc_count", 0)) * int(entry.get("logical_neuroncore_config") or 1) for entry in listed]
+        return NeuronDevices(generation, len(listed), sum(cores))
+    if generation is None:
+        return NeuronDevices(None, len(nodes), None)
+    chip = CHIPS[generation]
+    return NeuronDevices(generation, len(nodes), len(nodes) * chip.cores * chip.physical_cores)
+
+
+def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
+    """The logical cores that `world_size` ranks take, one each.
+
+    Raises:
+        RuntimeError: this machine cannot run graphs compiled for `target` with logical cores of `lnc` physical ones.
+    """
+    found = find_devices()
+    if found is None:
+        raise RuntimeError(
+            f"the artifact was compiled for {target}, and this machine has no Neuron device; run it on a {target} "
+            f"instance, or export the model with target='cpu' or 'hlo' to run it here"
+        )
+    if found.generation not in (None, target):
+        raise RuntimeError(
+            f"the artifact was compiled for {target}, and this machine has {found.generation} devices; export the "
+            f"model with target={found.generation!r}"
+        )
+    wanted = os.environ.get(LNC_VARIABLE)
+    if has_paired_cores(target) and wanted is not None and wanted != str(lnc):
+        raise RuntimeError(
+            f"the artifact was compiled for {LNC_VARIABLE}={lnc}, and it is set to {wanted}; set it to {lnc}, or export "
+            f"the model again"
+        )
+    cores = None if found.physical_cores is None else found.physical_cores // lnc
+    return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES))
+
+
+def reserve_cores(lnc: int, target: str, cores: list[int]) -> None:
+    """Tells the runtime, which reads it when it starts, how many cores this process takes; values that are set stay."""
+    if has_paired_cores(target):
+        os.environ.setdefault(LNC_VARIABLE, str(lnc))
+    if VISIBLE_CORES not in os.environ:
+        os.environ.setdefault(NUMBER_OF_CORES, str(len(cores)))
+
+
+def take_replica_cores(replica: int, world_size: int) -> None:
+    """Makes the process of a replica take its own cores: of those that it may see, the ones behind those of the replicas
+    before it on this machine."""
+    if replica == 0 and VISIBLE_CORES not in os.environ:
+        return  # the first ones
+    last = (replica + 1) * world_size
+    visible = _take_cores(None, last, os.environ.get(VISIBLE_CORES))
+    os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
+
+
+def _take_cores(present: int | None, world_size: int, visible: str | None) -> list[int]:
+    cores = list(range(world_size if present is None else present)) if visible is None else _ranges(visible)
+    if len(cores) < world_size:
+        source = f"{VISIBLE_CORES}={visible} names" if visible is not None else "this machine has"
+        raise RuntimeError(
+            f"tensor_parallel_size={world_size} needs as many logical cores, and {source} {len(cores)}; run it on a "
+            f"larger instance, or export the model with a smaller tensor_parallel_size"
+        )
+    return cores[:world_size]
+
+
+def _ranges(text: str) -> list[int]:
+    """Numbers of a list like 0-3,6."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ValueError(f"{VISIBLE_CORES}={text!r} is no list of cores like 0-3,6; correct or unset it")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _list_devices() -> list[dict[str, Any]]:
+    tool = shutil.which("neuron-ls") or shutil.which(_LIST_TOOL)
+    if tool is None:
+        return []
+    try:
+        answer = subprocess.run(
+            [tool, "-j"], capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
+        listed = json.loads(answer.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return []  # without a device the tool prints an error instead; /dev tells the rest
+    if isinstance(listed, dict):  # the form of other versions of the tool
+        listed = listed.get("neuron_devices")
+    return [entry for entry in listed or () if isinstance(entry, dict)]
+
+
+def _product_name() -> str:
+    """The instance type as the firmware tells it; empty where there is none."""
+    try:
+        return _PRODUCT_NAME.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which options the Neuron compiler gets for a graph: decided here alone, recorded in the manifest as they are."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from .hardware import CHIPS
+
+
+# The first compiler with options for 64-bit integers; their announced defaults are slower, and our graphs have none.
+INT64_OPTIONS_SINCE = (2, 27, 5334)
+LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
+FLAGS_VARIABLE = "NEURON_CC_FLAGS"
+_ALIASES = {"--optlevel": "-O", "-lnc": "--lnc", "--logical-nc-config": "--lnc", "-o": "--output"}
+# Options that change speed alone may be chosen by hand; the others decide what is computed, for which device.
+_REPLACEABLE = ("-O", "--model-type")
+_OWN = ("--framework", "--output", "--logfile")
+
+
+def logical_core_size(target: str, environment: str | None) -> int:
+    """Physical cores per logical one (LNC).
+
+    Args:
+        environment: the value of NEURON_LOGICAL_NC_CONFIG, which wins over the default; None where it is not set.
+
+    Raises:
+        ValueError: the variable has a value that the target does not allow.
+    """
+    sizes = range(1, CHIPS[target].physical_cores + 1)
+    if environment is None:
+        return CHIPS[target].physical_cores
+    if environment not in map(str, sizes):
+        raise ValueError(
+            f"{LNC_VARIABLE}={environment}, but a logical core of {target} has {' or '.join(map(str, sizes))} physical "
+            f"cores; unset it or set it to {sizes[-1]}"
+        )
+    return int(environment)
+
+
+def has_paired_cores(target: str) -> bool:
+    """Whether a logical core of a target may be two physical ones."""
+    return CHIPS[target].physical_cores > 1
+
+
+def compiler_flags(target: str, kind: str, *, lnc: int, compiler_version: str) -> tuple[str, ...]:
+    """Options for one graph, beside those that name its files and target.
+
+    Args:
+        kind: of the graph; token generation runs once per token and gets the longer optimization.
+        compiler_version: as `neuronx-cc --version` prints it.
+    """
+    flags = ["--model-type=transformer", "--auto-cast=none", "-O2" if kind == "token_generation" else "-O1"]
+    if has_paired_cores(target):
+        flags.append(f"--lnc={lnc}")
+        if version_numbers(compiler_version) >= INT64_OPTIONS_SINCE:
+            flags += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
+    else:
+        flags.append("--enable-saturate-infinity")
+    return tuple(flags)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, to compare by: 2.27.5334.0+f702b353 gives (2, 27, 5334, 0)."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def add_user_flags(flags: Sequence[str], user: str, target: str) -> tuple[str, ...]:
+    """Options with those of NEURON_CC_FLAGS added.
+
+    A level of optimization or a model type given there replaces ours.
+
+    Raises:
+        ValueError: an option given there contradicts ours.
+    """
+    try:
+        tokens = shlex.split(user)
+    except ValueError as error:
+        raise ValueError(f"{FLAGS_VARIABLE}={user!r} cannot be read ({error}); correct or unset it") from error
+    ours = {key: (value, given) for key, value, given in _options(flags)}
+    ours["--target"] = (target, ())
+    for key, value, given in _options(tokens):
+        known = ours.get(key)
+        if key in _OWN or (known is not None and known[0] != value and key not in _REPLACEABLE):
+            _refuse(key, given, None if known is None else known[0])
+        if known is None or key in _REPLACEABLE:
+            ours[key] = (value, given)
+    return tuple(token for _, given in ours.values() for token in given)
+
+
+def _refuse(key: str, given: Sequence[str], value: str | None) -> None:
+    instead = f"this export needs {key}={value}" if value is not None else "this export sets that itself"
+    remedy = f"set {LNC_VARIABLE} instead" if key == "--lnc" else "leave it out"
+    raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but {instead}; {remedy}")
+
+
+def _options(tokens: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ...]]]:
+    """Options in order: canonical name, value, and the tokens that say so."""
+    options: list[tuple[str, str | None, tuple[str, ...]]] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("-"):
+            raise ValueError(f"{FLAGS_VARIABLE} has {token!r}, which is no option; correct or unset it")
+        name, separator, value = token.partition("=")
+        given: tuple[str, ...] = (token,)
+        if token.startswith("-O") and token != "-O":
+            name, value = "-O", token[2:]
+        elif not separator and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+            given = (token, value)
+        name = _ALIASES.get(name, name)
+        # neuronx-distributed recognizes a level only in this form, and adds one of its own otherwise.
+        options.append((name, value or None, (f"-O{value}",) if name == "-O" else given))
+    return options

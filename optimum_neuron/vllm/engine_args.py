@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gave of vLLM's arguments. vLLM fills in the others, and checks some, before its platform sees any of them."""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from vllm.engine.arg_utils import EngineArgs
+
+from .options import refuse_arguments
+
+
+class Given(NamedTuple):
+    """Which values are a user's own. A configuration that is not made of arguments has no others."""
+
+    max_num_seqs: bool = True
+    max_num_batched_tokens: bool = True
+    dtype: bool = True
+
+
+_given: ContextVar[Given | None] = ContextVar("given", default=None)
+
+
+def given() -> Given:
+    """Which values of the configuration that vLLM is making were given."""
+    return _given.get() or Given()
+
+
+def watch_engine_args() -> None:
+    """Has `EngineArgs` tell what it was given, and refuses what vLLM would refuse with another remedy than ours.
+
+    To be called once in a process, as vLLM calls its plugins, before it makes a configuration.
+    """
+    make = EngineArgs.create_engine_config
+
+    @functools.wraps(make)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        refuse_arguments(self)
+        # Kept with the arguments: vLLM writes its defaults into them, and may be asked again.
+        found = Given(self.max_num_seqs is not None, self.max_num_batched_tokens is not None, self.dtype != "auto")
+        before = _given.set(vars(self).setdefault("given", found))
+        try:
+            return make(self, *args, **kwargs)
+        finally:
+            _given.reset(before)
+
+    EngineArgs.create_engine_config = create_engine_config

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts a step of vLLM's scheduler takes in, and how much of each: decided as `Engine` decides it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from vllm.v1.request import Request as VllmRequest
+
+from ..config import NeuronConfig
+from ..engine.planner import ChunkLimits, plan_chunks
+from ..engine.request import Request, RequestState
+from ..engine.slots import SlotTable
+
+
+# Steps in a row in which short prompts may go before a long one: it takes every other step at least.
+MAX_BYPASS = 1
+# Stands for the tokens of a prompt that declines to reuse any: no slot holds it.
+_NO_TOKEN = np.iinfo(np.int32).max
+
+
+class PromptPlanner:
+    """Hands vLLM's requests to the planner, and remembers who was passed over.
+
+    Args:
+        by_priority: whether vLLM's policy is by priority; otherwise all are equal.
+        reuse: whether prompts reuse what slots hold.
+    """
+
+    def __init__(self, config: NeuronConfig, *, by_priority: bool, reuse: bool) -> None:
+        self._by_priority = by_priority
+        self._limits = ChunkLimits(
+            rows=config.ctx_batch_size,
+            chunk_sizes=config.chunk_sizes,
+            largest_chunk=config.prefill_chunk_size,
+            tokens=config.ctx_batch_size * config.prefill_chunk_size,
+            tokens_per_prompt=config.sequence_length,
+            alignment=1,
+            max_bypass=MAX_BYPASS,
+            prefix_reuse=reuse,
+        )
+        self._arrivals = itertools.count()
+        self._states: WeakKeyDictionary[VllmRequest, RequestState] = WeakKeyDictionary()
+
+    def plan(
+        self, requests: Sequence[VllmRequest], slots: SlotTable, tokens: int, tokens_per_prompt: int
+    ) -> dict[str, int]:
+        """How many tokens of which prompt the next step takes in, at least one; to be called once for each step.
+
+        Args:
+            requests: those with prompt tokens to compute, at least one, in vLLM's order. The first has a slot or finds one.
+            slots: what slots hold, and which are free for those that have none.
+            tokens, tokens_per_prompt: prompt tokens that the step has room for, and that one prompt may take of it.
+        """
+        states = [self._state(request) for request in requests]
+        if self._by_priority:
+            states.sort(key=lambda state: state.request.priority)
+        limits = dataclasses.replace(
+            self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
+        )
+        plan = plan_chunks(states, slots, limits)
+        planned = {chunk.request_id: chunk.count for chunk in plan.chunks}
+        for state in states:
+            if state.request.request_id in planned:
+                state.bypassed = 0
+        if plan.passed_over is not None:
+            states[0].bypassed += 1
+        return planned
+
+    def _state(self, request: VllmRequest) -> RequestState:
+        """A request as the planner sees it. One that was preempted has a longer prompt than before, as has a session."""
+        state = self._states.get(request)
+        if state is None or len(state.request.prompt_token_ids) != request.num_tokens:
+            state = self._states[request] = RequestState(self._prompt(request), next(self._arrivals), 1)
+        state.computed = request.num_computed_tokens
+        # A request has a slot as soon as something of it is computed; vLLM knows which.
+        state.slot = 0 if request.num_computed_tokens else None
+        return state
+
+    def _prompt(self, request: VllmRequest) -> Request:
+        if request.skip_reading_prefix_cache:
+            tokens = np.full(request.num_tokens, _NO_TOKEN, np.int32)
+        else:
+            tokens = np.asarray(request.all_token_ids, np.int32)
+        priority = request.priority if self._by_priority else 0
+        return Request(request_id=request.request_id, prompt_token_ids=tokens, priority=priority)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT adapters merged at export: the artifact computes what the model with its adapter does, or the export is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapting import ATTENTION, change_config, export, lora, make_adapter
+from helpers import artifact_runner, generate, random_tokens, tiny_config
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from optimum_neuron import NeuronModelForCausalLM, export_model
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.checkpoints.digest import file_sha256
+
+
+# Float32 logits of up to 2, of other sums in another order; measured: at most 1e-6.
+ATOL = 5e-6
+NEW_TOKENS = 6
+CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "lora": lambda: peft.LoraConfig(r=4, lora_alpha=16, target_modules=ATTENTION, init_lora_weights=False),
+    "rslora with a bias": lambda: peft.LoraConfig(r=4, use_rslora=True, bias="lora_only", target_modules="all-linear"),
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=["v_proj", "down_proj"]),
+    "adalora": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=ATTENTION),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": lambda: peft.LoHaConfig(r=4, alpha=8, target_modules=ATTENTION),
+    "lokr": lambda: peft.LoKrConfig(r=4, alpha=8, target_modules=ATTENTION),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["v_proj"]),
+    "oft": lambda: peft.OFTConfig(oft_block_size=8, target_modules=ATTENTION),
+    "head and norms": lambda: peft.LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["lm_head", "norm"]),
+    "embeddings": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "tokens": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7]),
+}
+
+
+def reference(checkpoint: Path, *adapters: Path, rows: int | None = None) -> Any:
+    """transformers' model with PEFT's adapter beside the weights; all but the last are merged into them."""
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+    if rows is not None:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    for adapter in adapters[:-1]:
+        model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return peft.PeftModel.from_pretrained(model, adapters[-1]).eval()
+
+
+def assert_same(artifact: Path, model: Any, prompt_length: int = 21) -> None:
+    """The artifact's tokens are the model's, and its logits differ by rounding alone."""
+    prompt = random_tokens(prompt_length)
+    tokens, logits = generate(artifact_runner(artifact), prompt, NEW_TOKENS)
+    ids = torch.tensor([[*prompt.tolist(), *tokens]])
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits[0, prompt_length - 1 : -1]
+    assert tokens == expected.argmax(-1).tolist()
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_merged_adapter_computes_what_it_computed_beside_the_weights(
+    architecture: str, kind: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = sharp_checkpoints[architecture]
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", CONFIGS[kind]())
+    artifact = export(checkpoint, tmp_path / "artifact", adapter)
+    assert_same(artifact, reference(checkpoint, adapter))
+
+
+@pytest.fixture
+def adapter(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return make_adapter(tiny_checkpoint, tmp_path / "adapter", lora())
+
+
+def test_experts_are_adapted(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    config = lora(target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    adapter = make_adapter(sharp_checkpoints["gpt_oss"], tmp_path / "adapter", config)
+    artifact = export(sharp_checkpoints["gpt_oss"], tmp_path / "artifact", adapter)
+    assert_same(artifact, reference(sharp_checkpoints["gpt_oss"], adapter))
+
+
+def test_adapters_are_merged_in_turn(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoints["llama"]
+    first = make_adapter(checkpoint, tmp_path / "first", CONFIGS["dora"]())
+    second = make_adapter(checkpoint, tmp_path / "second", CONFIGS["ia3"]())
+    artifact = export(checkpoint, tmp_path / "artifact", [first, second])
+    assert_same(artifact, reference(checkpoint, first, second))
+    assert [entry["peft_type"] for entry in Artifact.open(artifact).manifest["adapters"]] == ["LORA", "IA3"]
+
+
+def test_the_manifest_tells_which_adapter_was_merged(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    artifact = Artifact.open(export(tiny_checkpoint, tmp_path / "artifact", str(adapter)))
+    assert artifact.manifest["adapters"] == [
+        {
+            "source": str(adapter),
+            "peft_type": "LORA",
+            "sha256": {
+                name: file_sha256(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")
+            },
+        }
+    ]
+    assert not (artifact.path / "adapter_config.json").exists()
+    plain = Artifact.open(export_model(tiny_checkpoint, tmp_path / "plain", config=tiny_config()))
+    assert plain.manifest["adapters"] == []
+
+
+def test_weights_are_merged_in_float32_and_rounded_once(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "bfloat16"
+    AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.bfloat16).save_pretrained(checkpoint)
+    merged = reference(checkpoint, adapter).merge_and_unload().state_dict()
+    for dtype in ("auto", "bfloat16", "float16"):
+        artifact = Artifact.open(export(checkpoint, tmp_path / "artifacts" / dtype, adapter, dtype=dtype))
+        rounded = getattr(torch, artifact.config.dtype)
+        assert artifact.config.dtype == ("bfloat16" if dtype == "auto" else dtype)
+        weights = load_file(artifact.path / "weights" / "model.safetensors")
+        for name, tensor in merged.items():
+            assert torch.equal(weights[f"model.{name}"], tensor.to(rounded)), name
+        assert weights["model.model.rotary_emb.inv_freq"].dtype == torch.float32
+
+
+def test_merging_into_one_of_two_tied_weights_unties_them(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoints["gemma2"]
+    assert AutoConfig.from_pretrained(checkpoint).tie_word_embeddings
+    tied = make_adapter(checkpoint, tmp_path / "tied", lora())
+    untied = make_adapter(checkpoint, tmp_path / "untied", CONFIGS["embeddings"]())
+    for adapter, is_tied in ((tied, True), (untied, False)):
+        artifact = Artifact.open(export(checkpoint, tmp_path / f"{adapter.name}.artifact", adapter))
+        assert AutoConfig.from_pretrained(artifact.path).tie_word_embeddings is is_tied
+        assert ("model.lm_head.weight" in {*artifact.tied_weights, *artifact.tied_weights.values()}) is is_tied
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_an_adapter_with_new_tokens_brings_embeddings_and_tokenizer(
+    architecture: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = sharp_checkpoints[architecture]
+    config = lora(modules_to_save=["embed_tokens", "lm_head"])
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", config, rows=310)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(adapter)
+    artifact = export(checkpoint, tmp_path / "artifact", adapter)
+    assert_same(artifact, reference(checkpoint, adapter, rows=310))
+    assert Artifact.open(artifact).model.vocab_size == AutoConfig.from_pretrained(artifact).vocab_size == 310
+    assert AutoTokenizer.from_pretrained(artifact).convert_tokens_to_ids("<new>") == len(tokenizer) - 1
+
+
+def test_an_adapter_without_a_tokenizer_leaves_the_checkpoint_its_own(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    artifact = export(tiny_checkpoint, tmp_path / "artifact", adapter)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (artifact / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
+
+
+def test_from_pretrained_merges_at_an_export_and_refuses_an_adapter_for_an_artifact(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    options = tiny_config().to_dict()
+    model = NeuronModelForCausalLM.from_pretrained(tiny_checkpoint, export=True, adapter=adapter, **options)
+    assert model.artifact.manifest["adapters"][0]["source"] == str(adapter)
+    model.save_pretrained(tmp_path / "artifact")
+    with pytest.raises(ValueError, match=r"adapter=.* can be merged by an export only, and .*artifact is an artifact"):
+        NeuronModelForCausalLM.from_pretrained(tmp_path / "artifact", adapter=adapter)
+
+
+def test_an_adapter_of_the_hub_is_found_in_its_cache(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--someone--adapter"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    shutil.copytree(adapter, repository / "snapshots" / commit)
+    options: dict[str, Any] = {"config": tiny_config(), "cache_dir": tmp_path / "hub"}
+    artifact = export_model(tiny_checkpoint, tmp_path / "artifact", adapter="someone/adapter", **options)
+    assert Artifact.open(artifact).manifest["adapters"][0]["source"] == "someone/adapter"
+    with pytest.raises(FileNotFoundError, match=r"someone/missing is no local path, is not in the Hub cache"):
+        export_model(tiny_checkpoint, tmp_path / "other", adapter="someone/missing", **options)
+
+
+def test_another_name_of_the_base_model_is_told(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(tiny_checkpoint, tmp_path / "same", adapter)
+    assert "was trained on" not in caplog.text
+    change_config(adapter, base_model_name_or_path="someone/another-7b")
+    export(tiny_checkpoint, tmp_path / "other", adapter)
+    assert f"was trained on someone/another-7b, and is merged into {tiny_checkpoint}" in caplog.text

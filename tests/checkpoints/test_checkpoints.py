@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every form of a checkpoint exports to the weights that transformers loads, or is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import artifact_runner, export_tiny, generate, random_tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifacts.weights import read_weights
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+BLOCK = 32
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A tiny Llama that a test may change."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "artifact"
+
+
+def change_config(checkpoint: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
+    path = checkpoint / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps({name: document[name] for name in document if name not in drop}), encoding="utf-8")
+
+
+def change_weights(checkpoint: Path, change: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
+    tensors = load_file(checkpoint / WEIGHTS)
+    change(tensors)
+    save_file(tensors, checkpoint / WEIGHTS, metadata={"format": "pt"})
+    return tensors
+
+
+def split_in_shards(checkpoint: Path) -> list[Path]:
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(checkpoint, max_shard_size="100KB")
+    (checkpoint / WEIGHTS).unlink(missing_ok=True)
+    shards = sorted(checkpoint.glob("model-*.safetensors"))
+    assert len(shards) > 2 and (checkpoint / INDEX).is_file()
+    return shards
+
+
+def assert_equal_weights(artifact: Path, model: Any) -> None:
+    """All of an artifact's weights are a transformers model's, to the bit and in the same type."""
+    found = read_weights(Artifact.open(artifact))
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        assert found[f"model.{name}"].dtype == tensor.dtype, name
+        assert torch.equal(found[f"model.{name}"], tensor), name
+
+
+def assert_same_tokens(artifact: Path, model: Any) -> None:
+    prompt = random_tokens(20)
+    tokens, logits = generate(artifact_runner(artifact), prompt, 5)
+    ids = torch.tensor([[*prompt.tolist(), *tokens]])
+    expected = model(input_ids=ids, use_cache=False).logits[0, 19:-1]
+    assert tokens == expected.argmax(-1).tolist()
+    torch.testing.assert_close(logits, expected.float(), atol=2e-6, rtol=0)
+
+
+def refused(error: type[Exception], words: str, checkpoint: Path, output: Path, **changes: Any) -> None:
+    with pytest.raises(error, match=words) as caught:
+        export_tiny(checkpoint, output, **changes)
+    assert "\n" not in str(caught.value)
+    assert not output.parent.exists()
+
+
+def test_shards_are_put_together(checkpoint: Path, output: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    split_in_shards(checkpoint)
+    assert_equal_weights(export_tiny(checkpoint, output), expected)
+    assert not (output / INDEX).exists()
+
+
+def store(checkpoint: Path, stored: str, *, tied: bool) -> None:
+    """Leaves embeddings, head or both in a checkpoint."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        if stored == "embeddings":
+            del tensors[HEAD]
+        if stored == "head":
+            tensors[HEAD] = tensors.pop(EMBEDDINGS)
+        if stored == "both, equal":
+            tensors[HEAD] = tensors[EMBEDDINGS].clone()
+
+    change_config(checkpoint, tie_word_embeddings=tied)
+    change_weights(checkpoint, change)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", ["embeddings", "head", "both, equal", "both, different"])
+def test_embeddings_and_head_are_tied_as_transformers_ties_them(
+    stored: str, tied: bool, checkpoint: Path, output: Path
+) -> None:
+    store(checkpoint, stored, tied=tied)
+    if not tied and stored in ("embeddings", "head"):
+        missing = HEAD if stored == "embeddings" else EMBEDDINGS
+        refused(ValueError, f"lacks {missing}, which LlamaForCausalLM needs", checkpoint, output)
+        return
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    artifact = export_tiny(checkpoint, output)
+    assert_equal_weights(artifact, expected)
+    assert bool(Artifact.open(artifact).tied_weights) is (tied and stored != "both, different")
+    assert_same_tokens(artifact, expected)
+
+
+@pytest.mark.slow
+def test_compiled_graphs_follow_the_weights_where_the_config_ties_them_wrongly(checkpoint: Path, output: Path) -> None:
+    store(checkpoint, "both, different", tied=True)
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert_same_tokens(export_tiny(checkpoint, output, target="cpu", mixed_step=False), expected)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16"])
+def test_weights_have_the_type_that_was_asked_for_or_the_checkpoint_s(
+    asked: str, key: str | None, stored: str, checkpoint: Path, output: Path
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(getattr(torch, stored))
+
+    change_weights(checkpoint, change)
+    change_config(checkpoint, drop=("dtype",))
+    if key is not None:
+        change_config(checkpoint, **{key: stored})
+    wanted = stored if asked == "auto" else asked
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, wanted))
+    artifact = export_tiny(checkpoint, output, dtype=asked)
+    assert Artifact.open(artifact).config.dtype == wanted
+    assert_equal_weights(artifact, expected)
+
+
+def test_a_type_that_cannot_be_exported_is_refused(checkpoint: Path, output: Path) -> None:
+    change_config(checkpoint, dtype="float64")
+    refused(ValueError, r"dtype='float64' .*float32", checkpoint, output, dtype="auto")
+
+
+def test_pickled_weights_are_never_opened(checkpoint: Path, output: Path) -> None:
+    (checkpoint / WEIGHTS).unlink()
+
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (output.parent.parent / "opened",))
+
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
+    words = r"holds its weights as pytorch_model.bin, a format that may run code; convert it to model.safetensors"
+    refused(ValueError, words, checkpoint, output)
+    assert not (output.parent.parent / "opened").exists()
+
+
+@pytest.mark.parametrize("kind", ["missing shard", "truncated shard", "truncated", "corrupt", "index", "outside"])
+def test_damaged_files_of_weights_are_refused_by_name(kind: str, checkpoint: Path, output: Path) -> None:
+    path = checkpoint / WEIGHTS
+    words = r"model.safetensors is truncated or corrupt \([\d,]+ bytes: "
+    error: type[Exception] = ValueError
+    if kind in ("missing shard", "truncated shard"):
+        path = split_in_shards(checkpoint)[1]
+        words = rf"{path.name} is truncated or corrupt"
+    if kind == "missing shard":
+        path.unlink()
+        error, words = FileNotFoundError, rf"checkpoint lacks {path.name}, which model.safetensors.index.json names"
+    elif kind == "corrupt":
+        path.write_bytes(b"\xff" * 100)
+    elif kind.startswith("truncated"):
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+        names = {"index": {}, "outside": {"weight_map": {"x": "../outside.safetensors"}}}
+        (checkpoint / INDEX).write_text(json.dumps(names[kind]), encoding="utf-8")
+        words = {"index": r"is no index of weights", "outside": r"names '\.\./outside\.safetensors'"}[kind]
+    refused(error, words, checkpoint, output)
+
+
+def test_a_tensor_that_is_missing_is_not_made_up(checkpoint: Path, output: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(checkpoint, lambda tensors: tensors.__delitem__(name))
+    words = (
+        rf"checkpoint lacks {name}, which LlamaForCausalLM needs; download the checkpoint again, or correct its config"
+    )
+    refused(ValueError, words, checkpoint, output)
+
+
+def test_a_tensor_that_only_the_index_knows_is_not_made_up(checkpoint: Path, output: Path) -> None:
+    shard = split_in_shards(checkpoint)[1]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, shard, metadata={"format": "pt"})
+    refused(ValueError, rf"lacks {name}", checkpoint, output)
+
+
+def test_more_layers_than_the_checkpoint_holds_are_not_made_up(checkpoint: Path, output: Path) -> None:
+    change_config(checkpoint, num_hidden_layers=3, layer_types=None)
+    words = r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more tensors, which LlamaForCausalLM needs"
+    refused(ValueError, words, checkpoint, output)
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(checkpoint: Path, output: Path) -> None:
+    change_config(checkpoint, intermediate_size=128)
+    words = r"model\.layers\.0\.mlp\.down_proj\.weight has the shape \[64, 96\], .* LlamaForCausalLM needs \[64, 128\]"
+    refused(ValueError, words, checkpoint, output)
+
+
+def test_tensors_without_a_place_are_named_in_one_line(
+    checkpoint: Path, output: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+
+    change_weights(checkpoint, change)
+    logging.getLogger("transformers").propagate = True
+    export_tiny(checkpoint, output)
+    (line,) = [record.getMessage() for record in caplog.records if "has no place" in record.getMessage()]
+    assert line.endswith(
+        "holds model.layers.0.self_attn.q_proj.bias, for which LlamaForCausalLM has no place; left out"
+    )
+    assert "LOAD REPORT" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "nonesuch"}, "nonesuch"),
+    ],
+)
+def test_quantized_weights_are_refused_before_they_are_looked_for(
+    method: dict[str, Any], name: str, checkpoint: Path, output: Path
+) -> None:
+    change_config(checkpoint, quantization_config=method)
+    (checkpoint / WEIGHTS).unlink()
+    words = rf"checkpoint is quantized \({name}\); export an unquantized or a GGUF checkpoint"
+    refused(ValueError, words, checkpoint, output)
+
+
+def quantize_to_fp8(checkpoint: Path) -> dict[str, Tensor]:
+    """Writes weights as blocks of float8 with scales; returns what they stand for, in float32."""
+    exact: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in [*tensors.items()]:
+            exact[name] = tensor
+            if name.endswith("proj.weight"):
+                rows, columns = tensor.shape
+                blocks = tensor.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+                scales = blocks.abs().amax((1, 3)) / 448
+                tensors[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = scales
+                plain = tensors[name].float().reshape(blocks.shape) * scales[:, None, :, None]
+                exact[name] = plain.reshape(rows, columns)
+
+    change_weights(checkpoint, change)
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    change_config(checkpoint, quantization_config=method)
+    return exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path, output: Path) -> None:
+    exact = quantize_to_fp8(checkpoint)
+    artifact = export_tiny(checkpoint, output, dtype=dtype)
+    found = read_weights(Artifact.open(artifact))
+    for name, tensor in exact.items():
+        assert torch.equal(found[f"model.{name}"], tensor.to(getattr(torch, dtype))), name
+    assert "quantization_config" not in json.loads((artifact / "config.json").read_text(encoding="utf-8"))
+    expected = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=getattr(torch, dtype), quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    for parameter in expected.parameters():  # not every version of transformers heeds dtype here
+        parameter.data = parameter.to(getattr(torch, dtype))
+    assert_equal_weights(artifact, expected)
+
+
+def quantize_to_mxfp4(checkpoint: Path) -> dict[str, Tensor]:
+    """Replaces experts by random blocks of 4-bit numbers; returns what they stand for."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    exact: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in [*tensors.items()]:
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, rows, columns = tensor.shape
+                blocks = torch.randint(0, 256, (experts, columns, rows // BLOCK, BLOCK // 2), dtype=torch.uint8)
+                scales = torch.randint(115, 123, (experts, columns, rows // BLOCK), dtype=torch.uint8)
+                tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+                numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1)
+                scaled = numbers.flatten(-2) * torch.exp2(scales.float() - 127)[..., None]
+                exact[name] = scaled.flatten(-2).transpose(1, 2)
+                del tensors[name]
+
+    change_weights(checkpoint, change)
+    change_config(checkpoint, quantization_config={"quant_method": "mxfp4"})
+    return exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_experts_are_multiplied_by_their_scales(
+    dtype: str, tiny_checkpoints: dict[str, Path], tmp_path: Path, output: Path
+) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoints["gpt_oss"], tmp_path / "gpt_oss"))
+    exact = quantize_to_mxfp4(checkpoint)
+    artifact = export_tiny(checkpoint, output, dtype=dtype)
+    found = read_weights(Artifact.open(artifact))
+    assert exact
+    for name, tensor in exact.items():
+        assert torch.equal(found[f"model.{name}"], tensor.to(getattr(torch, dtype))), name
+    expected = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    assert torch.equal(found[f"model.{name}"].bfloat16(), expected.state_dict()[name])
+    assert len(generate(artifact_runner(artifact), random_tokens(9), 3)[0]) == 3

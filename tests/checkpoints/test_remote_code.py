@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with modeling code of their own: run only when trusted, carried by the artifact, refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapting import lora
+from helpers import random_tokens, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from optimum_neuron import NeuronModelForCausalLM, export_model
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
+
+
+MODELING = """
+import torch
+from torch import nn
+from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from .numbers_tiny import SCALE
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny_of_its_own"
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config, self.layer_idx, self.heads, self.num_key_value_groups = config, layer_idx, 4, 1
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+
+    def forward(self, hidden, mask, **kwargs):
+        split = self.qkv_proj(hidden).view(*hidden.shape[:2], 3, self.heads, -1)
+        query, key, value = (part.transpose(1, 2) for part in split.unbind(2))
+        name = self.config._attn_implementation
+        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        output, _ = attend(self, query, key, value, mask, scaling=SCALE, dropout=0.0, **kwargs)
+        return output.reshape(hidden.shape)
+
+
+class TinyForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = TinyConfig
+    _supports_sdpa = _supports_attention_backend = True
+    _no_split_modules = []
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(Attention(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=False, **kwargs):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        hidden = self.embed(input_ids) + self.positions(position_ids)
+        mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids=position_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, mask, **kwargs)
+        return CausalLMOutput(logits=self.head(self.norm(hidden)))
+"""
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A model class that transformers does not know, in two files beside its weights."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "modeling_tiny.py").write_text(MODELING, encoding="utf-8")
+    (folder / "numbers_tiny.py").write_text("SCALE = 0.7\n", encoding="utf-8")
+    config = json.loads((tiny_checkpoint / "config.json").read_text(encoding="utf-8"))
+    names = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    config |= {"model_type": "tiny_of_its_own", "architectures": ["TinyForCausalLM"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(loaded, dtype=torch.float32, trust_remote_code=True)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    weights = tmp_path / "weights"
+    model.save_pretrained(weights)
+    (weights / "model.safetensors").rename(folder / "model.safetensors")
+    return folder
+
+
+def greedy(checkpoint: Path, prompt: torch.Tensor, count: int) -> list[int]:
+    model = load(checkpoint)
+    for _ in range(count):
+        prompt = torch.cat([prompt, model(prompt).logits[:, -1:].argmax(-1)], 1)
+    return prompt[0, -count:].tolist()
+
+
+def load(checkpoint: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("target", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_trusted_code_is_exported_and_generates_from_the_artifact_alone(
+    target: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    prompt = torch.from_numpy(random_tokens(20)).long()[None]
+    expected = greedy(checkpoint, prompt, 8)
+    config = tiny_config(target=target, mixed_step=False)
+    artifact = export_model(checkpoint, tmp_path / "artifact", config=config, trust_remote_code=True)
+    for name in ("modeling_tiny.py", "numbers_tiny.py", "config.json"):
+        assert (artifact / name).read_bytes() == (checkpoint / name).read_bytes()
+    checkpoint.rename(tmp_path / "gone")
+    model = NeuronModelForCausalLM.from_pretrained(artifact, trust_remote_code=True)
+    tokens = model.generate(prompt, do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+    assert tokens[0, 20:].tolist() == expected
+    with pytest.raises(ValueError, match=r"trust_remote_code"):
+        NeuronModelForCausalLM.from_pretrained(artifact)
+
+
+def test_code_that_is_not_trusted_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    code = checkpoint / "modeling_tiny.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
+    words = r"checkpoint brings modeling code of its own; read it, then pass --trust-remote-code \(trust_remote_code=True\)"
+    with pytest.raises(ValueError, match=words) as caught:
+        export_model(checkpoint, tmp_path / "out" / "artifact", config=tiny_config())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "ran").exists()
+
+
+def test_code_that_transformers_need_not_run_is_left_out(
+    tiny_checkpoint: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A Llama whose config names code is exported by transformers' own class where the code is not trusted."""
+    document = json.loads((tiny_checkpoint / "config.json").read_text(encoding="utf-8"))
+    names = {"AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    (checkpoint / "config.json").write_text(json.dumps(document | {"auto_map": names}), encoding="utf-8")
+    (checkpoint / "model.safetensors").write_bytes((tiny_checkpoint / "model.safetensors").read_bytes())
+    artifact = export_model(checkpoint, tmp_path / "artifact", config=tiny_config())
+    assert not list(artifact.glob("*.py"))
+    assert type(Checkpoint(checkpoint, None, "x", False).load_model("auto")).__name__ == "LlamaForCausalLM"
+
+
+def test_an_adapter_of_trusted_code_is_merged(checkpoint: Path, tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(load(checkpoint), lora(target_modules=["qkv_proj", "head"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    artifact = export_model(
+        checkpoint, tmp_path / "artifact", config=tiny_config(), trust_remote_code=True, adapter=tmp_path / "adapter"
+    )
+    model = NeuronModelForCausalLM.from_pretrained(artifact, trust_remote_code=True)
+    prompt = torch.from_numpy(random_tokens(20)).long()[None]
+    with torch.inference_mode():
+        expected = adapted.eval()(input_ids=prompt).logits[:, -1:]
+    torch.testing.assert_close(model(prompt).logits, expected, atol=2e-5, rtol=0)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a checkpoint's files is told by an export, in a sentence that names it, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import export_tiny, python_process
+from safetensors.torch import load_file, save_file
+from test_gguf import write_gguf
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from optimum_neuron.checkpoints.checkpoint import find_checkpoint
+from optimum_neuron.checkpoints.gguf import read_header
+
+
+SHORT_FILES = """
+import resource, signal, sys
+from pathlib import Path
+from optimum_neuron import NeuronConfig, export_model
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="eager")
+try:
+    export_model(sys.argv[1], sys.argv[2], config=config)
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def refusal(checkpoint: Path, tmp_path: Path) -> Callable[..., str]:
+    """Why the checkpoint is not exported."""
+
+    def refused(kind: type[Exception] = ValueError, folder: Path = checkpoint, **changes: Any) -> str:
+        with pytest.raises(kind) as caught:
+            export_tiny(folder, tmp_path / "out" / "artifact", **changes)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    return refused
+
+
+def change_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_no_numbers_are_named(
+    value: float, dtype: str, checkpoint: Path, refusal: Callable[..., str]
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(checkpoint, lambda tensors: tensors[name][3].fill_(value))
+    told = refusal(dtype=dtype)
+    assert told.endswith(f"{name} holds NaN or infinity in 64 of 6,144 places; repair it, or download it again")
+
+
+def test_all_weights_that_are_no_numbers_are_refused(checkpoint: Path, refusal: Callable[..., str]) -> None:
+    change_weights(checkpoint, lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()])
+    assert "model.embed_tokens.weight holds NaN or infinity in 19,200 of 19,200 places" in refusal()
+
+
+def test_logits_that_a_type_cannot_hold_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
+    change_weights(
+        checkpoint, lambda tensors: [tensors[name].mul_(1e3) for name in ("model.norm.weight", "lm_head.weight")]
+    )
+    export_tiny(checkpoint, tmp_path / "float32")
+    with pytest.raises(ValueError, match=r"its logits are not finite: its weights are, so float16 is too narrow"):
+        export_tiny(checkpoint, tmp_path / "float16", dtype="float16")
+
+
+def test_an_unreadable_tokenizer_is_found_by_the_export(checkpoint: Path, refusal: Callable[..., str]) -> None:
+    (checkpoint / "tokenizer.json").write_text('{"version": "1.0", "model": {}, "added_tokens": []}', encoding="utf-8")
+    assert f"{checkpoint}: its tokenizer cannot be read (" in refusal()
+
+
+@pytest.mark.parametrize("broken", ["adapter", "checkpoint"])
+def test_the_tokenizer_that_is_read_is_the_one_that_is_taken_over(
+    broken: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint / name, adapter / name)
+    (tmp_path / broken / "tokenizer.json").write_text("[]", encoding="utf-8")
+    found = find_checkpoint(checkpoint, revision=None, token=None, trust_remote_code=False)
+    taken: Any = [SimpleNamespace(folder=adapter)]
+    if broken == "checkpoint":
+        found.check_verbatim(taken)
+    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
+        found.check_verbatim(taken if broken == "adapter" else ())
+
+
+def test_a_checkpoint_without_a_tokenizer_is_exported(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (checkpoint / name).unlink()
+    artifact = export_tiny(checkpoint, tmp_path / "artifact")
+    assert not list(artifact.glob("tokenizer*"))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run_and_told(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+    document["auto_map"] = {"AutoTokenizer": ["tokens.Tokens", None]}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(document), encoding="utf-8")
+    (checkpoint / "tokens.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
+    export_tiny(checkpoint, tmp_path / "artifact")
+    assert not (tmp_path / "ran").exists()
+    assert "its tokenizer is taken over unread: it needs code of the checkpoint's" in caplog.text
+
+
+def test_a_link_to_nothing_is_no_missing_file(checkpoint: Path, refusal: Callable[..., str]) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.json").symlink_to("../blobs/gone")
+    assert "tokenizer.json is a link to ../blobs/gone, which does not exist" in refusal(FileNotFoundError)
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_a_config_is_parsed_once(
+    gguf: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    parse = PreTrainedConfig.get_config_dict.__func__  # type: ignore[attr-defined]
+
+    def get_config_dict(cls: Any, folder: str | Path, **options: Any) -> Any:
+        parsed.append(str(folder))
+        return parse(cls, folder, **options)
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", classmethod(get_config_dict))
+    if gguf:
+        write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
+        parsed.clear()
+    export_tiny(tmp_path / "model.gguf" if gguf else checkpoint, tmp_path / "artifact")
+    assert parsed.count(str(tmp_path if gguf else checkpoint)) == 1
+
+
+def test_weights_that_cannot_be_written_are_told_in_a_sentence(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    process = python_process(SHORT_FILES, tiny_checkpoint, tmp_path / "artifact")
+    told, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert re.fullmatch(r"\[Errno \d+\] File too large: '.*weights/model\.safetensors'\n", told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_of_a_gguf_file_is_read_as_it_was_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    write_gguf(tiny_checkpoint, tmp_path / "model.gguf", "Q8_0")
+    header = read_header(tmp_path / "model.gguf")
+    assert header.sizes()["block_count"] == 2 and header.sizes()["attention.head_count"] == 4
+    assert (
+        header.values["tokenizer.ggml.tokens"] == len(AutoTokenizer.from_pretrained(tiny_checkpoint).get_vocab()) + 1
+    )
+    stored = load_file(tiny_checkpoint / "model.safetensors").values()
+    assert (header.stored.tensors, header.stored.elements) == (len(stored), sum(tensor.numel() for tensor in stored))
+
+
+def test_a_gguf_file_that_is_cut_or_changed_anywhere_is_read_or_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_checkpoint, path, "Q8_0")
+    whole = path.read_bytes()
+    for length in (*range(0, 2000, 37), len(whole) // 2, len(whole) - 64):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"truncated or corrupt|is no GGUF file"):
+            read_header(path)
+    generator = torch.Generator().manual_seed(0)
+    for place, bit in zip(
+        torch.randint(0, 12_000, (400,), generator=generator).tolist(),
+        torch.randint(0, 8, (400,), generator=generator).tolist(),
+        strict=True,
+    ):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        try:
+            read_header(path)
+        except ValueError as error:
+            assert str(path) in str(error)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines that must be refused, as a table: what is wrong with the words, with the paths, or with the files that they name.
+
+A word such as `{checkpoint}` stands for a path that `broken_files.Files` makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+USAGE, REFUSED = 2, 1
+HUGE = str(2**40)
+EXPORT = (
+    *("export", "neuron", "{out}", "--model", "{checkpoint}", "--target", "eager", "--sequence-length", "64"),
+    *("--prefill-chunk-size", "8", "--dtype", "float32"),
+)
+GENERATE = ("neuron", "generate", "{artifact}", "--prompt", "Hi", "--max-new-tokens", "2")
+ESTIMATE = ("neuron", "estimate", "--model", "{checkpoint}", "--sequence-length", "64", "--target", "trn2")
+SIZES = ("batch-size", "sequence-length", "prefill-chunk-size", "ctx-batch-size", "max-topk", "tensor-parallel-size")
+LISTS = ("prefill-chunk-buckets", "context-buckets")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line, how it ends, and words of its error."""
+
+    words: tuple[str, ...]
+    code: int
+    tells: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(word if word.isprintable() and word else repr(word) for word in self.words)
+
+
+def _line(words: tuple[str, ...], code: int, *tells: str) -> Line:
+    return Line(words, code, tells)
+
+
+def _sizes() -> list[Line]:
+    lines = []
+    for option in SIZES:
+        flag, name = f"--{option}", option.replace("-", "_")
+        for value in ("x", "1.5", "", "1e3", "0x10", "½"):
+            lines.append(_line((*EXPORT, flag, value), USAGE, f"argument {flag}: invalid int value: {value!r}"))
+        for value in ("0", "-1"):
+            lines.append(_line((*EXPORT, flag, value), REFUSED, f"{name}={value} must be at least 1"))
+        lines.append(_line((*EXPORT, flag, HUGE), REFUSED, f"{name}={HUGE} is above", "lower it"))
+    for option in LISTS:
+        flag, name = f"--{option}", option.replace("-", "_")
+        for value in ("x", "8,x", "8;16", "1.5"):
+            lines.append(_line((*EXPORT, flag, value), USAGE, f"{value!r} is not a list of whole numbers"))
+        for value, told in (
+            ("0", "=0 must be at least 1"),
+            ("16,8", "sort it as (8, 16)"),
+            ("8,8", "sort it as (8,)"),
+        ):
+            lines.append(_line((*EXPORT, f"{flag}={value}"), REFUSED, name, told))
+        lines.append(_line((*EXPORT, f"{flag}={HUGE}"), REFUSED, f"{name}={HUGE} is above"))
+    return lines
+
+
+CONTRADICTIONS = [
+    _line((*EXPORT, "--prefill-chunk-size", "128"), REFUSED, "prefill_chunk_size=128", "sequence_length=64"),
+    _line((*EXPORT, "--batch-size", "64"), REFUSED, "64 + 1 * 8 = 72 tokens exceeds sequence_length=64"),
+    _line((*EXPORT, "--ctx-batch-size", "2"), REFUSED, "ctx_batch_size=2 is larger than batch_size=1"),
+    _line((*EXPORT, "--context-buckets", "32"), REFUSED, "context_buckets=(32,) must end with sequence_length=64"),
+    _line((*EXPORT, "--context-buckets", ""), REFUSED, "context_buckets=() must end with sequence_length=64"),
+    _line((*EXPORT, "--prefill-chunk-buckets", "8"), REFUSED, "must all be smaller than prefill_chunk_size=8"),
+    _line((*EXPORT, "--max-topk", "257"), REFUSED, "max_topk=257 is above 256"),
+    _line((*EXPORT, "--tensor-parallel-size", "2"), REFUSED, "tensor_parallel_size=2 needs as many devices"),
+    _line((*EXPORT, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256", "lower --sequence-length"),
+    _line((*EXPORT, "--target", "trn2"), REFUSED, "need torch-xla"),
+    _line((*EXPORT, "--target", "hlo"), REFUSED, "need torch-xla"),
+    _line((*EXPORT, "--revision", "v1"), REFUSED, "revision='v1'", "leave --revision out"),
+    _line((*EXPORT, "--revision", ""), REFUSED, "revision=''", "leave --revision out"),
+    _line(("export", "neuron", "{out}"), USAGE, "-m/--model"),
+    _line(("export", "neuron", "--model", "{checkpoint}"), USAGE, "output"),
+    _line(("export", "neuron", "{out}", "--model"), USAGE, "argument -m/--model: expected one argument"),
+    _line((*EXPORT, "more"), USAGE, "more"),
+    _line((*EXPORT, "--no-such-option"), USAGE, "--no-such-option"),
+    _line((*EXPORT, "--batch", "2"), USAGE, "--batch"),
+    _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'"),
+    _line((*EXPORT, "--target", ""), USAGE, "invalid choice: ''"),
+    _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
+    _line((*EXPORT, "--task", "fill-mask"), USAGE, "invalid choice: 'fill-mask'"),
+    _line((*EXPORT, "--overwrite=yes"), USAGE, "--overwrite"),
+]
+
+# A name of a model that is none.
+NAMES = {
+    "no-such-folder": "no-such-folder", "someone/missing": "someone/missing", "": "", "no such name!": "no such name!",
+    "/no/such/path": "/no/such/path", "[red]": "[red]", "[/]": "[/]", ":smile:": ":smile:", "größe/模型": "größe/模型",
+    "two\nlines": "two lines", "x" * 300: "File name too long", "x/" * 3000: "File name too long", "a.gguf": "a.gguf",
+    "~no-such-user/x": "home directory", "{empty_folder}": "holds no config.json", "{text_file}": "a file of another kind",
+    "{link_circle}": "{link_circle}", "/dev/null": "/dev/null", ".": "holds no config.json", "{artifact}/weights": "holds no config.json",
+}  # fmt: skip
+
+
+def _names() -> list[Line]:
+    lines = []
+    for name, told in NAMES.items():
+        lines.append(_line(("export", "neuron", "{out}", f"--model={name}", "--target", "eager"), REFUSED, told))
+        lines.append(_line(("neuron", "estimate", f"--model={name}"), REFUSED, told))
+    return lines
+
+
+# Output folders that cannot be written.
+OUTPUTS = [
+    _line((*EXPORT[:2], "{text_file}", *EXPORT[3:]), REFUSED, "is a file; name a folder"),
+    _line((*EXPORT[:2], "{full_folder}", *EXPORT[3:]), REFUSED, "is not empty and holds no artifact"),
+    _line((*EXPORT[:2], "{full_folder}", *EXPORT[3:], "--overwrite"), REFUSED, "is not empty and holds no artifact"),
+    _line((*EXPORT[:2], "{artifact}", *EXPORT[3:]), REFUSED, "already holds an artifact", "--overwrite"),
+    _line((*EXPORT[:2], "{checkpoint}", *EXPORT[3:]), REFUSED, "is not empty and holds no artifact"),
+    _line((*EXPORT[:2], "{text_file}/out", *EXPORT[3:]), REFUSED, "{text_file}"),
+    _line((*EXPORT[:2], "{link_circle}", *EXPORT[3:]), REFUSED, "{link_circle}"),
+    _line((*EXPORT[:2], "{link_circle}/out", *EXPORT[3:]), REFUSED, "{link_circle}"),
+    _line((*EXPORT[:2], "/proc/none/out", *EXPORT[3:]), REFUSED, "/proc has"),
+    _line((*EXPORT[:2], "x" * 300, *EXPORT[3:]), REFUSED, "File name too long"),
+    _line((*EXPORT[:2], "~no-such-user/out", *EXPORT[3:]), REFUSED, "home directory"),
+]
+
+# A change of config.json, and what is told of it; the same is told where a model is estimated, unless weights tell.
+CONFIGS: dict[str, tuple[dict[str, object], str]] = {
+    "zero heads": ({"num_attention_heads": 0}, "num_attention_heads=0"),
+    "no whole heads": ({"num_attention_heads": 3}, "multiple of the number of attention heads"),
+    "negative heads": ({"num_key_value_heads": -1}, "num_key_value_heads=-1"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    "many layers": ({"num_hidden_layers": 100_000}, "num_hidden_layers=100000, and no model has more than 1000"),
+    "countless layers": ({"num_hidden_layers": 2**40}, f"num_hidden_layers={HUGE}"),
+    "zero vocabulary": ({"vocab_size": 0}, "vocab_size=0"),
+    "countless vocabulary": ({"vocab_size": 2**40}, f"vocab_size={HUGE}"),
+    "countless width": ({"hidden_size": 2**40}, f"hidden_size={HUGE}"),
+    "zero head size": ({"head_dim": 0}, "head_dim=0"),
+    "negative width": ({"intermediate_size": -1}, "negative dimension"),
+    "words for a number": ({"hidden_size": "64"}, "hidden_size"),
+    "fraction for a number": ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+    "nothing for a number": ({"vocab_size": None}, "vocab_size"),
+    "a list for a number": ({"rms_norm_eps": [1]}, "rms_norm_eps"),
+    "unknown activation": ({"hidden_act": "zzz"}, "zzz"),
+    "unknown frequencies": ({"rope_parameters": {"rope_type": "zzz"}}, "zzz"),
+    "half of frequencies": ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    "unknown dtype": ({"dtype": "zzz"}, "zzz"),
+    "padding outside": ({"pad_token_id": 10**6}, "adding_idx"),
+    "unknown model": ({"model_type": "zzz"}, "zzz"),
+    "no model": ({"model_type": None}, "None"),
+    "encoder and decoder": ({"model_type": "t5"}, "t5"),
+    "a number for a part": ({"text_config": 5}, "holds 5 in the place"),
+    "a number for quantization": ({"quantization_config": 5}, "'int' object"),
+    "unknown quantization": ({"quantization_config": {"quant_method": "zzz"}}, "is quantized (zzz)"),
+    "layers of no kind": ({"layer_types": ["zzz", "zzz"]}, "layer_types"),
+    "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}, "--trust-remote-code"),
+}
+# The same, where only weights tell that it is wrong.
+MISFITS: dict[str, tuple[dict[str, object], str]] = {
+    "encoder": ({"model_type": "bert"}, "bert"),
+    "more layers": ({"num_hidden_layers": 3}, "lacks model.layers.2."),
+    "ten times the layers": ({"num_hidden_layers": 999}, "names 999 layers, and its weights are 21 tensors"),
+    "many words": ({"vocab_size": 2**31 - 1}, "parameters, and its weights hold"),
+    "another width": ({"hidden_size": 2**20}, "parameters, and its weights hold"),
+    "one word more": ({"vocab_size": 301}, "has the shape [300, 64]"),
+    "other heads": ({"num_key_value_heads": 4}, "has the shape [32, 64]"),
+    "infinite frequencies": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "its logits are not finite"),
+}
+NO_OBJECT = {
+    "list": b"[]",
+    "number": b"1",
+    "nothing": b"",
+    "half": b'{"a": ',
+    "bytes": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+}
+OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "adapter_config.json",
+)
+# Of a GGUF file: see broken_files.
+GGUF = {
+    "empty": "is no GGUF file", "magic": "is no GGUF file", "version": "version 99", "header": "truncated or corrupt",
+    "half": "truncated or corrupt", "counts": "truncated or corrupt", "no_tensors": "holds no weights",
+    "no_heads": "llama.attention.head_count", "layers": "block_count=100000", "zero_heads": "attention.head_count=0",
+    "countless": f"embedding_length={2**32 - 1}", "many_words": "its weights hold",
+}  # fmt: skip
+WEIGHTS = {
+    "nan": "model.embed_tokens.weight holds NaN or infinity in 19,200 of 19,200 places", "inf": "mlp.up_proj.weight holds NaN or infinity",
+    "truncated": "truncated or corrupt", "missing": "holds no weights", "pickled": "a format that may run code", "none": "0 tensors",
+    "index_list": "instead of an object", "index_empty": "is no index of weights", "index_numbers": "is no index of weights",
+    "index_missing": "lacks x.safetensors", "index_outside": "do not use this checkpoint", "dangling": "holds no weights",
+}  # fmt: skip
+TOKENIZERS = {
+    "tokenizer.json": {b"[]": "", b"{}": "", b"": "", b'{"model": 5}': "", b"\xff": ""},
+    "tokenizer_config.json": {b'{"tokenizer_class": 5}': "", b'{"added_tokens_decoder": 5}': ""},
+    "chat_template.jinja": {b"\xff": ""},
+}
+ADAPTERS = {
+    "no_config": "holds no adapter_config.json", "no_weights": "holds no adapter_model.safetensors", "truncated": "truncated or corrupt",
+    "rank": f"names the rank {HUGE}", "kind": "no configuration that the installed PEFT knows", "list": "instead of an object",
+    "empty_object": "names no peft_type",
+}  # fmt: skip
+
+
+def _checkpoints() -> list[Line]:
+    lines = []
+    for name, (_, told) in CONFIGS.items():
+        lines.append(_line((*EXPORT, "--model", f"{{config:{name}}}"), REFUSED, told))
+        lines.append(_line((*ESTIMATE, "--model", f"{{config:{name}}}"), REFUSED, told))
+    for name, (_, told) in MISFITS.items():
+        lines.append(_line((*EXPORT, "--model", f"{{config:{name}}}"), REFUSED, told))
+    for file in OBJECTS:
+        for kind in NO_OBJECT:
+            lines.append(_line((*EXPORT, "--model", f"{{object:{file}:{kind}}}"), REFUSED, file))
+    for kind, told in GGUF.items():
+        lines.append(_line((*EXPORT, "--model", f"{{gguf:{kind}}}"), REFUSED, told))
+    for kind, told in WEIGHTS.items():
+        lines.append(_line((*EXPORT, "--model", f"{{weights:{kind}}}"), REFUSED, told))
+    for file, contents in TOKENIZERS.items():
+        for number, told in enumerate(contents.values()):
+            lines.append(
+                _line(
+                    (*EXPORT, "--model", f"{{tokenizer:{file}:{number}}}"), REFUSED, "tokenizer cannot be read", told
+                )
+            )
+    for kind, told in ADAPTERS.items():
+        lines.append(_line((*EXPORT, "--adapter", f"{{adapter:{kind}}}"), REFUSED, told))
+    lines.append(_line((*EXPORT, "--adapter", "no-such-adapter"), REFUSED, "no-such-adapter"))
+    lines.append(_line((*EXPORT, "--adapter", ""), REFUSED, ""))
+    lines.append(_line((*EXPORT, "--model", "{adapter:good}"), REFUSED, "is a PEFT adapter, not a checkpoint"))
+    return lines
+
+
+MANIFESTS = {
+    "missing": "holds no neuron_config.json", "list": "it is a list, not an object", "nothing": "is not valid JSON", "half": "is not valid JSON",
+    "object": "has format None", "bytes": "is not valid JSON",
+}  # fmt: skip
+
+
+def _artifacts() -> list[Line]:
+    lines = [
+        _line(("neuron", "inspect"), USAGE, "artifact"),
+        _line(("neuron", "inspect", "{artifact}", "more"), USAGE, "more"),
+        _line(("neuron", "generate"), USAGE, "artifact"),
+        _line(("neuron", "check"), USAGE, "artifact"),
+        _line(("neuron", "check", "{artifact}", "--runs", "x"), USAGE, "invalid int value: 'x'"),
+        _line(("neuron", "check", "{artifact}", "--runs", "0"), REFUSED, "runs"),
+        _line(("neuron", "check", "{artifact}", "--runs", "-1"), REFUSED, "runs"),
+        _line(("neuron", "check", "{artifact}"), REFUSED, ""),
+        _line(("neuron", "unknown"), USAGE, "unknown"),
+    ]
+    for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
+        for command in ("inspect", "generate", "check", "lint"):
+            told = "need" if command == "lint" else path if path and len(path) < 300 else ""
+            lines.append(_line(("neuron", command, path), REFUSED, told))
+    for kind, told in MANIFESTS.items():
+        for command in ("inspect", "generate", "check"):
+            lines.append(_line(("neuron", command, f"{{manifest:{kind}}}"), REFUSED, told))
+    return lines
+
+
+ANSWERS = [
+    _line((*GENERATE, "--prompt", ""), REFUSED, "the prompt is empty"),
+    _line((*GENERATE, "--prompt"), USAGE, "expected one argument"),
+    _line((*GENERATE, "--prompt", "x" * 200), REFUSED, "does not fit sequence_length=64"),
+    _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "max_new_tokens"),
+    _line((*GENERATE, "--max-new-tokens", "-5"), REFUSED, "max_new_tokens"),
+    _line((*GENERATE, "--max-new-tokens", HUGE), REFUSED, "sequence_length=64"),
+    _line((*GENERATE, "--max-new-tokens", "x"), USAGE, "invalid int value: 'x'"),
+    _line((*GENERATE, "--temperature", "x"), USAGE, "invalid float value: 'x'"),
+    _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0"),
+    _line((*GENERATE, "--temperature", "nan"), REFUSED, "--temperature nan"),
+    _line((*GENERATE, "--temperature", "inf"), REFUSED, "--temperature inf"),
+    _line((*GENERATE, "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
+    _line((*GENERATE, "--top-p", "0.5"), REFUSED, "--top-p shapes sampling"),
+    _line((*GENERATE, "--temperature", "1", "--top-k", "-1"), REFUSED, "--top-k -1"),
+    _line((*GENERATE, "--temperature", "1", "--top-k", "0"), REFUSED, "--top-k 0"),
+    _line((*GENERATE, "--temperature", "1", "--top-p", "2"), REFUSED, "--top-p 2.0"),
+    _line((*GENERATE, "--temperature", "1", "--top-p", "-1"), REFUSED, "--top-p -1.0"),
+    _line((*GENERATE, "--temperature", "1", "--top-p", "nan"), REFUSED, "--top-p nan"),
+    _line((*GENERATE, "--seed", "-1"), REFUSED, "seed"),
+    _line((*GENERATE, "--seed", HUGE), REFUSED, "seed"),
+    _line((*GENERATE, "--seed", "x"), USAGE, "invalid int value: 'x'"),
+    _line((*GENERATE, "--no-chat-template", "--system", "Be brief."), REFUSED, "--system needs a chat template"),
+    _line(
+        ("neuron", "generate", "{template:syntax}", "--prompt", "Hi"),
+        REFUSED,
+        "the chat template of",
+        "--no-chat-template",
+    ),
+    _line(
+        ("neuron", "generate", "{template:raises}", "--prompt", "Hi"), REFUSED, "the chat template of", "no such role"
+    ),
+    _line(("neuron", "generate", "{template:divides}", "--prompt", "Hi"), REFUSED, "the chat template of", "division"),
+    _line(
+        ("neuron", "generate", "{template:undefined}", "--prompt", "Hi"), REFUSED, "the chat template of", "undefined"
+    ),
+    _line(("neuron", "generate", "{vocabulary:list}", "--prompt", "Hi"), REFUSED, "tokenizer.json"),
+    _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer cannot be read"),
+]
+ESTIMATES = [
+    _line(("neuron", "estimate"), USAGE, "-m/--model"),
+    _line((*ESTIMATE, "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
+    _line((*ESTIMATE, "--target"), USAGE, "expected at least one argument"),
+    _line((*ESTIMATE, "--batch-size", "x"), USAGE, "invalid int value: 'x'"),
+    _line((*ESTIMATE, "--batch-size", "0"), REFUSED, "batch_size=0"),
+    _line((*ESTIMATE, "--batch-size", HUGE), REFUSED, f"batch_size={HUGE}"),
+    _line((*ESTIMATE, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256"),
+    _line((*ESTIMATE, "--sequence-length", HUGE), REFUSED, f"sequence_length={HUGE}"),
+    _line((*ESTIMATE, "--tensor-parallel-size", "0"), REFUSED, "0"),
+    _line((*ESTIMATE, "--tensor-parallel-size", "-1"), REFUSED, "-1"),
+    _line((*ESTIMATE, "--tensor-parallel-size", HUGE), REFUSED, HUGE),
+    _line((*ESTIMATE, "--context-length", "0"), REFUSED, "context_length=0"),
+    _line((*ESTIMATE, "--context-length", "65"), REFUSED, "context_length=65"),
+    _line((*ESTIMATE, "--context-buckets", "8"), REFUSED, "context_buckets=(8,)"),
+    _line((*ESTIMATE, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
+    _line((*ESTIMATE, "--revision", "v1"), REFUSED, "revision='v1'"),
+    _line((*ESTIMATE, "--plot", "{out}.zzz"), REFUSED, "known type of picture"),
+    _line((*ESTIMATE, "--plot", ""), REFUSED, "known type of picture"),
+    _line((*ESTIMATE, "--json", "{full_folder}"), REFUSED, "{full_folder}"),
+    _line((*ESTIMATE, "--json", "{text_file}/x"), REFUSED, "{text_file}"),
+    _line((*ESTIMATE, "--plot", "{text_file}/x.png"), REFUSED, "{text_file}"),
+]
+LINTS = [
+    _line(("neuron", "lint"), REFUSED, "name either an artifact's folder or --model"),
+    _line(("neuron", "lint", "{artifact}", "--model", "x"), REFUSED, "name either an artifact's folder or --model"),
+    _line(("neuron", "lint", "{artifact}", "--batch-size", "2"), REFUSED, "has its own batch_size"),
+    _line(("neuron", "lint", "--model", "{checkpoint}", "--batch-size", "0"), REFUSED, "batch_size=0"),
+    _line(("neuron", "lint", "--model", "{checkpoint}", "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
+    _line(("neuron", "lint", "--model", "{checkpoint}"), REFUSED, "need"),
+]
+LINES = [
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *ESTIMATES, *LINTS,
+]  # fmt: skip

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler puts into a step, case by case; test_scheduler_fuzz.py proves it for random workloads."""
+
+from __future__ import annotations
+
+import pytest
+from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request, with_decodes
+
+from optimum_neuron.engine.request import RequestState
+from optimum_neuron.engine.step import TokenEvent
+
+
+def test_a_one_token_final_chunk_is_a_chunk() -> None:
+    scheduler = make(chunk=8)
+    add(scheduler, request("a", 9))
+    advance(scheduler)
+    step = next_step(scheduler)
+    assert (
+        step.graph.kind == "chunked_prefill"
+        and not step.decodes
+        and step.chunks[0].count == 1
+        and step.chunks[0].is_last
+    )
+    assert commit(scheduler, step) == [("a", TOKEN, None)]
+
+
+def test_an_intermediate_chunk_emits_nothing() -> None:
+    scheduler = make(chunk=8)
+    add(scheduler, request("a", 20))
+    assert advance(scheduler) == [] and advance(scheduler) == []
+    assert scheduler.state("a").output_token_ids == []
+    assert advance(scheduler) == [("a", TOKEN, None)]
+
+
+def test_an_unfinished_prompt_cannot_take_a_token() -> None:
+    state = RequestState(request("a", 3), 0, 5)
+    state.computed = 2
+    with pytest.raises(RuntimeError, match="1 prompt tokens left"):
+        state.append(TOKEN)
+
+
+def test_pure_decode_is_token_generation_and_never_mixed() -> None:
+    scheduler = with_decodes(2)
+    step = next_step(scheduler)
+    assert (step.graph.kind, step.graph.chunk_size, step.chunks) == ("token_generation", 0, ())
+    assert [decode.slot for decode in step.decodes] == sorted(decode.slot for decode in step.decodes)
+    add(scheduler, request("a", 3))
+    assert next_step(scheduler).graph.kind == "mixed"
+
+
+def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> None:
+    scheduler = with_decodes(2)
+    first = next_step(scheduler).decodes
+    advance(scheduler)
+    assert next_step(scheduler).decodes is first
+    scheduler.abort("d0")
+    assert [decode.request_id for decode in next_step(scheduler).decodes] == ["d1"]
+
+
+def test_no_request_is_lost_between_chunks() -> None:
+    scheduler = make(slots=2, chunk=4)
+    add(scheduler, *(request(f"r{index}", 3 * index + 1, new=2) for index in range(6)))
+    finished = []
+    while scheduler.has_work:
+        finished += [name for name, _, reason in advance(scheduler) if reason]
+    assert sorted(finished) == [f"r{index}" for index in range(6)] and scheduler.schedule() is None
+
+
+def test_requests_under_way_never_exceed_the_slots() -> None:
+    scheduler = make(slots=2, chunk=4, max_bypass=9)
+    add(scheduler, request("a", 100), request("b", 2, new=50), request("c", 2), request("d", 2))
+    for _ in range(20):
+        assert scheduler.prefilling + scheduler.running <= 2
+        advance(scheduler)
+    assert scheduler.waiting == 2
+
+
+@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 15, 16, 17, 64])
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_prompt_of_any_length_ends_after_as_many_steps_as_it_has_chunks(prompt: int, new: int) -> None:
+    scheduler = make(chunk=8, length=64)
+    if prompt + new - 1 > 64:
+        new = 1
+    add(scheduler, request("a", prompt, new=new))
+    chunks = -(-prompt // 8)
+    for _ in range(chunks - 1):
+        assert advance(scheduler) == []
+    reason = "length" if new == 1 else None
+    assert advance(scheduler) == [("a", TOKEN, reason)]
+    assert scheduler.has_work == (new > 1)
+
+
+def test_one_new_token_finishes_with_the_final_chunk() -> None:
+    scheduler = make()
+    add(scheduler, request("a", 3, new=1))
+    assert advance(scheduler) == [("a", TOKEN, "length")]
+    assert scheduler.slots.free_count == 4 and not scheduler.has_work
+
+
+def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
+    scheduler = make()
+    add(scheduler, request("a", 3, eos_token_ids=frozenset({TOKEN})), request("b", 3, eos_token_ids=frozenset({9})))
+    assert advance(scheduler) == [("a", TOKEN, "stop")]
+    advance(scheduler)
+    assert scheduler.commit(next_step(scheduler), [9], []) == [TokenEvent("b", 9, "stop")]
+    assert not scheduler.has_work
+
+
+def test_without_a_limit_a_request_generates_what_its_slot_holds() -> None:
+    scheduler = make(chunk=8, length=32)
+    add(scheduler, request("a", 30, new=None))
+    assert scheduler.state("a").max_new_tokens == 3
+    advance(scheduler, 5)
+    assert advance(scheduler) == [("a", TOKEN, "length")]
+
+
+# Rows, budgets, thresholds, alignment
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "budget", "expected"),
+    [
+        (0, [8000], 2048, {"p0": 2048}),
+        (2, [8000], 2048, {"p0": 2046}),
+        (1, [100], 2048, {"p0": 100}),
+        (1, [8000, 8000], 2048, {"p0": 2047}),
+        (3, [], 2048, {}),
+        (3, [8000], 5, {"p0": 2}),
+        (0, [100, 8000], 2048, {"p0": 100, "p1": 1948}),
+        (0, [100, 50, 8000], 2048, {"p0": 100, "p1": 50}),
+    ],
+)
+def test_the_budget_serves_decodes_first_and_prompts_in_order(
+    decodes: int, prompts: list[int], budget: int, expected: dict[str, int]
+) -> None:
+    scheduler = with_decodes(decodes, rows=2, chunk=2048, length=9000, max_step_tokens=budget, max_bypass=0)
+    add(scheduler, *(request(f"p{index}", length) for index, length in enumerate(prompts)))
+    step = next_step(scheduler)
+    assert (len(step.decodes), counts(step)) == (decodes, expected)
+
+
+def test_a_prompt_larger_than_the_budget_still_finishes() -> None:
+    scheduler = make(chunk=64, max_step_tokens=7)
+    add(scheduler, request("a", 50))
+    advance(scheduler, 7)
+    assert advance(scheduler) == [("a", TOKEN, None)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "expected"),
+    [
+        ([20], {"long_prefill_token_threshold": 8}, [8]),
+        ([20, 20], {"long_prefill_token_threshold": 8}, [8, 8]),
+        ([20, 20], {"long_prefill_token_threshold": 8, "max_step_tokens": 10}, [8, 2]),
+        ([20], {}, [20]),
+        ([5, 20], {"long_prefill_token_threshold": 8}, [5, 8]),
+    ],
+)
+def test_a_threshold_limits_each_prompt_of_a_step(
+    prompts: list[int], options: dict[str, int], expected: list[int]
+) -> None:
+    scheduler = make(chunk=32, rows=2, **options)
+    add(scheduler, *(request(f"p{index}", length) for index, length in enumerate(prompts)))
+    assert list(counts(next_step(scheduler)).values()) == expected
+    if prompts == [20] and expected == [8]:
+        advance(scheduler)
+        assert counts(next_step(scheduler)) == {"p0": 8}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "alignment", "expected"),
+    [
+        (100, None, 1, [32, 32, 32, 4]),
+        (100, 30, 8, [24, 24, 24, 28]),
+        (100, 30, 16, [16, 16, 16, 16, 16, 20]),
+        (20, 6, 16, [6, 6, 4, 4]),
+        (20, None, 16, [20]),
+        (33, 32, 16, [32, 1]),
+    ],
+)
+def test_only_a_truncated_chunk_is_aligned_and_never_to_zero(
+    prompt: int, budget: int | None, alignment: int, expected: list[int]
+) -> None:
+    scheduler = make(slots=4, chunk=32, max_step_tokens=budget, chunk_alignment=alignment)
+    add(scheduler, request("a", prompt))
+    taken = []
+    while scheduler.waiting or scheduler.prefilling:
+        taken.append(next_step(scheduler).chunks[0].count)
+        advance(scheduler)
+    assert taken == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected", "chunk_size"),
+    [
+        ([20], {"p0": 20}, 16),  # one prompt takes two rows
+        ([40], {"p0": 32}, 16),
+        ([8], {"p0": 8}, 4),
+        ([9], {"p0": 9}, 16),
+        ([4, 4], {"p0": 4, "p1": 4}, 4),
+        ([1, 5], {"p0": 1, "p1": 5}, 16),
+        ([20, 20], {"p0": 20}, 16),
+        ([3, 3, 3], {"p0": 3, "p1": 3}, 4),  # a row never holds two prompts
+    ],
+)
+def test_rows_hold_one_prompt_each_and_the_smallest_graph_is_chosen(
+    prompts: list[int], expected: dict[str, int], chunk_size: int
+) -> None:
+    scheduler = make(chunk=16, buckets=(4,), rows=2, max_bypass=0)
+    add(scheduler, *(request(f"p{index}", length) for index, length in enumerate(prompts)))
+    step = next_step(scheduler)
+    assert (counts(step), step.graph.chunk_size) == (expected, chunk_size)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools of the Hugging Face world ask of a model is answered as transformers does, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import export_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.utils import logging as transformers_logging
+
+from optimum_neuron import NeuronModelForCausalLM
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss"])
+def pair(
+    request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
+    """The same checkpoint here and in transformers; Gemma 2's head is tied to its embedding."""
+    folder = tiny_checkpoints[request.param]
+    path = export_tiny(folder, tmp_path_factory.mktemp("module") / "artifact")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return NeuronModelForCausalLM.from_pretrained(path), reference
+
+
+def test_sizes_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
+    ours, theirs = pair
+    assert ours.num_parameters() == theirs.num_parameters()
+    assert ours.num_parameters(exclude_embeddings=True) == theirs.num_parameters(exclude_embeddings=True)
+    assert ours.num_parameters(only_trainable=True) == 0
+    for buffers in (True, False):
+        assert ours.get_memory_footprint(buffers) == theirs.get_memory_footprint(buffers)
+
+
+def test_a_model_stays_what_it_was_compiled_as(pair: tuple[Any, Any]) -> None:
+    ours, _ = pair
+    same = (
+        ours.float(), ours.to("cuda"), ours.to(torch.float32), ours.to(dtype=torch.float32), ours.cpu(), ours.cuda(0),
+        ours.eval(), ours.train(False), ours.requires_grad_(False),
+    )  # fmt: skip
+    assert all(each is ours for each in same) and not ours.training
+    assert ours.name_or_path == str(ours.artifact.path)
+    for change in (ours.half, lambda: ours.to("cpu", torch.float16), lambda: ours.to(dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"compute in float32 and cannot change to float16; .* --dtype float16"):
+            change()
+    with pytest.raises(ValueError, match=r"cannot change to bfloat16; .* --dtype bfloat16"):
+        ours.bfloat16()
+    for change in (ours.train, ours.requires_grad_):
+        with pytest.raises(ValueError, match="compiled graphs cannot be trained"):
+            change()
+
+
+def test_what_graphs_do_not_have_is_said_by_name(pair: tuple[Any, Any]) -> None:
+    ours, _ = pair
+    for name in ("get_input_embeddings", "parameters", "state_dict", "modules", "resize_token_embeddings", "double"):
+        assert not hasattr(ours, name)
+        with pytest.raises(AttributeError, match=rf"has no {name}: its layers and weights are compiled"):
+            getattr(ours, name)
+    with pytest.raises(AttributeError, match=r"object has no attribute 'nonsense'$"):
+        ours.nonsense  # noqa: B018
+    assert copy.copy(ours).runner is ours.runner
+
+
+def test_a_pipeline_knows_the_model(
+    pair: tuple[Any, Any], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers_logging.get_logger("transformers"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        pipeline("text-generation", model=pair[0], tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint))
+    assert caplog.text == ""

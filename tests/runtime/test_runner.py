@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GraphRunner picks the smallest graph, keeps the slots' lengths, and refuses before it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    CHUNK_SIZE,
+    LENGTH,
+    VOCAB,
+    Recorder,
+    decode_rows,
+    decode_tokens,
+    eager_runner,
+    examples,
+    export_tiny,
+    fill_rows,
+    prefill_pieces,
+    random_tokens,
+    read_states,
+    same_states,
+    tiny_config,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.spec import GraphSpec, graph_specs
+from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.runner import Chunk, GraphRunner, SamplingParams
+
+
+CHUNKS, CONTEXTS = (2, 4, 8), (6, 16, LENGTH)
+SAMPLED = SamplingParams(top_k=20, top_p=0.9, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_models: dict[str, nn.Module]) -> nn.Module:
+    return tiny_models["llama"]
+
+
+def recorded_runner(**changes: object) -> tuple[GraphRunner, Recorder]:
+    config = tiny_config(**{"prefill_chunk_buckets": CHUNKS[:-1], "context_buckets": CONTEXTS} | changes)
+    recorder = Recorder(graph_specs(config))
+    return GraphRunner(recorder, config, graph_specs(config)), recorder
+
+
+def graph_named(kind: str, **changes: int) -> GraphSpec:
+    return replace(next(graph for graph in graph_specs(tiny_config()) if graph.kind == kind), **changes)
+
+
+def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
+    active = np.isin(np.arange(runner.config.batch_size), slots)
+    rows = np.tile(np.asarray(SAMPLED, dtype=np.float32), (len(active), 1))
+    runner.decode(np.arange(len(active)), active, rows, np.full(len(active), 0.25, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (
+            lambda runner: runner.prefill([Chunk(0, random_tokens(4))]),
+            "slot 0 holds 61 tokens and cannot take 4 more: .*64",
+        ),
+        (lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(0, random_tokens(4))]), "slot 0 holds 61"),
+        (
+            lambda runner: runner.prefill([Chunk(1, random_tokens(17))]),
+            "1 to ctx_batch_size=2 rows of prefill_chunk_size=8 tokens, .* not 3 rows",
+        ),
+        (lambda runner: runner.prefill([Chunk(1, random_tokens(0))]), "slot 1 has no token"),
+        (
+            lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(1, random_tokens(2))]),
+            r"each slot once, not 2 rows of the slots \[1, 1\]",
+        ),
+        (
+            lambda runner: runner.prefill([Chunk(slot, random_tokens(1)) for slot in range(3)]),
+            "1 to ctx_batch_size=2 rows",
+        ),
+        (lambda runner: runner.prefill([]), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
+        (lambda runner: runner.prefill([Chunk(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
+        (lambda runner: runner.prefill([Chunk(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
+        (lambda runner: decode_tokens(runner, {0: 5, 2: 5}), "slot 2 is full: it holds sequence_length=64 tokens"),
+        (
+            lambda runner: runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {2: 5})),
+            "slot 2 is full: it holds sequence_length=64 tokens",
+        ),
+        (
+            lambda runner: runner.step([Chunk(0, random_tokens(2))], decode_rows(runner, {0: 5})),
+            "slot 0 cannot decode and take a chunk in the same step",
+        ),
+        (lambda runner: runner.reuse(1, 0, 62), "slot 0 holds 61 tokens: 62 of them cannot be reused"),
+        (
+            lambda runner: runner.step([Chunk(1, random_tokens(2))], graph=graph_named("token_generation")),
+            r"the graph token_generation_context64 does not hold a step of prompt chunks of \[2\] tokens at a context of 2",
+        ),
+        (
+            lambda runner: runner.step((), decode_rows(runner, {0: 5}), graph_named("chunked_prefill")),
+            r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 beside decode rows",
+        ),
+        (
+            lambda runner: runner.step([Chunk(1, random_tokens(9))], graph=graph_named("mixed", ctx_batch_size=1)),
+            r"the graph mixed_chunk8_context64 does not hold a step of prompt chunks of \[9\] tokens",
+        ),
+        (
+            lambda runner: runner.step((), decode_rows(runner, {0: 5}), graph_named("mixed", context_length=61)),
+            r"the graph mixed_chunk8_context61 does not hold .* at a context of 62",
+        ),
+        (
+            lambda runner: runner.step([Chunk(1, random_tokens(2))], graph=graph_named("mixed", max_topk=5)),
+            "the graph mixed_chunk8_context64 does not hold",  # it is another artifact's
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    llama: nn.Module, action: Callable[[GraphRunner], object], words: str
+) -> None:
+    runner, spec = eager_runner(llama, tiny_config()), inspect_model(llama)
+    fill_rows(runner, spec, range(4), None)
+    prefill_pieces(runner, 0, random_tokens(61), [8] * 7 + [5])
+    prefill_pieces(runner, 2, random_tokens(64), [8] * 8)
+    before, calls, lengths = read_states(runner, spec), dict(runner.graph_calls), runner.lengths.tolist()
+    with pytest.raises(ValueError, match=words):
+        action(runner)
+    assert lengths == runner.lengths.tolist() == [61, 0, 64]
+    assert runner.graph_calls == calls
+    assert same_states(read_states(runner, spec), before, range(4))
+
+
+def test_a_prompt_longer_than_a_slot_is_refused_and_changes_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(export_tiny(tiny_checkpoint, tmp_path / "artifact"))
+    runner, spec = model.runner, model.artifact.model
+    fill_rows(runner, spec, range(4), None)
+    before = read_states(runner, spec)
+    with pytest.raises(ValueError, match="a prompt of 65 tokens does not fit sequence_length=64"):
+        model.generate(torch.from_numpy(random_tokens(LENGTH + 1))[None].long(), max_new_tokens=1, do_sample=False)
+    assert runner.lengths.tolist() == [0, 0, 0] and not runner.graph_calls
+    assert same_states(read_states(runner, spec), before, range(4))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([5, LENGTH + 1], "a prompt of 65 tokens does not fit sequence_length=64"),
+        ([5, 0], "a prompt has 0 tokens, but needs at least 1"),
+        ([5, 5, 5, 5], r"4 rows .* do not fit batch_size=3"),
+    ],
+)
+def test_prefill_checks_every_prompt_before_it_writes_the_first(
+    llama: nn.Module, lengths: list[int], words: str
+) -> None:
+    runner = eager_runner(llama, tiny_config())
+    with pytest.raises(ValueError, match=words):
+        prefill(runner, [random_tokens(length) for length in lengths])
+    assert not runner.graph_calls and not runner.lengths.any()
+
+
+def test_a_full_slot_can_be_filled_to_the_last_row(llama: nn.Module) -> None:
+    runner = eager_runner(llama, tiny_config())
+    prefill_pieces(runner, 0, random_tokens(63), [8] * 7 + [7])
+    decode_tokens(runner, {0: 5})
+    assert runner.lengths.tolist() == [64, 0, 0]
+    runner.reset(0)
+    prefill_pieces(runner, 0, random_tokens(64), [8] * 8)
+    assert runner.lengths.tolist() == [64, 0, 0]
+
+
+@given(st.integers(0, LENGTH - 1), st.integers(1, CHUNK_SIZE))
+def test_a_chunk_runs_in_the_smallest_graph_that_fits(start: int, count: int) -> None:
+    runner, recorder = recorded_runner()
+    count = min(count, LENGTH - start)
+    runner.lengths[1] = start
+    runner.prefill([Chunk(1, random_tokens(count))])
+    chunk = min(size for size in CHUNKS if 2 * size >= count)  # a chunk may take both rows of the step
+    context = min(size for size in CONTEXTS if size >= max(start + count, chunk))
+    assert dict(runner.graph_calls) == {f"chunked_prefill_chunk{chunk}_context{context}": 1}
+    assert recorder.runs[0][0].name in runner.graph_calls
+
+
+def test_a_step_runs_in_the_graph_that_its_planner_chose() -> None:
+    runner, recorder = recorded_runner()
+    for graph in (runner.family.kind("chunked_prefill")[-1], runner.family.kind("mixed")[0]):
+        runner.step([Chunk(1, random_tokens(2))], graph=graph)
+        assert recorder.runs[-1][0] == graph
+    assert runner.lengths.tolist() == [0, 4, 0]
+
+
+@given(st.lists(st.integers(0, LENGTH - 1), min_size=3, max_size=3), st.sets(st.integers(0, 2)))
+def test_a_decode_step_runs_in_the_smallest_graph_of_its_active_slots(lengths: list[int], slots: set[int]) -> None:
+    runner, recorder = recorded_runner()
+    runner.lengths[:] = lengths
+    decode(runner, list(slots))
+    longest = max((lengths[slot] for slot in slots), default=0) + 1
+    assert dict(runner.graph_calls) == {
+        f"token_generation_context{min(size for size in CONTEXTS if size >= longest)}": 1
+    }
+    positions = recorder.runs[0][1]["position_ids"][:, 0].tolist()
+    assert positions == [lengths[slot] if slot in slots else -1 for slot in range(3)]
+    assert runner.lengths.tolist() == [lengths[slot] + (slot in slots) for slot in range(3)]
+
+
+def test_a_step_sends_tokens_positions_slots_and_sampling_of_every_row() -> None:
+    runner, recorder = recorded_runner()
+    runner.lengths[:] = [0, 5, 7]
+    runner.prefill([Chunk(2, np.array([11, 12, 13]), SAMPLED, 0.5), Chunk(1, np.array([21]), uniform=0.75)])
+    spec, inputs = recorder.runs[0]
+    assert spec.name == "chunked_prefill_chunk4_context16"
+    assert inputs["input_ids"].tolist() == [[11, 12, 13, 13], [21, 21, 21, 21]]
+    assert inputs["position_ids"].tolist() == [[7, 8, 9, 9], [5, 5, 5, 5]]
+    assert inputs["seq_ids"].tolist() == [2, 1]
+    assert torch.equal(inputs["sampling_params"], torch.tensor([SAMPLED, SamplingParams()]))
+    assert inputs["uniforms"].tolist() == [0.5, 0.75]
+    assert runner.lengths.tolist() == [0, 6, 10]
+    decode(runner, [1])
+    assert torch.equal(recorder.runs[1][1]["sampling_params"], torch.tensor([SAMPLED] * 3))
+    assert recorder.runs[1][1]["uniforms"].tolist() == [0.25] * 3
+
+
+def test_a_row_left_over_from_the_step_before_is_idle() -> None:
+    runner, recorder = recorded_runner()
+    runner.prefill([Chunk(0, random_tokens(3)), Chunk(1, random_tokens(4))])
+    runner.prefill([Chunk(2, random_tokens(6))])
+    runner.lengths[2] = 0
+    runner.prefill([Chunk(2, random_tokens(1)), Chunk(1, random_tokens(3))])
+    runner.prefill([Chunk(2, random_tokens(2))])
+    assert recorder.runs[2][1]["position_ids"].tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
+    assert recorder.runs[3][1]["position_ids"].tolist() == [[1, 2], [-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("on_device_sampling", "output_logits", "decode_outputs", "chunk_outputs"),
+    [
+        (True, True, (True, True), (True, True)),
+        (True, False, (True, False), (True, True)),
+        (False, False, (False, True), (False, True)),
+    ],
+)
+def test_outputs_that_no_graph_returns_are_none(
+    on_device_sampling: bool, output_logits: bool, decode_outputs: tuple[bool, bool], chunk_outputs: tuple[bool, bool]
+) -> None:
+    runner, _ = recorded_runner(on_device_sampling=on_device_sampling, output_logits=output_logits)
+    chunk = runner.prefill([Chunk(0, random_tokens(3))])
+    step = runner.decode(np.zeros(3), np.array([True, False, False]), np.zeros((3, 3)), np.zeros(3))
+    assert (chunk.chunk_tokens is not None, chunk.chunk_logits is not None) == chunk_outputs
+    assert (step.decode_tokens is not None, step.decode_logits is not None) == decode_outputs
+    assert chunk.decode_tokens is None and chunk.decode_logits is None
+    assert step.chunk_tokens is None and step.chunk_logits is None
+
+
+def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama: nn.Module) -> None:
+    runner, spec = eager_runner(llama, tiny_config()), inspect_model(llama)
+    fill_rows(runner, spec, range(4), None)
+    prompts = [random_tokens(length, seed=length) for length in (17, 3, 9)]
+    tokens, logits = prefill(runner, prompts)
+    assert tokens is not None and tokens.shape == (3,) and logits.shape == (3, VOCAB)
+    # 3, 1 and 2 rows of 8 tokens: the first prompt fills a step and a half, the others fill what it leaves.
+    assert sum(runner.graph_calls.values()) == 3
+    assert runner.lengths.tolist() == [17, 3, 9]
+    for row, prompt in enumerate(prompts):
+        alone = eager_runner(llama, tiny_config())
+        alone_tokens, alone_logits = prefill(alone, [prompt])
+        assert alone_tokens is not None
+        assert torch.equal(logits[row], alone_logits[0]) and tokens[row] == alone_tokens[0]
+
+
+ACTIONS = st.one_of(
+    st.tuples(
+        st.just("chunk"),
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, CHUNK_SIZE)),
+            min_size=1,
+            max_size=2,
+            unique_by=lambda pair: pair[0],
+        ),
+    ),
+    st.tuples(st.just("decode"), st.lists(st.integers(0, 2), min_size=1, unique=True)),
+    st.tuples(st.just("reset"), st.integers(0, 2)),
+)
+
+
+def test_any_interleaving_keeps_the_lengths_and_gives_each_request_what_it_gets_alone(llama: nn.Module) -> None:
+    runner, alone = eager_runner(llama, tiny_config()), eager_runner(llama, tiny_config())
+
+    def replay(tokens: np.ndarray, pieces: list[int]) -> list[Tensor]:
+        """A request alone in slot 0: a positive piece is a chunk, a zero is one token by a decode step."""
+        alone.reset_all()
+        results, start = [], 0
+        for count in pieces:
+            if count:
+                results.append(prefill_pieces(alone, 0, tokens[start : start + count], [count]))
+            else:
+                results.append(decode_tokens(alone, {0: int(tokens[start])})[1][0])
+            start += count or 1
+        return results
+
+    @examples(12)
+    @given(st.lists(ACTIONS, max_size=14))
+    def check(actions: list[tuple]) -> None:
+        runner.reset_all()
+        streams = {slot: random_tokens(LENGTH, seed=slot) for slot in range(3)}
+        pieces: dict[int, list[int]] = {slot: [] for slot in range(3)}
+        results: dict[int, list[Tensor]] = {slot: [] for slot in range(3)}
+
+        def finish(slot: int) -> None:
+            assert all(map(torch.equal, results[slot], replay(streams[slot], pieces[slot])))
+            pieces[slot], results[slot] = [], []
+            streams[slot] = streams[slot][::-1].copy()
+
+        for kind, what in actions:
+            length = {slot: sum(count or 1 for count in pieces[slot]) for slot in range(3)}
+            assert runner.lengths.tolist() == list(length.values())
+            if kind == "reset":
+                runner.reset(what)
+                finish(what)
+            elif kind == "chunk":
+                what = [(slot, count) for slot, count in what if length[slot] + count <= LENGTH]
+                chunks = [Chunk(slot, streams[slot][length[slot] : length[slot] + count]) for slot, count in what]
+                logits = runner.prefill(chunks).chunk_logits if chunks else None
+                for row, (slot, count) in enumerate(what):
+                    assert logits is not None
+                    pieces[slot].append(count)
+                    results[slot].append(logits[row].clone())
+            else:
+                what = [slot for slot in what if length[slot] < LENGTH]
+                _, logits = decode_tokens(runner, {slot: int(streams[slot][length[slot]]) for slot in what})
+                for slot in what:
+                    pieces[slot].append(0)
+                    results[slot].append(logits[slot])
+        for slot in range(3):
+            finish(slot)
+
+    check()

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron estimate: where configs come from, what is shown and written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, T5Config
+
+from optimum_neuron.checkpoints import checkpoint
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
+from optimum_neuron.targets.neuron.estimate.report import sentences
+from optimum_neuron.targets.neuron.sdk.hardware import GIB
+
+
+def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "estimate", *map(str, args)])
+    optimum_cli.main()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command and returns the one line in which it refuses."""
+
+    def run(*args: str | Path) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            call_cli(monkeypatch, *args)
+        captured = capsys.readouterr()
+        assert stopped.value.code in (1, 2) and not captured.out
+        lines = captured.err.splitlines()
+        assert stopped.value.code == 2 or len(lines) == 1, captured.err
+        return lines[-1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and nothing else."""
+    folder = tmp_path_factory.mktemp("llama_1b")
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16").save_pretrained(folder)
+    return folder
+
+
+def test_tables_picture_and_json_tell_the_same(
+    llama_1b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    picture, document = tmp_path / "new/plot.png", tmp_path / "other/estimate.json"
+    sizes = [
+        "--batch-size",
+        "4",
+        "--sequence-length",
+        "4096",
+        "--prefill-chunk-buckets",
+        "16,32",
+        "--context-length",
+        "9",
+    ]
+    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--plot", picture, "--json", document)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
+    found = json.loads(document.read_text())
+    rows = [row.split() for row in shown.splitlines() if row.split()[:1] in (["trn2"], ["inf2"])]
+    count = len(found["estimates"])
+    assert len(rows) == 2 * count
+    for one, memory, speed in zip(found["estimates"], rows[:count], rows[count:], strict=True):
+        config, parts = one["config"], one["memory"]
+        assert memory[:2] == speed[:2] == [config["target"], str(config["tensor_parallel_size"])]
+        assert (memory[6], memory[8]) == (f"{parts['total'] / GIB:.2f}", "yes")
+        assert parts["total"] == sum(parts[name] for name in ("weights", "kv_cache", "activations", "reserve"))
+        assert memory[9:11] == [f"{one['largest_batch']:,}", f"{one['longest_sequence']:,}"]
+        assert speed[2] == f"{one['decode']['peak_tok_s']:,.0f}"
+        assert speed[3].lstrip("<") == f"{one['decode']['expected_tok_s']:,.0f}"
+        assert speed[3].startswith("<") == (config["tensor_parallel_size"] > {"inf2": 8, "trn2": 4}[config["target"]])
+        assert (config["batch_size"], config["prefill_chunk_buckets"]) == (4, [16, 32])
+    assert (found["context_length"], found["dtype"]) == (9, "bfloat16")
+    text = " ".join(shown.split())
+    assert all(sentence in text for sentence in found["notes"])
+    assert "optimum-neuron's published runs" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_fits_says_what_would(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, max_position_embeddings=131072, dtype="bfloat16").save_pretrained(tmp_path)
+    options = {"batch_size": 64, "sequence_length": 16_384}
+    report = estimate_model(str(tmp_path), options, ["trn1"], tensor_parallel_size=2)
+    (one,) = report.estimates
+    assert not one.fits and one.largest_batch == 1
+    assert "Nothing fits: the nearest, trn1 with tensor_parallel_size=2" in sentences(report)[0]
+    assert f"try --batch-size 1 or --sequence-length {one.longest_sequence}." in sentences(report)[0]
+    (smaller,) = estimate_model(
+        str(tmp_path), options | {"batch_size": 1, "prefill_chunk_size": 512}, ["trn1"], tensor_parallel_size=2
+    ).estimates
+    assert smaller.fits
+
+
+def test_a_gguf_file_gives_its_config_and_no_weight_is_read(smollm2_gguf: Path) -> None:
+    report = estimate_model(str(smollm2_gguf), {"batch_size": 2}, ["inf2"], tensor_parallel_size=1)
+    assert report.sizes.parameters == 134_515_008
+    assert report.estimates[0].memory.weights == 4 * 134_515_008 + 2 * 4 * 32  # two tables of rotary frequencies
+    assert "float32 is assumed" in report.notes[0]
+    assert all(isinstance(parameter, FakeTensor) for parameter in report.sizes.model.parameters())
+
+
+def test_from_the_hub_comes_the_config_alone(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, patterns: list[str], **options: Any) -> Path:
+        asked.update(options, patterns=patterns, repo_id=repo_id)
+        return tiny_checkpoints["llama"]
+
+    monkeypatch.setattr(checkpoint, "download", download)
+    options = {"sequence_length": 64}
+    report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
+    assert asked == {
+        "repo_id": "org/name",
+        "patterns": ["config.json", "adapter_config.json"],
+        "revision": "v1",
+        "token": "t",
+    }
+    assert report.model == "org/name"
+
+
+def test_sizes_given_replace_those_of_an_artifact(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = export_tiny(tiny_checkpoints["llama"], tmp_path / "artifact")
+    (one,) = estimate_model(str(path), {"sequence_length": 256}, ["inf2"], tensor_parallel_size=1).estimates
+    assert (one.config.batch_size, one.config.dtype, one.config.output_logits) == (3, "float32", True)
+    assert (one.config.sequence_length, one.config.prefill_chunk_size, one.config.ctx_batch_size) == (256, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (("--target", "trn9"), ["trn9", "inf2"]),
+        (("--tensor-parallel-size", "128"), ["tensor_parallel_size=128", "has 64"]),
+        (("--tensor-parallel-size", "0"), ["tensor_parallel_size=0", "at least 1"]),
+        (("--target", "inf2", "--tensor-parallel-size", "32"), ["tensor_parallel_size=32", "inf2.48xlarge, has 24"]),
+        (("--batch-size", "0"), ["batch_size=0", "at least 1"]),
+        (("--sequence-length", "64", "--prefill-chunk-size", "65"), ["prefill_chunk_size=65", "sequence_length=64"]),
+        (("--sequence-length", "512"), ["sequence_length=512", "max_position_embeddings=256"]),
+        (("--sequence-length", "64", "--context-length", "65"), ["context_length=65", "sequence_length=64"]),
+        (("--plot", "picture.abc"), ["picture.abc", ".png"]),
+        (("--model", "no/such/model"), ["no/such/model"]),
+        (("--model", "missing.gguf"), ["missing.gguf"]),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    options: tuple[str, ...], fragments: list[str], tiny_checkpoints: dict[str, Path], refused: Callable[..., str]
+) -> None:
+    line = refused("--model", tiny_checkpoints["llama"], *options)
+    assert all(fragment in line for fragment in fragments), line
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "fragments"),
+    [
+        (T5Config(), (), ["encoder-decoder", "t5"]),
+        (MambaConfig(num_hidden_layers=1, hidden_size=64), (), ["MambaForCausalLM"]),
+        (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), ["gpt2", "tensor_parallel_size=2"]),
+    ],
+)
+def test_models_that_cannot_run_are_refused(
+    config: PreTrainedConfig,
+    options: tuple[str, ...],
+    fragments: list[str],
+    refused: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    config.save_pretrained(tmp_path)
+    line = refused("--model", tmp_path, *options)
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_picture_needs_matplotlib(
+    tiny_checkpoints: dict[str, Path], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refused("--model", tiny_checkpoints["llama"], "--plot", "picture.png")
+
+
+def test_help_teaches_and_imports_no_torch() -> None:
+    program = (
+        "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[1:] = ['neuron', 'estimate', '--help']\n"
+        "try:\n    main()\nfinally:\n    sys.stderr.write(str({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "set()"
+    for name in set(NeuronConfig.option_names()) - {"max_topk"}:
+        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
+    assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
+    assert not re.findall(r"--\w+_\w+", done.stdout)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowered graphs for the tests of the Neuron target: of tiny models, and of single functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.spec import TensorSpec, graph_specs, state_specs
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program, lower_slot_copy, lower_step
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+
+
+def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
+    """Every graph of a model, the slot copy last."""
+    spec = inspect_model(model)
+    states = state_specs(config, spec)
+    cache = KVCache(states)
+    graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
+    return [*graphs, lower_slot_copy(states)]
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor]:
+        return (self.function(*inputs),)
+
+
+def lower_function(function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1) -> LoweredGraph:
+    """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
+    program = torch.export.export(_Function(function).eval(), tuple(inputs), strict=False)
+    (result,) = program.graph.output_node().args[0]
+    specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
+    return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size)
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

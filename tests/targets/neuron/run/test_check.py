@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron check: what is right passes, and each fault is found, named, and given a remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes.tools import NeuronTools
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+from torch import Tensor
+
+from optimum_neuron.acceptance import checks
+from optimum_neuron.acceptance.report import REMEDIES
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
+from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
+from optimum_neuron.runtime.runner import GraphRunner
+
+
+pytest_plugins = ("fakes.plugin",)
+
+
+@pytest.fixture(scope="module")
+def hlo_artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be changed."""
+    return export_tiny(sharp_checkpoints["llama"], tmp_path_factory.mktemp("hlo") / "out", target="hlo")
+
+
+def check(*arguments: object) -> int:
+    """optimum-cli neuron check, in this process, where the fakes are; returns the exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", "--runs", "1", *map(str, arguments)])
+        try:
+            optimum_cli.main()
+        except SystemExit as ended:
+            assert isinstance(ended.code, int)
+            return ended.code
+    return 0
+
+
+def results(path: Path, report: Path) -> tuple[int, dict[str, dict]]:
+    """The exit code, and results by name."""
+    code = check(path, "--json", report)
+    return code, {result["name"]: result for result in json.loads(report.read_text(encoding="utf-8"))["results"]}
+
+
+@pytest.mark.parametrize(("target", "package"), [("hlo", None), ("trn2", "lite")])
+def test_an_artifact_that_works_passes(
+    target: str,
+    package: str | None,
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if package is not None:
+        neuron_sdk(target, package)
+    artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out[/bold]", target=target)
+    code, found = results(artifact, tmp_path / "reports" / "check.json")
+    assert code == 0 and list(found) == list(REMEDIES)
+    others = {name: result["status"] for name, result in found.items() if result["status"] != "passed"}
+    assert others == {"memory": "skipped"}  # there is no neuron-monitor here, or no device
+    assert (found["compiler"]["values"]["operators listed"] > 0) == (target == "trn2")
+    timed = {f"{name} ms" for name in json.loads((artifact / MANIFEST_NAME).read_text())["graphs"]}
+    assert set(found["latency"]["values"]) == timed
+    assert "out[/bold]" in capsys.readouterr().out  # a name is no markup
+    facts = json.loads((tmp_path / "reports" / "check.json").read_text())["facts"]
+    assert (facts["devices"] or {}).get("generation") == (target if package else None)
+
+
+def test_tokens_that_the_host_did_not_record_fail(
+    hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = Golden.read(hlo_artifact)
+    other = [(token + 1) % 300 for token in golden.tokens]
+    changed = dataclasses.replace(
+        golden, tokens=other, candidates=[[token] for token in other], logits=[row[:1] for row in golden.logits]
+    )
+    monkeypatch.setattr(Golden, "read", lambda folder: changed)
+    code, found = results(hlo_artifact, tmp_path / "check.json")
+    assert code == 1 and [name for name, result in found.items() if result["status"] == "failed"] == ["golden"]
+    assert "differ from the recorded" in found["golden"]["problem"]
+    assert "tell rounding from a fault" in capsys.readouterr().out
+
+
+def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
+    hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = Golden.read(hlo_artifact)
+    nothing = torch.full((300,), torch.nan)
+
+    def replay(*_: object) -> list[tuple[int, Tensor]]:
+        return [(token, nothing) for token in golden.tokens]
+
+    monkeypatch.setattr(checks, "replay", replay)
+    monkeypatch.setattr(checks, "_prefill", lambda *_: nothing)
+    code, found = results(hlo_artifact, tmp_path / "check.json")
+    assert code == 1
+    failed = [name for name, result in found.items() if result["status"] == "failed"]
+    assert failed == ["golden", "chunks", "neighbours", "slot copy"]
+    assert all("nan" in found[name]["problem"] for name in failed[:3])
+
+
+def test_a_row_that_reads_another_ones_cache_is_found(
+    hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, state = checks._prefill, Artifact.open(hlo_artifact).states()[0].name
+
+    def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> Tensor:
+        logits = prefill(runner, slot, prompt, pieces)
+        return logits + runner.executable.read_state(state)[1].sum()
+
+    monkeypatch.setattr(checks, "_prefill", leaking)
+    code, found = results(hlo_artifact, tmp_path / "check.json")
+    assert code == 1 and found["neighbours"]["status"] == "failed"
+    assert found["golden"]["status"] == "passed"
+
+
+def test_without_a_device_the_rest_is_skipped(
+    neuron_sdk: Callable[..., NeuronTools], sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    neuron_sdk(None, "lite")
+    artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2")
+    code, found = results(artifact, tmp_path / "check.json")
+    assert code == 1 and "no Neuron device" in found["load"]["problem"]
+    later = list(REMEDIES)[list(REMEDIES).index("load") + 1 :]
+    assert [found[name]["status"] for name in later] == ["skipped"] * len(later)
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "no JSON"])
+def test_golden_tokens_that_cannot_be_used_are_refused_in_one_sentence(
+    damage: str, hlo_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = tmp_path / "out"
+    shutil.copytree(hlo_artifact, artifact)
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    golden = artifact / GOLDEN_NAME
+    if damage == "missing":
+        golden.unlink()
+        del manifest["files"][GOLDEN_NAME]
+    else:
+        text = golden.read_text()
+        golden.write_text(text.replace("1", "2") if damage == "changed" else "{" + text[1:-2] + ",")
+        manifest["files"][GOLDEN_NAME]["size"] = golden.stat().st_size
+        if damage == "no JSON":
+            manifest["files"][GOLDEN_NAME]["sha256"] = file_sha256(golden)
+    (artifact / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert check(artifact) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert GOLDEN_NAME in captured.err and "export the model again" in captured.err

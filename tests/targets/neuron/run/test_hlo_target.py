@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hlo target: the lowered bytes, run by XLA on this CPU, give the tokens of the eager target in all graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ARCHITECTURES, artifact_runner, eager_runner, export_tiny, generate, load_model, random_tokens
+from helpers import tiny_config as tiny_sizes
+
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.graphs.spec import GREEDY
+from optimum_neuron.runtime.golden import Golden
+from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
+from optimum_neuron.targets import get_target
+from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+
+
+NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
+SAMPLED = SamplingParams(20, 0.9, 0.8)
+PROMPT = random_tokens(29)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "lfm2"])
+def test_tokens_are_those_of_the_eager_target(
+    name: str, sampling: SamplingParams, hlo_artifact: Callable[[str], Path], sharp_checkpoints: dict[str, Path]
+) -> None:
+    uniforms = torch.rand(12).tolist()
+    reference = eager_runner(load_model(sharp_checkpoints[name]), tiny_sizes())
+    expected, logits = generate(reference, PROMPT, 12, sampling, uniforms)
+    artifact = Artifact.open(hlo_artifact(name))
+    executable = get_target("hlo").load(artifact, trust_native_code=True, trust_remote_code=False)
+    for deterministic in (False, True):  # every step in the mixed graph
+        runner = GraphRunner(executable, artifact.config, artifact.graphs, deterministic=deterministic)
+        found, found_logits = generate(runner, PROMPT, 12, sampling, uniforms)
+        assert found == expected
+        assert (logits - found_logits).abs().max() < NOISE
+        assert {name.split("_")[0] for name in runner.graph_calls} == (
+            {"mixed"} if deterministic else {"chunked", "token"}
+        )
+
+
+def test_a_slot_is_copied_inside_the_graphs(hlo_artifact: Callable[[str], Path]) -> None:
+    runner = artifact_runner(hlo_artifact("llama"))
+    generate(runner, PROMPT, 2)
+    before = runner.executable.read_state("kv_cache.value_1")
+    runner.executable.copy_slot(0, 2, 17)
+    after = runner.executable.read_state("kv_cache.value_1")
+    assert torch.equal(after[2, :, :17], before[0, :, :17]) and before[0, :, :17].any()
+    assert torch.equal(after[2, :, 17:], before[2, :, 17:]) and torch.equal(after[:2], before[:2])
+
+
+def test_states_can_be_read_and_written(hlo_artifact: Callable[[str], Path]) -> None:
+    runner = artifact_runner(hlo_artifact("llama"))
+    value = torch.randn(4, 2, 64, 16)
+    runner.executable.write_state("kv_cache.key_0", value)
+    assert torch.equal(runner.executable.read_state("kv_cache.key_0"), value)
+
+
+def test_generate_and_the_engine_run_on_it(
+    hlo_artifact: Callable[[str], Path], sharp_checkpoints: dict[str, Path]
+) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(hlo_artifact("qwen3"))
+    eager = NeuronModelForCausalLM.from_pretrained(
+        sharp_checkpoints["qwen3"], export=True, config=dataclasses.replace(model.neuron_config, target="eager")
+    )
+    prompts = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
+    prompts.append(prompts[2] + [7])  # starts like another one: a slot is reused
+    both = []
+    for each in (model, eager):
+        outputs = each.generate_batch(prompts, max_new_tokens=6)
+        both.append([output.generated_tokens for output in outputs.values()])
+        torch.manual_seed(3)
+        ids = torch.tensor([prompts[1]])
+        both[-1].append(each.generate(ids, max_new_tokens=8, do_sample=True, top_k=9).tolist())
+    assert both[0] == both[1]
+
+
+def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callable[[str], Path]) -> None:
+    folder = hlo_artifact("llama")
+    names = [*json.loads((folder / MANIFEST_NAME).read_text())["graphs"], "copy_slot"]
+    found = sorted(path.name for path in (folder / "graphs").iterdir())
+    assert found == sorted(name + suffix for name in names for suffix in (".hlo", ".json"))
+
+
+def test_slots_that_keep_more_than_rows_are_never_copied(hlo_artifact: Callable[[str], Path]) -> None:
+    folder = hlo_artifact("lfm2")
+    assert not any(path.name.startswith("copy_slot") for path in (folder / "graphs").iterdir())
+    assert not list(lint_artifact(Artifact.open(folder)))
+
+
+def test_an_artifact_that_is_not_trusted_is_lowered_again(hlo_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    trusted = artifact_runner(hlo_artifact("llama"))
+    again = artifact_runner(hlo_artifact("llama"), trust_native_code=False)
+    assert generate(again, PROMPT, 4)[0] == generate(trusted, PROMPT, 4)[0]
+
+
+def test_a_changed_graph_is_refused(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
+    path = next((folder / "graphs").glob("mixed*.hlo"))
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        artifact_runner(folder)
+
+
+def test_tensor_parallelism_is_refused_on_one_device(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs as many devices"):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", tensor_parallel_size=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_breaks_a_rule_is_refused_before_anything_is_written(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumsum(-1))
+    with pytest.raises(ValueError, match=r"cannot be compiled for hlo: .*layers\.0\.mlp: a reduce-window.*more"):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_path: Path) -> None:
+    sizes = {"batch_size": 2, "sequence_length": 128, "prefill_chunk_size": 32, "context_buckets": (128,)}
+    outputs = []
+    for target in ("hlo", "eager"):
+        config = NeuronConfig(**sizes, dtype="float32", target=target)
+        model = NeuronModelForCausalLM.from_pretrained(export_model(smollm2_gguf, tmp_path / target, config=config))
+        prompts = [random_tokens(50, seed=1).tolist(), random_tokens(9, seed=2).tolist()]
+        tokens = [each.generated_tokens for each in model.generate_batch(prompts, max_new_tokens=12).values()]
+        torch.manual_seed(1)
+        sampled = model.generate(
+            torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=True, temperature=0.8, top_k=40
+        )
+        outputs.append((tokens, sampled.tolist()))
+        assert {name.split("_")[0] for name in model.runner.graph_calls} == {"mixed", "chunked", "token"}
+        del model
+    assert outputs[0] == outputs[1]
+
+
+def test_the_shortest_sequences_are_exported_with_fewer_golden_tokens(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    sizes = {
+        "batch_size": 1,
+        "ctx_batch_size": 1,
+        "sequence_length": 4,
+        "prefill_chunk_size": 2,
+        "context_buckets": (4,),
+    }
+    golden = Golden.read(export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", **sizes))
+    assert len(golden.prompt) == 1 and len(golden.tokens) == 4
+
+
+def test_a_description_that_was_changed_is_refused_by_the_lint(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
+    path = next((folder / "graphs").glob("mixed*.json"))
+    path.write_text(path.read_text().replace("float32", "float64"))
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        lint_artifact(Artifact.open(folder))
+
+
+def test_one_slot_has_nowhere_to_be_copied(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    sizes = {"batch_size": 1, "ctx_batch_size": 1, "target": "hlo"}
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", **sizes)
+    assert not list((folder / "graphs").glob("copy_slot*")) and len(list((folder / "graphs").glob("*.hlo"))) == 2
+    model = NeuronModelForCausalLM.from_pretrained(folder)
+    first, second = (model.generate_batch([PROMPT.tolist()], max_new_tokens=4).values() for _ in range(2))
+    assert [each.generated_tokens for each in first] == [each.generated_tokens for each in second]

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: a process per rank, or all ranks in one; dead, failing and silent ranks; what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.hlo_writer import copy_graph, step_graph
+from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
+from safetensors.torch import save_file
+
+from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC
+from optimum_neuron.targets.neuron.run import rank_process, ranks
+from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.run.nxd_runtime import NxDExecutable
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
+from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+
+
+pytest_plugins = ("fakes.plugin",)
+RANKS = 2
+STATE = "kv_cache.key_0"
+
+
+def two_ranks(folder: Path, target: str) -> LoadPlan:
+    """Graphs and weights of two ranks: rank r adds r in each step, and has weight 1 + r."""
+    weights = [
+        {"model.weight": cache_like(1.0 + rank), "tensor_parallel.rank": cache_like(rank, dtype=torch.int32)}
+        for rank in range(RANKS)
+    ]
+    graphs = [step_graph(size=1, ranks=RANKS), copy_graph(ranks=RANKS)]
+    return make_plan(folder, graphs, NeuronCC(), target, *weights)
+
+
+@pytest.fixture
+def load(neuron_sdk: Sdk, tmp_path: Path) -> Any:
+    loaded: list[RankedExecutable] = []
+
+    def load_ranks(packages: str = "lite", target: str = "trn2") -> RankedExecutable:
+        neuron_sdk(target, packages)
+        executable = load_graphs(two_ranks(tmp_path / "graphs", target))
+        assert isinstance(executable, RankedExecutable)
+        loaded.append(executable)
+        return executable
+
+    yield load_ranks
+    for executable in loaded:
+        executable.close()
+
+
+def processes(loaded: RankedExecutable) -> list[subprocess.Popen[bytes]]:
+    return [rank.process for rank in loaded._ranks]
+
+
+def environment(process: subprocess.Popen[bytes]) -> dict[str, str]:
+    entries = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return dict(entry.decode().split("=", 1) for entry in entries if b"=" in entry)
+
+
+def check_environments(found: list[dict[str, str]]) -> None:
+    """One core each, and one place to meet."""
+    assert [each["NEURON_RT_VISIBLE_CORES"] for each in found] == ["2", "3"]
+    assert all("NEURON_RT_NUM_CORES" not in each and each["NEURON_LOGICAL_NC_CONFIG"] == "2" for each in found)
+    places = {each["NEURON_RT_ROOT_COMM_ID"] for each in found}
+    assert len(places) == 1 and places == {f"{each['MASTER_ADDR']}:{each['MASTER_PORT']}" for each in found}
+
+
+@pytest.mark.parametrize("packages", ["lite", "nrt"])
+def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
+    load: Callable[..., RankedExecutable], packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
+    loaded = load(packages)
+    check_environments([environment(process) for process in processes(loaded)])
+    (result,) = loaded.run("token_generation", [cache_like(3.0)])
+    assert torch.equal(result, cache_like(6.0))
+    # Rank 1: weight 2, and it adds its rank.
+    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
+    loaded.write_state(STATE, torch.cat([cache_like(10.0), cache_like(20.0)], dim=1))
+    (result,) = loaded.run("token_generation", [cache_like(1.0)])
+    assert torch.equal(result, cache_like(22.0))
+    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(11.0), cache_like(23.0)], dim=1))
+    loaded.copy_slot(2, 3, 4)
+    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(16.0)] * 2, dim=1))
+
+
+def test_a_dead_rank_is_told_and_ends_the_others(
+    load: Callable[..., RankedExecutable],
+    neuron_tools: NeuronTools,
+) -> None:
+    loaded = load()
+    neuron_tools.break_device(rank=1, signal=int(signal.SIGKILL))
+    message = r"graph token_generation failed: the process of rank 1 of 2 was ended by SIGKILL; load the model again"
+    for _ in range(2):
+        with pytest.raises(NeuronRuntimeError, match=message) as error:
+            loaded.run("token_generation", [cache_like(1.0)])
+        assert not error.value.recoverable
+    assert all(process.poll() is not None for process in processes(loaded))
+
+
+def test_a_rank_that_died_between_steps_is_told(load: Callable[..., RankedExecutable]) -> None:
+    loaded = load()
+    victim = processes(loaded)[0]
+    (rank,) = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+    os.kill(int(rank), signal.SIGTERM)
+    victim.wait()
+    with pytest.raises(NeuronRuntimeError, match=r"the process of rank 0 of 2 was ended by SIGTERM"):
+        loaded.run("token_generation", [cache_like(1.0)])
+
+
+def test_a_silent_rank_is_ended(
+    load: Callable[..., RankedExecutable],
+    neuron_tools: NeuronTools,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load()
+    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "5")
+    monkeypatch.setattr(ranks, "_SLACK", 1)
+    monkeypatch.setattr(rank_process, "GRACE", 0.5)
+    neuron_tools.break_device(rank=0, hang=True)
+    with pytest.raises(NeuronRuntimeError, match=r"failed: rank 0.* of 2 did not answer within 6 s; load the model"):
+        loaded.run("token_generation", [cache_like(1.0)])
+    assert all(process.poll() is not None for process in processes(loaded))
+
+
+def test_a_step_that_failed_on_one_rank_leaves_all_in_step_unless_it_is_the_end(
+    load: Callable[..., RankedExecutable],
+    neuron_tools: NeuronTools,
+) -> None:
+    loaded = load()
+    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
+    with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: graph token_generation failed .*\(1005\)") as error:
+        loaded.run("token_generation", [cache_like(1.0)])
+    assert error.value.recoverable and error.value.code == 1005
+    (result,) = loaded.run("token_generation", [cache_like(5.0)])
+    assert torch.equal(result, cache_like(12.0))
+    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_HW_ERR_COLLECTIVES(1200): Failed to execute model")
+    for _ in range(2):
+        with pytest.raises(
+            NeuronRuntimeError, match=r"rank 1 of 2: .*\(1200\): a collective operation is stuck"
+        ) as error:
+            loaded.run("token_generation", [cache_like(1.0)])
+        assert error.value.code == 1200
+    assert all(process.poll() is not None for process in processes(loaded))
+
+
+def test_loading_that_fails_on_a_rank_leaves_no_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
+    neuron_sdk("trn2", "lite")
+    plan = two_ranks(tmp_path / "graphs", "trn2")
+    save_file({"model.weight": cache_like(1.0)}, plan.weights[1])
+    before = children()
+    with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: .*tp1.safetensors lacks tensor_parallel.rank"):
+        load_graphs(plan)
+    assert children() == before
+
+
+def test_processes_end_with_the_object_and_on_close(load: Callable[..., RankedExecutable]) -> None:
+    loaded = load()
+    started = processes(loaded)
+    loaded.close()
+    assert [process.poll() for process in started] == [0, 0]
+    with pytest.raises(RuntimeError, match="the model was closed; load it again"):
+        loaded.run("token_generation", [cache_like(1.0)])
+
+
+def test_processes_end_when_nobody_holds_the_object(neuron_sdk: Sdk, tmp_path: Path) -> None:
+    neuron_sdk("trn2", "lite")
+    loaded = load_graphs(two_ranks(tmp_path / "graphs", "trn2"))
+    assert isinstance(loaded, RankedExecutable)
+    started = processes(loaded)
+    del loaded
+    gc.collect()
+    assert [process.poll() for process in started] == [0, 0]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_processes_end_when_their_parent_is_killed(
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Whoever held the other ends of the pipes is gone. A rank that waits for a command ends by itself; one in a step does not look."""
+    monkeypatch.setattr(rank_process, "GRACE", 1.0 if hangs else 60.0)
+    loaded = load()
+    started = processes(loaded)
+    if hangs:
+        neuron_tools.break_device(rank=0, hang=True)
+        for rank in loaded._ranks:
+            rank.send([json.dumps({"run": "token_generation"}).encode()])
+        deadline = time.monotonic() + 60
+        while neuron_tools.fault.is_file():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    for rank in loaded._ranks:
+        rank.pipe.close()
+        rank.process._cut()
+    statuses = [process.wait(60) for process in started]
+    assert statuses[0] == -signal.SIGKILL if hangs else statuses == [0, 0]
+
+
+def test_an_interrupted_step_does_not_answer_the_next_one(
+    load: Callable[..., RankedExecutable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load()
+
+    def interrupted(*arguments: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ranks, "wait", interrupted)
+        loaded.run("token_generation", [cache_like(1.0)])
+    with pytest.raises(NeuronRuntimeError, match=r"graph token_generation was interrupted; load the model again"):
+        loaded.run("token_generation", [cache_like(1.0)])
+
+
+def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
+    neuron_sdk("inf2", "nxd")
+    loaded = load_graphs(two_ranks(tmp_path / "graphs", "inf2"))
+    assert isinstance(loaded, NxDExecutable)
+    (result,) = loaded.run("token_generation", [cache_like(3.0)])
+    assert torch.equal(result, cache_like(6.0))
+    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
+    loaded.write_state(STATE, torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
+    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
+    with pytest.raises(ValueError, match=r"a state of 1 heads is not that of 2 ranks"):
+        loaded.write_state(STATE, cache_like(1.0))
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A changed artifact with graphs in HLO is refused in a sentence or gives its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import artifact_runner, export_tiny, generate, random_tokens
+from tampered import failures
+from tampering import read_json, write
+
+from optimum_neuron.artifacts.artifact import ArtifactError
+
+
+STEP = "graphs/token_generation_context64"
+
+
+@pytest.fixture(scope="module")
+def hlo_artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(sharp_checkpoints["llama"], tmp_path_factory.mktemp("hlo") / "artifact", target="hlo")
+
+
+@pytest.fixture
+def artifact(hlo_artifact: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return Path(shutil.copytree(hlo_artifact, tmp_path / "artifact"))
+
+
+@pytest.mark.slow
+def test_a_changed_artifact_is_refused_or_gives_its_tokens(hlo_artifact: Path) -> None:
+    assert failures(hlo_artifact, 40) == []
+
+
+def test_a_description_of_another_graph_is_refused(artifact: Path) -> None:
+    write(artifact, f"{STEP}.hlo", (artifact / "graphs/mixed_chunk8_context64.hlo").read_bytes())
+    with pytest.raises(ArtifactError, match=r"token_generation_context64\.json describes another graph than token"):
+        artifact_runner(artifact)
+
+
+def test_parameters_that_the_graph_does_not_have_are_refused(artifact: Path) -> None:
+    document = read_json(artifact / f"{STEP}.json")
+    weight = next(each for each in document["inputs"] if each["name"].endswith("input_layernorm.weight"))
+    document["inputs"].remove(weight)
+    write(artifact, f"{STEP}.json", json.dumps(document).encode())
+    with pytest.raises(ValueError, match=r"other parameters or results than its description"):
+        artifact_runner(artifact)
+
+
+def test_a_graph_of_before_its_spec_was_written_still_loads(artifact: Path, hlo_artifact: Path) -> None:
+    for path in (artifact / "graphs").glob("*.json"):
+        document = read_json(path)
+        del document["spec"]
+        assert document["hlo_sha256"] == hashlib.sha256(path.with_suffix(".hlo").read_bytes()).hexdigest()
+        write(artifact, f"graphs/{path.name}", json.dumps(document).encode())
+    prompt = random_tokens(9)
+    assert generate(artifact_runner(artifact), prompt, 4)[0] == generate(artifact_runner(hlo_artifact), prompt, 4)[0]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, each a process with a file of its own, compute together what one computes; plans without data; rank graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import mixed_spec, tiny_config
+from safetensors.torch import load_file
+from sharded_ranks import CASES, load_rank, make_model, run_ranks, run_steps, write_case
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from optimum_neuron.artifacts.skeleton import empty_model
+from optimum_neuron.artifacts.weights import named_tensors
+from optimum_neuron.graphs import collectives
+from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.program import export_graph
+from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
+from optimum_neuron.targets.neuron.sharding.heads import head_layout
+from optimum_neuron.targets.neuron.sharding.plan import ShardPlan
+from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
+
+
+Outputs = dict[str, Tensor]
+# Ranks add up the same numbers in another order, so they may differ from one rank as far as its own float32 differs from
+# float64: at most 1.5 times as far, in all cases and for 2 and 4 ranks. A mistake is a thousand times larger.
+NOISE_FACTOR = 3
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {name: make_model(name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, PreTrainedModel]) -> dict[str, Outputs]:
+    """What one rank computes."""
+    return {name: run_steps(model) for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, list[Outputs]]]:
+    """What each rank computes, by the number of ranks: all cases in the same processes."""
+    done: dict[int, dict[str, list[Outputs]]] = {}
+
+    def run(world_size: int) -> dict[str, list[Outputs]]:
+        if world_size not in done:
+            done[world_size] = {}  # where a rank fails, one test tells why, and the others fail at once
+            folder = tmp_path_factory.mktemp("ranks")
+            plans = {name: write_case(model, world_size, folder / name) for name, model in models.items()}
+            run_ranks(world_size, folder, plans)
+            done[world_size] = {
+                name: [load_file(folder / f"{name}.{rank}.safetensors") for rank in range(world_size)]
+                for name in CASES
+            }
+        return done[world_size]
+
+    return run
+
+
+def distance(left: Outputs, right: Outputs) -> float:
+    """The largest difference between logits."""
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left if "logits" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_give_the_logits_and_tokens_of_one(
+    models: dict[str, PreTrainedModel],
+    expected: dict[str, Outputs],
+    ranks: Callable[[int], dict[str, list[Outputs]]],
+    name: str,
+    world_size: int,
+) -> None:
+    found, *others = ranks(world_size)[name]
+    assert all(torch.equal(found[key], other[key]) for other in others for key in found)
+    finer = torch.float32 if models[name].dtype == torch.bfloat16 else torch.float64
+    noise = distance(expected[name], run_steps(copy.deepcopy(models[name]).to(finer)))
+    assert 0 < noise < (0.1 if finer == torch.float32 else 1e-5)
+    assert distance(expected[name], found) < NOISE_FACTOR * noise
+    assert all(torch.equal(expected[name][key], found[key]) for key in found if key.endswith("tokens"))
+    # DeepSeek-V3's own plan leaves attention whole.
+    shared = head_layout(*heads_of(models[name]), world_size).local_key_value
+    assert set(found["kv_heads"].tolist()) == {4 if name == "deepseek_v3" else shared}
+
+
+def heads_of(model: PreTrainedModel) -> tuple[int, int]:
+    query = model.config.num_attention_heads
+    return query, getattr(model.config, "num_key_value_heads", None) or query
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "padded fused projections", "padded norm over all heads"])
+def test_a_plan_needs_no_data_and_leaves_the_model_as_it_was(
+    models: dict[str, PreTrainedModel], tmp_path: Path, name: str
+) -> None:
+    models[name].config.save_pretrained(tmp_path)
+    empty: Any = empty_model(tmp_path, "float32", trust_remote_code=False)
+    shapes = {key: tensor.shape for key, tensor in named_tensors(empty).items()}
+    plan = shard_plan(empty, 4)
+    assert {key: tensor.shape for key, tensor in named_tensors(empty).items()} == shapes
+    assert plan == shard_plan(models[name], 4)
+    assert len(set(plan.rules.values())) <= 9  # the same in all layers
+
+
+def whole_matrices(plan: ShardPlan) -> set[str]:
+    """What every rank holds whole, of the first layer."""
+    whole = {name for name, shape in plan.shapes.items() if len(shape) > 1 and name not in plan.rules}
+    return {name for name in whole if ".layers.0." in name or ".layers." not in name}
+
+
+def test_every_matrix_is_cut_but_routers_and_what_no_plan_names(models: dict[str, PreTrainedModel]) -> None:
+    assert whole_matrices(shard_plan(models["llama"], 2)) == set()
+    assert whole_matrices(shard_plan(models["gpt_oss"], 2)) == {"model.model.layers.0.mlp.router.weight"}
+    assert "model.model.layers.0.self_attn.o_proj.weight" in whole_matrices(shard_plan(models["deepseek_v3"], 2))
+
+
+def test_a_rank_without_data_is_inspected_and_exported_with_its_collectives(
+    models: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    whole = models["bfloat16"]
+    plan = write_case(whole, 2, tmp_path)
+    with no_data():
+        twin = data_free_copy(whole)
+        apply_plan(twin, plan)
+        spec = inspect_model(twin)
+    assert spec.vocab_size == 150 and [layer.kv_heads for layer in spec.layers] == [1, 1]
+    codes = []
+    for rank in (0, 1):
+        model, ops = load_rank(tmp_path, plan, rank, "bfloat16")
+        config = tiny_config()
+        cache = KVCache(state_specs(config, spec)).to(torch.bfloat16)
+        program = export_graph(model, cache, mixed_spec(config), ops)
+        called = [node for node in program.graph.nodes if node.op == "call_function"]
+        # The embedding has one summand that is not zero; partial sums of layers are added in float32.
+        reduced = [node.args[0].meta["val"].dtype for node in called if node.target is collectives.ALL_REDUCE]
+        assert reduced == [torch.bfloat16] + [torch.float32] * 2 * model.config.num_hidden_layers
+        gathers = [node for node in called if node.target is collectives.ALL_GATHER]
+        assert len(gathers) == 4  # tokens and logits of decode rows and of chunk rows
+        assert RANK_TENSOR in program.graph_signature.inputs_to_buffers.values()
+        codes.append(program.graph_module.code)
+    assert codes[0] == codes[1]
+
+
+def test_collectives_run_on_their_ranks_only() -> None:
+    for call in (
+        lambda: collectives.all_reduce(torch.ones(2), 2),
+        lambda: collectives.all_gather(torch.ones(2), 0, 2),
+    ):
+        with pytest.raises(RuntimeError, match=r"runs on 2 ranks together, and this process is one of 1; start"):
+            call()

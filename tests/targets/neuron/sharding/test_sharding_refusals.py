@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that ranks cannot share exactly are refused, with the layer and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sharded_ranks import make_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from optimum_neuron.graphs.interface import ATTENTION_NAME
+from optimum_neuron.targets.neuron.sharding import shard_plan
+
+
+def styled(name: str, **styles: str) -> PreTrainedModel:
+    """A case's model with changes to its plan: names have underscores for dots, an empty style takes a layer out."""
+    model = make_model(name)
+    for layer, style in styles.items():
+        model.tp_plan.pop(f"model.layers.*.{layer.replace('__', '.')}")
+        if style:
+            model.tp_plan[f"model.layers.*.{layer.replace('__', '.')}"] = style
+    return model
+
+
+def changed(name: str, module: str, replacement: nn.Module) -> PreTrainedModel:
+    model = make_model(name)
+    parent, _, child = module.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)
+    return model
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer that is more than its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class NormPerHead(nn.Module):
+    """One module per head, as many as there are heads to run it on: it would give each rank the first ones."""
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(dim) for _ in range(heads)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.norms, x.unbind(-2), strict=False)
+        return torch.stack([norm(part) for norm, part in parts], dim=-2)
+
+
+class NormedActivation(nn.Module):
+    """Nothing in the shapes tells that it needs all values of a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+def from_config(config: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: from_config(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100)),
+            r"gpt2 cannot be shared by tensor_parallel_size=2 ranks: it declares no plan \(base_model_tp_plan\), and the "
+            r"layers of transformer.h.0.attn are not one projection .*; use tensor_parallel_size=1",
+        ),
+        (
+            lambda: from_config(BitNetConfig(num_key_value_heads=2, **SMALL)),
+            r"declares no plan .*, and model.layers.0.mlp.gate_proj is neither attention nor experts",
+        ),
+        (
+            lambda: styled("llama", mlp__down_proj="sequence_parallel"),
+            "model.layers.0.mlp.down_proj has the style sequence_parallel, for which there is no rule",
+        ),
+        (lambda: styled("llama", mlp__down_proj=""), "its code does not run on a rank's part of it: .*48"),
+        (lambda: styled("llama", self_attn__o_proj=""), "its code does not run on a rank's part of it"),
+        (
+            lambda: styled("qwen3", self_attn__q_norm="colwise"),
+            "self_attn.q_norm has the style colwise, and is a Qwen3RMSNorm instead of a plain linear layer",
+        ),
+        (
+            lambda: styled("llama4", feed_forward__experts=""),
+            "feed_forward.experts.gate_up_proj is cut, and 0 modules of its plan sum what comes of it instead of one",
+        ),
+        (
+            lambda: changed("llama", "model.layers.1.mlp.down_proj", OwnLinear(96, 64)),
+            "layers.1.mlp.down_proj has the style rowwise, and is a OwnLinear instead of a plain linear layer",
+        ),
+        (
+            lambda: changed("llama", "model.layers.0.self_attn.o_proj", nn.Linear(60, 64)),
+            "its code cannot be followed without data: .*60",
+        ),
+        (
+            lambda: changed("llama", "model.layers.0.self_attn.q_proj", nn.Sequential(nn.Linear(64, 64))),
+            "q_proj has the style colwise, and is a Sequential",
+        ),
+        (
+            lambda: changed("qwen3", "model.layers.0.self_attn.q_norm", NormPerHead(4, 16)),
+            "on a rank's heads, model.layers.0.self_attn.q_norm.norms.2 runs 0 times instead of 1",
+        ),
+        (
+            lambda: changed("llama", "model.layers.1.mlp.act_fn", NormedActivation()),
+            r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
+        ),
+        (lambda: changed("llama", "lm_head", nn.Sequential(nn.Linear(64, 300))), "vocabulary is not one embedding"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_exactly_is_refused(make: Callable[[], PreTrainedModel], reason: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=reason):
+        shard_plan(model, 2)
+
+
+class InterleavedLayer(nn.Module):
+    """Gate and up from one projection in turns, which cannot be cut as two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(64, 192, bias=False), nn.Linear(96, 64, bias=False)
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.gate_up_proj(x)
+        return self.down_proj(self.activation(packed[..., ::2]) * packed[..., 1::2])
+
+
+def test_a_fused_projection_is_cut_in_halves_only_where_it_has_halves() -> None:
+    fused = "model.model.layers.0.mlp.gate_up_proj.weight"
+    assert fused in shard_plan(make_model("phi3"), 2).rules
+    plan = shard_plan(changed("phi3", "model.layers.0.mlp", InterleavedLayer()), 2)
+    assert fused in plan.shapes and fused not in plan.rules
+
+
+class ValuesFirst(nn.Module):
+    """Attention whose fused projection gives values before keys and queries, and which has no rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx = 0
+        self.qkv_proj, self.o_proj = nn.Linear(64, 128, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+        value, key, query = heads.split([2, 2, 4], dim=1)
+        attend = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
+        output, _ = attend(self, query, key, value, None, attention_backend=kwargs["attention_backend"])
+        return self.o_proj(output.flatten(2)), None
+
+
+def test_a_fused_projection_of_another_order_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"self_attn.qkv_proj has 128 outputs, which are not those of 4 query or 2"):
+        shard_plan(changed("phi3", "model.layers.0.self_attn", ValuesFirst()), 2)
+
+
+def test_experts_with_a_parameter_of_their_own_are_refused() -> None:
+    model: Any = make_model("mixtral")
+    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4))
+    with pytest.raises(
+        ValueError, match="experts has a parameter scale that transformers' experts interface does not"
+    ):
+        shard_plan(model, 2)
+
+
+def test_one_rank_needs_no_plan() -> None:
+    with pytest.raises(ValueError, match="world_size=1 shares nothing"):
+        shard_plan(make_model("llama"), 1)

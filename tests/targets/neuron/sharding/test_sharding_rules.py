@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds and how tokens are chosen: heads, rules, samplers and files, without processes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sharded_ranks import load_rank, make_model, write_case
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optimum_neuron.artifacts.weights import named_tensors
+from optimum_neuron.graphs.ops import DEFAULT_OPS
+from optimum_neuron.graphs.sampling import sample
+from optimum_neuron.targets.neuron.sharding import (
+    RANK_TENSOR,
+    ShardPlan,
+    sampling,
+    shard_plan,
+    sharded_ops,
+    write_sharded_weights,
+)
+from optimum_neuron.targets.neuron.sharding.heads import PADDING, head_layout
+from optimum_neuron.targets.neuron.sharding.plan import RANK_BUFFER
+from optimum_neuron.targets.neuron.sharding.rules import Section, ShardRule, by_heads, even, first_rank_only, packed
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world_size", "query", "key_value"),
+    [
+        (4, 4, 2, (0, 1, 2, 3), (0, 1, 2, 3)),
+        (4, 2, 2, (0, 1, 2, 3), (0, 1)),
+        (4, 2, 4, (0, 1, 2, 3), (0, 0, 1, 1)),
+        (6, 2, 4, (0, 1, 2, -1, 3, 4, 5, -1), (0, 0, 1, 1)),
+        (4, 1, 4, (0, 1, 2, 3), (0, 0, 0, 0)),
+        (6, 3, 4, (0, 1, 2, 3, 4, 5, -1, -1), (0, 1, 2, -1)),
+        (5, 5, 2, (0, 1, 2, 3, 4, -1), (0, 1, 2, 3, 4, -1)),
+        (6, 3, 2, (0, 1, 2, 3, 4, 5, -1, -1), (0, 1, 2, -1)),
+    ],
+)
+def test_heads_are_padded_within_their_group_and_repeated_as_needed(
+    heads: int, kv_heads: int, world_size: int, query: tuple[int, ...], key_value: tuple[int, ...]
+) -> None:
+    layout = head_layout(heads, kv_heads, world_size)
+    assert (layout.query, layout.key_value) == (query, key_value)
+
+
+@given(st.integers(1, 24), st.integers(1, 16), st.integers(2, 64))
+def test_every_query_head_has_one_slot_beside_its_key_value_head(group: int, kv_heads: int, world_size: int) -> None:
+    heads = group * kv_heads
+    layout = head_layout(heads, kv_heads, world_size)
+    assert sorted(head for head in layout.query if head != PADDING) == list(range(heads))
+    slots, each = len(layout.key_value), len(layout.query) // len(layout.key_value)
+    assert slots % world_size == 0 and len(layout.query) == slots * each
+    for slot, head in enumerate(layout.query):
+        assert head == PADDING or layout.key_value[slot // each] == head // group
+    # The fewest key/value heads per rank that hold all, and of query heads beside them.
+    assert layout.local_key_value == -(-kv_heads // world_size)
+    assert each == 1 or kv_heads * -(-group // (each - 1)) > slots
+
+
+def test_heads_that_form_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 query heads are no multiple of 2 key/value heads"):
+        head_layout(7, 2, 2)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> tuple[tuple[int, ...], ShardRule, int]:
+    """Any rule that a plan may hold, with the shape of the whole tensor and the number of ranks."""
+    world_size = draw(st.integers(2, 6))
+    size = draw(st.integers(1, 24))
+    kind = draw(st.sampled_from(["even", "pairs", "packed", "heads", "fused", "first"]))
+    kv_heads, group, dim = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    layout = head_layout(kv_heads * group, kv_heads, world_size)
+    query, key = kv_heads * group * dim, kv_heads * dim
+    sections: dict[str, tuple[Section, ...]] = {
+        "even": (even(size, world_size),),
+        "pairs": (even(2 * size, world_size, unit=2),),
+        "packed": packed(2 * size, 2, world_size),
+        "heads": (by_heads(query, kv_heads * group, layout.query),),
+        "fused": (
+            by_heads(query, kv_heads * group, layout.query),
+            by_heads(key, kv_heads, layout.key_value, start=query),
+        ),
+        "first": (first_rank_only(size, world_size),),
+    }
+    chosen = sections[kind]
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    cut = draw(st.integers(0, len(shape) - 1))
+    shape[cut] = sum(section.size for section in chosen)
+    return tuple(shape), ShardRule(cut, chosen), world_size
+
+
+def unshard(parts: list[Tensor], rule: ShardRule, shape: tuple[int, ...]) -> Tensor:
+    """Puts the ranks' parts back where they came from; whatever came from nowhere must be zero."""
+    whole = torch.full(shape, -1.0)
+    for rank, part in enumerate(parts):
+        offset = 0
+        for section in rule.sections:
+            for block in section.blocks(rank, len(parts)):
+                piece = part.narrow(rule.dim, offset, section.block)
+                first = block * section.block
+                real = 0 if block == PADDING else max(0, min(section.block, section.size - first))
+                if real:
+                    whole.narrow(rule.dim, section.start + first, real).copy_(piece.narrow(rule.dim, 0, real))
+                assert not piece.narrow(rule.dim, real, section.block - real).any()
+                offset += section.block
+        assert offset == part.shape[rule.dim] == rule.local_size(len(parts))
+    return whole
+
+
+@given(rules())
+def test_shards_hold_the_whole_tensor_and_zeros(case: tuple[tuple[int, ...], ShardRule, int]) -> None:
+    shape, rule, world_size = case
+    whole = torch.rand(shape) + 1
+    parts = [rule.shard(whole, rank, world_size) for rank in range(world_size)]
+    assert len({part.shape for part in parts}) == 1
+    assert torch.equal(unshard(parts, rule, shape), whole)
+
+
+def test_an_even_shard_is_a_view() -> None:
+    whole = torch.rand(8, 6)
+    for dim in (0, 1):
+        part = ShardRule(dim, (even(whole.shape[dim], 2),)).shard(whole, 1, 2)
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def as_ranks(world_size: int, function: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
+    """Runs a function of a model that knows its rank once per rank, each in a thread; collectives exchange its tensors."""
+    barrier, slots, results = threading.Barrier(world_size), [torch.empty(0)] * world_size, {}
+
+    def gather(x: Tensor, dim: int, ranks: int) -> Tensor:
+        slots[int(threading.current_thread().name)] = x
+        barrier.wait(30)
+        gathered = torch.cat(slots[:ranks], dim)
+        barrier.wait(30)
+        return gathered
+
+    def run(rank: int) -> None:
+        model = nn.Module()
+        model.register_buffer(RANK_BUFFER, torch.tensor([rank], dtype=torch.int32))
+        try:
+            results[rank] = function(model, rank)
+        finally:
+            if rank not in results:
+                barrier.abort()  # the others need not wait
+
+    with mock.patch.object(sampling, "all_gather", gather):
+        threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+@examples(60)
+@given(
+    st.integers(0, 1000),
+    st.integers(2, 5),
+    st.integers(1, 40),
+    st.integers(1, 48),
+    st.lists(st.integers(0, 39), max_size=6),
+    st.floats(0, 1 - 2**-24, width=32),
+)
+def test_sharded_sampling_chooses_the_tokens_of_the_whole_vocabulary(
+    seed: int, world_size: int, vocab: int, max_topk: int, tied: list[int], uniform: float
+) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3 - 50
+    logits[0, [index % vocab for index in tied]] = 9.0  # greedy: the lowest of the largest
+    params = torch.tensor([[1, 1.0, 0.0], [min(5, max_topk), 1.0, 0.7], [max_topk, 0.8, 1.5]])
+    uniforms = torch.full((3,), uniform)
+    plan = ShardPlan("tiny", world_size, vocab, {})
+    rule = ShardRule(1, (even(vocab, world_size),))
+
+    def both(model: nn.Module, rank: int) -> Tensor:
+        ops = sharded_ops(DEFAULT_OPS, model, plan)
+        local = rule.shard(logits, rank, world_size)
+        tokens = ops.sample(local, params, uniforms, max_topk)
+        assert tokens.dtype == torch.int32
+        return torch.cat([tokens[:, None].float(), ops.full_logits(local)], dim=1)
+
+    chosen = sample(logits, params, uniforms, max_topk)
+    for found in as_ranks(world_size, both):
+        assert found[:, 0].tolist() == chosen.tolist()
+        assert torch.equal(found[:, 1:], logits)
+
+
+@pytest.mark.parametrize("vocab", [40, 41, 5])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sharded_sampling_of_nan_gives_a_token_of_the_vocabulary(world_size: int, vocab: int) -> None:
+    logits = torch.randn(6, vocab)
+    logits[0], logits[1], logits[2, -1], logits[3, 3:] = torch.nan, -torch.inf, torch.nan, torch.nan
+    logits[4] = -torch.nan  # sorts as the smallest where signs count
+    plan = ShardPlan("tiny", world_size, vocab, {})
+    rule = ShardRule(1, (even(vocab, world_size),))
+    for sampled in ([1, 1.0, 0.0], [8, 0.9, 0.7]):
+        params, uniforms = torch.tensor([sampled]).expand(6, -1), torch.full((6,), 0.999)
+
+        def choose(model: nn.Module, rank: int, params: Tensor = params, uniforms: Tensor = uniforms) -> Tensor:
+            return sharded_ops(DEFAULT_OPS, model, plan).sample(
+                rule.shard(logits, rank, world_size), params, uniforms, 8
+            )
+
+        first, *others = as_ranks(world_size, choose)
+        assert all(torch.equal(first, other) for other in others)
+        assert ((first >= 0) & (first < vocab)).all()
+        known = [0, 2, 3, 4] + [5] * (sampled[2] == 0)  # minus infinity may lose against a column of padding
+        assert torch.equal(first.long()[known], logits.argmax(-1)[known])
+
+
+def test_a_vocabulary_whose_tokens_float32_cannot_tell_apart_is_refused() -> None:
+    with pytest.raises(ValueError, match="its vocabulary of 16777217 exceeds 16777216"):
+        sharded_ops(DEFAULT_OPS, nn.Module(), ShardPlan("tiny", 2, 2**24 + 1, {}))
+
+
+def test_tied_tensors_stay_one_on_a_rank(tmp_path: Path) -> None:
+    plan = write_case(make_model("qwen2"), 2, tmp_path)
+    model, _ = load_rank(tmp_path, plan, 0, "float32")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape == (150, 64) and model.lm_head.out_features == 150
+    assert "model.lm_head.weight" not in load_file(tmp_path / "weights/tp0.safetensors")
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that tensors made in this mode held at one time, beside those of `known` tensors."""
+
+    def __init__(self, known: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.most = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known.values()}
+        self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self._count += 1
+                self._made[self._count] = tensor
+        storages = [tensor.untyped_storage() for tensor in self._made.values()]
+        self.most = max(self.most, sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
+        return result
+
+
+@pytest.mark.parametrize("name", ["llama", "padded tied sinks and experts"])
+def test_files_of_ranks_hold_the_shards_and_memory_one_of_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / "weights").mkdir()
+    model = make_model(name)
+    plan, tensors = shard_plan(model, 4), named_tensors(model)
+    with Allocations(tensors) as allocations:
+        tied = write_sharded_weights(tensors, plan, tmp_path)
+    for rank in range(4):
+        stored = load_file(tmp_path / f"weights/tp{rank}.safetensors")
+        assert stored.pop(RANK_TENSOR).tolist() == [rank]
+        assert stored.keys() == tensors.keys() - tied.keys()
+        assert all(torch.equal(stored[key], plan.shard(tensors[key], key, rank)) for key in stored)
+        assert all(stored[key].shape == plan.local_shape(key) for key in stored)
+    largest = max(tensor.nbytes for tensor in stored.values())
+    assert largest < sum(tensor.nbytes for tensor in stored.values()) / 4
+    # Where a shard is put together from pieces, zeros among them are made first.
+    assert allocations.most <= largest * (2 if name.startswith("padded") else 1)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    plan = shard_plan(make_model("llama"), 2)
+    with pytest.raises(ValueError, match=r"lm_head.weight has shape \(301, 144\), and the plan is for \(300, 64\)"):
+        tensors = named_tensors(make_model("heads of SmolLM2"))
+        write_sharded_weights({"model.lm_head.weight": tensors["model.lm_head.weight"]}, plan, tmp_path)

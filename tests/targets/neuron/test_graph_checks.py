@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands beside a lowered graph is compared with the manifest and the weights before the graph is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
+from optimum_neuron.artifacts.manifest import describe_graph
+from optimum_neuron.graphs.spec import GraphSpec, LayerCache, ModelSpec, graph_specs, state_specs
+from optimum_neuron.targets.neuron.graph_checks import check_graphs, check_weights, graph_names
+from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, GraphIO
+
+
+CONFIG, MODEL = tiny_config(target="hlo"), ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
+SPECS = graph_specs(CONFIG)
+WEIGHT = {"name": "model.a", "role": "weight", "shape": [3, 4], "dtype": "float32"}
+ARTIFACT = Artifact(
+    Path("artifact"),
+    {
+        "config": CONFIG.to_dict(),
+        "model": MODEL.to_dict(),
+        "target": "hlo",
+        "graphs": {spec.name: describe_graph(spec, MODEL) for spec in SPECS},
+    },
+)
+
+
+def described(spec: GraphSpec) -> dict[str, Any]:
+    """What is written beside a graph."""
+    states = [dataclasses.asdict(each) for each in state_specs(CONFIG, MODEL)]
+    document = {
+        "inputs": [dataclasses.asdict(each) | {"role": "input"} for each in spec.inputs()]
+        + [each | {"role": "state"} for each in states]
+        + [WEIGHT],
+        "outputs": [dataclasses.asdict(each) | {"alias_of": None} for each in spec.outputs(300)]
+        + [each | {"alias_of": each["name"]} for each in states],
+        "unused_inputs": [],
+        "hlo_sha256": "0" * 64,
+        "world_size": 1,
+        "spec": dataclasses.asdict(spec),
+    }
+    return dict(json.loads(json.dumps(document)))
+
+
+def check(document: dict[str, Any], spec: GraphSpec = SPECS[0]) -> None:
+    check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(document)})
+
+
+def test_graphs_that_are_the_manifests_are_taken() -> None:
+    check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(described(spec)) for spec in SPECS})
+    assert graph_names(ARTIFACT) == (*(spec.name for spec in SPECS), COPY_SLOT)
+
+
+def test_a_graph_of_before_its_spec_was_written_is_checked_by_what_it_has() -> None:
+    document = described(SPECS[0])
+    del document["spec"]
+    check(document)
+    document["inputs"][0]["shape"] = [7, 1]
+    with pytest.raises(ArtifactError, match=r"takes \('decode\.input_ids', \(7, 1\), 'int32'\), and the manifest"):
+        check(document)
+
+
+def state(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in document["inputs"] if each["role"] == "state")
+    return found
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "sizes": (lambda d: d["spec"].update(max_topk=7), r"lowered for max_topk=7, and the manifest says 256"),
+    "kind": (lambda d: d["spec"].update(kind="mixed"), r"lowered for kind='mixed'"),
+    "ranks": (lambda d: d.update(world_size=2), r"it is for 2 ranks, not 1"),
+    "an input": (lambda d: d["inputs"].pop(0), r"it takes .*, and the manifest asks for"),
+    "the order": (lambda d: d["inputs"].insert(0, d["inputs"].pop(1)), r"it takes \('decode\.position_ids'"),
+    "an input's type": (lambda d: d["inputs"][0].update(dtype="int64"), r"it takes .*'int64'"),
+    "an output": (lambda d: d["outputs"][1].update(shape=[3, 299]), r"it returns .*\(3, 299\)"),
+    "a state": (lambda d: state(d).update(shape=[4, 4, 64, 16]), r"it keeps .*\(4, 4, 64, 16\)"),
+    "a state's type": (lambda d: state(d).update(dtype="bfloat16"), r"it keeps .*'bfloat16'"),
+    "a state less": (lambda d: d["inputs"].remove(state(d)), r"it keeps"),
+    "a name twice": (lambda d: d["inputs"].append(WEIGHT), r"have one name"),
+    "no new value": (lambda d: d["outputs"].pop(), r"not a new value of each state"),
+    "another new value": (lambda d: d["outputs"][-1].update(shape=[1]), r"it updates .*\(1,\)"),
+    "an alias of an input": (
+        lambda d: d["outputs"][-1].update(alias_of="decode.input_ids"),
+        r"not a new value of each",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_graph_of_another_manifest_is_refused(name: str) -> None:
+    change, words = CHANGES[name]
+    document = described(SPECS[0])
+    change(document)
+    with pytest.raises(ArtifactError, match=words) as caught:
+        check(document)
+    assert SPECS[0].name in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, True, "4; abort()", -1, 1.5, 2**40, {}])
+@pytest.mark.parametrize(
+    "field", ["inputs", "outputs", "unused_inputs", "hlo_sha256", "world_size", "role", "dtype", "shape"]
+)
+def test_a_description_of_other_types_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    document = described(SPECS[0])
+    place = document["inputs"][0] if field in ("role", "dtype", "shape") else document
+    place[field] = value
+    (tmp_path / "a.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"a\.json describes no graph: .*; export the model again"):
+        read_graph_io(tmp_path / "a.hlo")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            torch.ones(4, 3),
+            r"has model\.a as torch\.float32 \[4, 3\], and a graph takes it as torch\.float32 \[3, 4\]",
+        ),
+        (torch.ones(3, 4, dtype=torch.int32), r"has model\.a as torch\.int32"),
+        (None, r"lacks model\.a, which a graph needs"),
+    ],
+)
+def test_weights_that_a_graph_does_not_take_are_refused(tensor: torch.Tensor | None, words: str) -> None:
+    io = GraphIO.from_dict(described(SPECS[0]))
+    check_weights("file", {"model.a": torch.ones(3, 4)}, [io])
+    with pytest.raises(ValueError, match=words):
+        check_weights("file", {} if tensor is None else {"model.a": tensor}, [io])

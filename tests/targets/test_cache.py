@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compile cache: what is broken is compiled again, what is not ours is not used, and any number may work at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers import folder_bytes
+
+from optimum_neuron.targets import cache as cache_module
+from optimum_neuron.targets.cache import CACHE_VARIABLE, CompileCache, cache_folder
+
+
+KEY, OTHER = "0" * 64, "1" * 64
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache(root: Path) -> CompileCache:
+    return CompileCache("kind")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where an export wants its code."""
+    (tmp_path / "graphs").mkdir()
+    return tmp_path / "graphs"
+
+
+def store(cache: CompileCache, folder: Path, key: str = KEY, code: bytes = b"code") -> Path:
+    """Puts an entry of two files there; returns it."""
+    with cache.scratch() as scratch:
+        (scratch / "graph.so").write_bytes(code * 1000)
+        (scratch / "graph.constants").write_bytes(b"constants")
+        cache.store(key, scratch, "graph", folder)
+    return cache.folder / key
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def test_an_entry_is_given_as_it_was_stored(cache: CompileCache, folder: Path) -> None:
+    assert not cache.fetch(KEY, folder, "graph", ".so")
+    store(cache, folder)
+    stored = folder_bytes(folder)
+    assert stored == {"graph.so": b"code" * 1000, "graph.constants": b"constants"}
+    empty(folder)
+    assert cache.fetch(KEY, folder, "graph", ".so") and folder_bytes(folder) == stored
+    assert cache.fetch(KEY, folder, "other", ".so") and (folder / "other.so").is_file()
+    assert not cache.fetch(OTHER, folder, "graph", ".so")
+    assert [path.name for path in cache.folder.iterdir()] == [KEY]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit_record(entry: Path, text: str) -> None:
+    (entry / "entry.json").write_text(text, encoding="utf-8")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda entry: flip(entry / "code.so"),
+    "a flipped bit of a constant": lambda entry: flip(entry / "code.constants"),
+    "half a file": lambda entry: os.truncate(entry / "code.so", 2000),
+    "an empty file": lambda entry: os.truncate(entry / "code.so", 0),
+    "no code": lambda entry: (entry / "code.so").unlink(),
+    "a folder for code": lambda entry: ((entry / "code.so").unlink(), (entry / "code.so").mkdir()),
+    "code that is a link": lambda entry: (
+        (entry / "code.so").rename(entry.parent / "elsewhere"),
+        (entry / "code.so").symlink_to(entry.parent / "elsewhere"),
+    ),
+    "code that others may write": lambda entry: (entry / "code.so").chmod(0o666),
+    "a record that the group may write": lambda entry: (entry / "entry.json").chmod(0o660),
+    "a folder that others may write": lambda entry: entry.chmod(0o777),
+    "no record": lambda entry: (entry / "entry.json").unlink(),
+    "an empty record": lambda entry: edit_record(entry, ""),
+    "a record of no text": lambda entry: (entry / "entry.json").write_bytes(b"\xff\xfe"),
+    "a record of another kind": lambda entry: edit_record(entry, "[]"),
+    "a record without digests": lambda entry: edit_record(entry, json.dumps({".so": 3})),
+    "a record without the code": lambda entry: edit_record(entry, json.dumps({})),
+    "a record that leads elsewhere": lambda entry: (
+        (entry / "code.").mkdir(),
+        edit_record(entry, json.dumps({"./../entry.json": "0" * 64, ".so": "0" * 64})),
+    ),
+    "nothing": lambda entry: (shutil.rmtree(entry), entry.mkdir(mode=0o700)),
+} | ({"code of somebody else": lambda entry: os.chown(entry / "code.so", 12345, 0)} if os.geteuid() == 0 else {})
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_entry_is_not_used_and_replaced(
+    cache: CompileCache, folder: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = store(cache, folder)
+    empty(folder)
+    DAMAGES[damage](entry)
+    with caplog.at_level(logging.WARNING, "optimum_neuron"):
+        assert not cache.fetch(KEY, folder, "graph", ".so")
+    assert folder_bytes(folder) == {} and not entry.exists()
+    assert [message for message in caplog.messages if "is compiled again" in message]
+    assert not cache.fetch(KEY, folder, "graph", ".so")
+    store(cache, folder, code=b"anew")
+    empty(folder)
+    assert cache.fetch(KEY, folder, "graph", ".so")
+    assert (folder / "graph.so").read_bytes() == b"anew" * 1000
+
+
+def test_what_turned_out_to_be_of_no_use_is_forgotten(cache: CompileCache, folder: Path) -> None:
+    entry = store(cache, folder)
+    store(cache, folder, OTHER, b"good")
+    (cache.folder / ("2" * 64)).mkdir(mode=0o700)  # broken, and no reason to fail
+    cache.forget(json.loads((entry / "entry.json").read_text(encoding="utf-8"))[".so"])
+    assert not cache.fetch(KEY, folder, "graph", ".so") and cache.fetch(OTHER, folder, "graph", ".so")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
+def test_nobody_else_may_write_whatever_the_umask(root: Path, folder: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        cache = CompileCache("kind")
+        store(cache, folder)
+    finally:
+        os.umask(before)
+    assert CompileCache("kind").fetch(KEY, folder, "graph", ".so")
+    paths = [root, *root.rglob("*")]
+    assert len(paths) == 6 and not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths)
+
+
+@pytest.mark.parametrize("level", ["", "kind"])
+@pytest.mark.parametrize("mode", [0o770, 0o775, 0o1777])
+def test_a_cache_that_others_may_write_to_is_refused(root: Path, level: str, mode: int) -> None:
+    CompileCache("kind")
+    (root / level).chmod(mode)
+    words = (
+        r"cache\S* can be changed by other users, and this process would run what it holds; set OPTIMUM_NEURON_CACHE"
+    )
+    with pytest.raises(PermissionError, match=words):
+        CompileCache("kind")
+    (root / level).chmod(0o755)
+    CompileCache("kind")
+
+
+def test_a_cache_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CompileCache("kind")
+    owner = root.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner == 0:
+        CompileCache("kind")  # what an administrator made is trusted
+        os.chown(root, 12345, 12345)
+    with pytest.raises(
+        PermissionError, match=r"the compile cache \S+ belongs to user \d+, and this process would run"
+    ):
+        CompileCache("kind")
+
+
+def test_a_cache_that_cannot_be_made_is_told(root: Path) -> None:
+    root.write_text("a file")
+    with pytest.raises(OSError, match=r"the compile cache \S+ cannot be made \(.*\); set OPTIMUM_NEURON_CACHE to a"):
+        CompileCache("kind")
+
+
+def test_a_cache_that_may_only_be_read_gives_what_it_has(
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(cache, folder)
+    monkeypatch.setattr(cache_module.os, "access", lambda path, mode: False)
+    assert cache.fetch(KEY, folder, "graph", ".so")
+    with pytest.raises(PermissionError, match=r"may not be written to; set OPTIMUM_NEURON_CACHE"), cache.scratch():
+        pass
+
+
+def test_a_full_disk_is_told_by_its_folder(cache: CompileCache) -> None:
+    with (
+        pytest.raises(
+            OSError, match=rf"no space is left on the disk of {cache.folder}; free some, or set OPTIMUM_NEURON"
+        ),
+        cache.scratch(),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_the_first_of_two_equal_entries_stays(cache: CompileCache, folder: Path) -> None:
+    store(cache, folder, code=b"first")
+    store(cache, folder, code=b"second")
+    assert (folder / "graph.so").read_bytes() == b"second" * 1000  # each export has what it compiled
+    assert cache.fetch(KEY, folder, "graph", ".so")
+    assert (folder / "graph.so").read_bytes() == b"first" * 1000
+    assert [path.name for path in cache.folder.iterdir()] == [KEY]
+
+
+def test_writers_readers_and_damage_at_once_give_whole_code_or_none(cache: CompileCache, tmp_path: Path) -> None:
+    def work(number: int) -> list[bytes]:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = []
+        for turn in range(15):
+            if cache.fetch(KEY, folder, "graph", ".so"):
+                found.append((folder / "graph.so").read_bytes())
+            else:
+                store(cache, folder, code=b"%d" % number)
+            if turn % 3 == number % 3:
+                try:
+                    flip(cache.folder / KEY / "code.so")
+                except OSError:
+                    continue  # it is gone just now
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [code for codes in threads.map(work, range(4)) for code in codes]
+    assert found and set(found) <= {b"%d" % number * 1000 for number in range(4)}
+    assert not [path for path in cache.folder.iterdir() if path.name != KEY]
+
+
+def test_a_killed_writer_leaves_no_entry_and_the_next_one_cleans_up(cache: CompileCache, folder: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        cache_module._copy = lambda source, copy: os.kill(os.getpid(), signal.SIGKILL)
+        store(cache, folder)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert not cache.fetch(KEY, folder, "graph", ".so") and len(list(cache.folder.iterdir())) == 1
+    store(cache, folder)
+    assert [path.name for path in cache.folder.iterdir()] == [KEY]
+
+
+def test_what_vllm_exports_into_the_cache_is_under_the_same_rule(root: Path) -> None:
+    assert cache_folder("vllm") == root / "vllm"
+    (root / "vllm").chmod(0o777)
+    with pytest.raises(PermissionError, match=r"can be changed by other users"):
+        cache_folder("vllm")

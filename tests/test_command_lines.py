@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong command lines end with one sentence and an exit code, write nothing, and show no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from broken_files import Files
+from command_lines import LINES, REFUSED, USAGE, Line
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+
+
+# One of each kind also runs as a process of its own.
+SAMPLE = LINES[:: len(LINES) // 12]
+# Lines on stderr beside the error: libraries' own warnings about what is then refused.
+OTHERS = re.compile(r"\[(transformers|optimum_neuron)\] |.*Warning: |  (return|warnings)\b")
+
+
+@pytest.fixture(scope="module")
+def files(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    root = tmp_path_factory.mktemp("files")
+    return Files(root, tiny_checkpoint, export_tiny(tiny_checkpoint, tmp_path_factory.mktemp("whole") / "artifact"))
+
+
+@pytest.fixture
+def filled(files: Files, tmp_path: Path) -> Callable[[str], str]:
+    """Puts paths in the places of their names."""
+
+    def path(match: re.Match[str]) -> str:
+        return str(tmp_path / "out" / "folder" if match[1] == "out" else files.path(match[1]))
+
+    return lambda word: re.sub(r"\{([a-z_]+(?::[^}]+)?)\}", path, word)
+
+
+def check(line: Line, filled: Callable[[str], str], code: object, stderr: str, folder: Path) -> None:
+    assert code == line.code
+    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    if line.code == REFUSED:
+        (error,) = [text for text in lines if not OTHERS.match(text)]
+        assert error.startswith("error: ")
+    else:
+        error = lines[-1]
+        assert re.match(r"(optimum-cli\b.*|Optimum CLI tool): error: ", error), stderr
+    for words in line.tells:
+        assert filled(words) in error
+    assert not list(folder.iterdir()), "something was written"
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+def test_a_wrong_command_line_ends_in_one_sentence(
+    line: Line,
+    filled: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [filled(word) for word in line.words]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", *words])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        optimum_cli.main()
+    (tmp_path / "here").rmdir()
+    check(line, filled, ended.value.code, capsys.readouterr().err, tmp_path)
+
+
+@pytest.mark.parametrize("line", SAMPLE, ids=str)
+def test_a_wrong_command_line_ends_a_process_alike(line: Line, filled: Callable[[str], str], tmp_path: Path) -> None:
+    words = [filled(word) for word in line.words]
+    done = subprocess.run(
+        [sys.executable, "-m", "optimum.commands.optimum_cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    check(line, filled, done.returncode, done.stderr, tmp_path)
+
+
+def test_the_table_is_as_long_as_it_is_told() -> None:
+    assert len({str(line) for line in LINES}) == len(LINES) >= 150
+    assert {line.code for line in LINES} == {REFUSED, USAGE}

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts and short ones: who goes first, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from real_schedules import Served
+from scheduler_outputs import random_prompt
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+
+SLOTS, LENGTH, CHUNK = 4, 96, 8
+# By chunk rows and whether scheduling is asynchronous.
+ENGINES = {"one row": (1, False), "one row, async": (1, True), "two rows": (2, False), "two rows, async": (2, True)}
+
+
+@pytest.fixture(scope="module")
+def serve(export_text: Callable[..., Path]) -> Callable[[str], Served]:
+    made: dict[str, VllmConfig] = {}
+
+    def start(name: str) -> Served:
+        if name not in made:
+            rows, asynchronous = ENGINES[name]
+            artifact = export_text(sequence_length=LENGTH, prefill_chunk_size=CHUNK, ctx_batch_size=rows)
+            args = EngineArgs(model=str(artifact), async_scheduling=asynchronous, enable_prefix_caching=False)
+            made[name] = args.create_engine_config()
+        return Served(made[name])
+
+    return start
+
+
+def prompt_steps(engine: Served, name: str) -> list[int]:
+    """Numbers of the steps, from 1, in which a prompt was taken in."""
+    left, steps = len(engine.requests[name].prompt_token_ids or ()), []
+    for number, step in enumerate(engine.steps, 1):
+        if left > 0 and name in step:
+            steps.append(number)
+            left -= step[name]
+    return steps
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "a step later"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", ["one row", "one row, async"])
+def test_a_short_prompt_behind_long_ones_has_its_first_token_by_the_second_step(
+    serve: Callable[[str], Served], name: str, count: int, at_once: bool
+) -> None:
+    engine = serve(name)
+    longs = [f"long{index}" for index in range(count)]
+    for index, long in enumerate(longs):
+        engine.add(long, random_prompt(80, index), 2)
+    if not at_once:
+        engine.step()
+    engine.add("short", random_prompt(CHUNK, 9), 2)
+    engine.run()
+    engine.check_answers()
+    assert prompt_steps(engine, "short") == [1 if at_once else 2]
+    taken = [prompt_steps(engine, long) for long in longs]  # chunks of 8 of their 80 tokens
+    assert [step for steps in taken for step in steps] == [
+        step for step in range(1, 10 * count + 2) if step != (1 if at_once else 2)
+    ]
+
+
+def test_who_comes_while_a_step_of_a_long_prompt_runs_is_in_the_next_one(serve: Callable[[str], Served]) -> None:
+    """Asynchronous scheduling makes a step ahead of time, but none that such a request would have to wait for."""
+    engine = serve("one row, async")
+    engine.add("decodes", random_prompt(3, 7), 20)
+    engine.add("long", random_prompt(80, 1), 2)
+    while not prompt_steps(engine, "long"):
+        engine.step()
+    before = len(engine.steps)
+    engine.step()  # the worker still has the long prompt's first chunk
+    assert len(engine.steps) == before
+    engine.add("short", random_prompt(CHUNK, 9), 2)
+    engine.run()
+    engine.check_answers()
+    assert prompt_steps(engine, "short") == [before + 1]
+    # Every step of a prompt was done before the next one was made, and no other: then two are on their way.
+    assert engine.most_in_flight == 2
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_stream_of_short_prompts_delays_each_long_one_by_every_other_step_at_most(
+    serve: Callable[[str], Served], name: str
+) -> None:
+    engine = serve(name)
+    chunks = 80 // CHUNK
+    for index in range(2):
+        engine.add(f"long{index}", random_prompt(80, index), 2)
+    while any(f"long{index}" in engine.unfinished() for index in range(2)):
+        engine.add(f"s{len(engine.requests)}", random_prompt(CHUNK, len(engine.requests)), 1)
+        engine.step()
+        assert len(engine.steps) < 100
+    first, second = prompt_steps(engine, "long0"), prompt_steps(engine, "long1")
+    assert first[-1] <= 2 * chunks
+    assert second[-1] - first[-1] <= 2 * chunks
+    for steps in (first, second):
+        assert all(after - before <= 2 for before, after in pairwise(steps))
+    engine.run()
+    engine.check_answers()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=14))
+def test_whoever_is_first_goes_on_in_every_other_step_and_all_decode_in_every_step(
+    serve: Callable[[str], Served], name: str, arrivals: list[tuple[int, int, int]]
+) -> None:
+    engine = serve(name)
+    for number, (steps, length, new_tokens) in enumerate(arrivals):
+        for _ in range(steps):
+            engine.step()
+        engine.add(f"r{number}", random_prompt(length, number), new_tokens)
+    engine.run()
+    engine.check_answers()
+    assert all(len(runs) == 1 for runs in engine.runs)
+    check_progress(engine)
+
+
+def check_progress(engine: Served) -> None:
+    """Follows all prompts through the steps: what is left of each, and who waits for the first step in a row."""
+    left = {name: len(request.prompt_token_ids or ()) for name, request in engine.requests.items()}
+    tokens = {name: len(request.output_token_ids) for name, request in engine.requests.items()}
+    waits: dict[str, int] = {}
+    for step in engine.steps:
+        for name, count in tokens.items():
+            if left[name] <= 0 and count > 0:
+                assert step.get(name) == 1, f"{name} did not decode"
+        begun = [name for name in left if 0 < left[name] < len(engine.requests[name].prompt_token_ids or ())]
+        for name in begun:
+            waits[name] = 0 if name in step else waits.get(name, 0) + 1
+        assert not begun or waits[begun[0]] <= 1, f"{begun[0]} waits for the second step in a row"
+        for name, count in step.items():
+            left[name] -= count if left[name] > 0 else 0
+            tokens[name] -= left[name] <= 0
+    assert not any(left.values()) and not any(tokens.values())
