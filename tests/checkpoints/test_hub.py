@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import export_tiny
 
-from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron import NeuronModelForCausalLM, export_model
 from optimum_neuron.artifacts.find import find_artifact, is_from_hub
 from optimum_neuron.checkpoints.checkpoint import find_config
 
@@ -30,8 +31,7 @@ def put_in_hub_cache(folder: Path, repo_id: str, cache_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cpu_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="cpu")
-    return export_model(tiny_checkpoint, tmp_path_factory.mktemp("hub") / "artifact", config=config)
+    return export_tiny(tiny_checkpoint, tmp_path_factory.mktemp("hub") / "artifact", target="cpu")
 
 
 def generate(model: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import SMOLLM2_SIZES
 from serving import Server, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -88,14 +89,7 @@ def export_text(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def smollm2_artifact(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct for this CPU, with room for prompts above 2,048 tokens."""
-    config = NeuronConfig(
-        batch_size=4,
-        sequence_length=2304,
-        prefill_chunk_size=128,
-        dtype="float32",
-        output_logits=True,
-        target="cpu",
-    )
+    config = NeuronConfig(**SMOLLM2_SIZES["float32"], dtype="float32", target="cpu")
     return export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "artifact", config=config)
 
 
