@@ -9,14 +9,14 @@ EXTRAS ?= dev,gguf
 BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
-# what depends on torch most, besides the tests that need torch-xla
-TESTS_ON_OLDEST_TORCH := $(addprefix tests/graphs/test_,graphs.py mixed_step.py sampling.py) \
-  tests/targets/test_targets.py tests/modeling/test_modeling.py
+# what needs torch-xla, and what depends on torch most
+TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,compile lint lowering run sdk) \
+  $(addprefix tests/graphs/test_,graphs.py sampling.py) tests/targets/test_targets.py tests/modeling/test_modeling.py
 # what a CPU without AVX512 runs otherwise than one with the own kernels
 TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \
   tests/targets/cpu
-# Tests in as many processes as there are cores, up to 4. Threads that wait leave their core to the other processes.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10
+# Tests in as many processes as there are cores, up to 4; conftest.py says which ones compute with more than one thread.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10
 AVX2 := OPTIMUM_NEURON_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
@@ -49,7 +49,7 @@ test-avx2: $(INSTALLED) ## run what depends on the CPU as on one with AVX2 alone
 # torch-xla, which lowers graphs to HLO, needs an older torch: an environment of its own
 test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
 	$(MAKE) --no-print-directory install VENV=.venv-neuron TORCH=2.9.0 EXTRAS=dev,gguf,neuron
-	$(subst $(BIN),.venv-neuron/bin,$(PYTEST)) tests/targets/neuron $(TESTS_ON_OLDEST_TORCH)
+	$(subst $(BIN),.venv-neuron/bin,$(PYTEST)) $(TESTS_ON_OLDEST_TORCH)
 
 # the extra [vllm] would bring vLLM's CUDA stack, and a torchvision with which transformers does not work on a CPU
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
@@ -82,10 +82,14 @@ clean: ## remove what was built, but not the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch first: a resolver that is free to choose takes another build of it
-$(INSTALLED): pyproject.toml
+$(VENV)/torch-$(TORCH):
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q 'torch==$(TORCH)'
+	@rm -f $(VENV)/torch-*
+	@touch $@
+
+$(INSTALLED): $(VENV)/torch-$(TORCH) pyproject.toml
 	@$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]' 'torch==$(TORCH)' 'transformers==$(TRANSFORMERS)'
 	@rm -f $(VENV)/installed-torch-*
 	@touch $@

@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from hypothesis import settings
 from tiny import TINY_CONFIGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from optimum_neuron.targets.cpu import compiler
 
 
 # What `make test-full` runs property tests by; see helpers.examples.
@@ -40,18 +43,29 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of compiled code and of kernels compute with two threads; others with one, as tiny models are fastest."""
+    compiled = item.get_closest_marker("slow") or "cpu_artifact" in getattr(item, "fixturenames", ())
+    torch.set_num_threads(2 if compiled or "targets/cpu" in item.path.as_posix() else 1)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One cache of compiled code for the processes of a run; kept between runs where the caller names a folder."""
-    if "OPTIMUM_NEURON_CACHE" not in os.environ:
-        base = tmp_path_factory.getbasetemp()
-        run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        os.environ["OPTIMUM_NEURON_CACHE"] = str(run / "compiled")
+    base = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            base = base.parent
+            patch.setattr(compiler, "parallel_jobs", lambda *_: 1)  # the other cores have tests of their own
+        if "OPTIMUM_NEURON_CACHE" not in os.environ:
+            patch.setenv("OPTIMUM_NEURON_CACHE", str(base / "compiled"))
+        yield
 
 
 @pytest.fixture(scope="session")

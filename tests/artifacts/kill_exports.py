@@ -137,6 +137,11 @@ def digests(output: Path) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in artifact.manifest["files"].items()}
 
 
+def comparable(found: dict[str, str], target: str) -> dict[str, str]:
+    """Without what a C++ compiler wrote: it holds names of temporary folders."""
+    return {name: digest for name, digest in found.items() if target == "eager" or not name.startswith("graphs/")}
+
+
 def kill_one(room: Room, target: str, cold: bool, moment: float, number: signal.Signals, expected: set[str]) -> str:
     """Kills an export that replaces an artifact, checks what is left, and returns a line about it."""
     output = room.folder / "out" / "artifact"
@@ -190,7 +195,9 @@ def kill_many(room: Room, kills: int, generator: random.Random) -> None:
             moment = generator.uniform(low, 1.02) * seconds
             say(f"  {turn + 1}: " + kill_one(room, target, cold, moment, number, set(expected)))
         room.export(output, target, "--overwrite")
-        check(digests(output) == expected, "the export after the kills differs from an undisturbed one")
+        found = digests(output)
+        check(set(found) == set(expected), f"other files: {sorted(set(found) ^ set(expected))}")
+        check(comparable(found, target) == comparable(expected, target), "the export after the kills differs from an undisturbed one")
         check(not room.leftovers(output), f"left: {room.leftovers(output)}")
         check((output / "notes.txt").is_file(), "the user's file is lost")
 
@@ -232,7 +239,8 @@ def race_all(room: Room, namespaces: bool) -> None:
                 check(won == count if outputs is others else won >= 1, "nobody won")
                 check(won == 1 or options or outputs is others, "two replaced each other")
                 if outputs is others:
-                    check(len({str(digests(output)) for output in outputs}) == 1, "the artifacts differ")
+                    made = {str(comparable(digests(output), target)) for output in outputs}
+                    check(len(made) == 1, "the artifacts differ")
 
 
 def kill_namespace(room: Room, generator: random.Random) -> None:

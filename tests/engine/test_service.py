@@ -328,11 +328,10 @@ def test_an_abandoned_stream_frees_its_slot(
     # Where a slot is not freed the turns run out, which ends the engine with an error, and not with a wait for ever.
     monkeypatch.setattr(engine, "step", lambda: (turns.get(timeout=60), real_step())[1])
     with EngineService(engine) as service:
-        for _ in range(4):  # enough for a first token each, and far from the last
-            turns.put(1)
         for name in range(3):
+            for _ in range(4):  # enough for its first token whatever ran before, and all together far from the last
+                turns.put(1)
             leave(service.submit(request(name, new_tokens=55)))
-            turns.put(1)
         gc.collect()
         last = service.submit(request(3))
         for _ in range(20):

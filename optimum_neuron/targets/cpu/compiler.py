@@ -110,6 +110,7 @@ class _Worker:
                 **({} if chosen is None else torch_variables(chosen)),
                 "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+                "OMP_NUM_THREADS": str(torch.get_num_threads()),  # Inductor writes code for as many
             },
         )
         os.close(handle)

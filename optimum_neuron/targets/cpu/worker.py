@@ -7,6 +7,7 @@ the export has already written, so that no process has a copy of its own.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -51,6 +52,9 @@ def main() -> None:
     if own_kernels:
         kernels.load(Path(job["kernel_library"]), kernels.namespace())
     model, cache = _load(job)
+    # What is loaded stays, and graphs are many small objects: looking for garbage among them as often as by default takes long.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
     config, spec = NeuronConfig.from_dict(job["config"]), ModelSpec.from_dict(job["model"])
     used = (kernels.namespace(), Path(job["kernel_library"])) if own_kernels else (None, None)
     facts = Facts.of(config, spec, *used)

@@ -118,10 +118,10 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
 
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
-    programs = {
-        name: HloProgram(name, (folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)).read_bytes(), io)
-        for name, io in described.items()
-    }
+    programs = {}
+    for name, io in described.items():
+        path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)
+        programs[name] = HloProgram(name, path.read_bytes(), io, str(path))
     return HloExecutable(programs, read_weights(artifact), allocate_states(artifact.states()))
 
 

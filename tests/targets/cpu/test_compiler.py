@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch._inductor
 from helpers import export_tiny, folder_bytes, load_model, tiny_config
 
@@ -123,3 +124,22 @@ def test_a_library_that_does_not_load_is_not_built(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(kernels.cpp_extension, "include_paths", list)
     with pytest.raises(RuntimeError, match=r"failed on the CPU kernels:[\s\S]*undefined symbol: \S*nowhere"):
         kernels.build(tmp_path / "kernels.so")
+
+
+def test_code_is_compiled_for_the_threads_that_its_key_names(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for those that a new process would have by itself."""
+    given: list[str] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> NoReturn:
+        given.append(env["OMP_NUM_THREADS"])
+        raise RuntimeError("enough")
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels, "are_fast_here", lambda: False)
+    monkeypatch.setattr(compiler, "TiedProcess", start)
+    torch.set_num_threads(3)
+    with pytest.raises(RuntimeError, match="enough"):
+        export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
+    assert given == ["3"]

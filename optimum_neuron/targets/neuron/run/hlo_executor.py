@@ -16,7 +16,8 @@ from .load_plan import slot_copy_inputs
 class HloProgram:
     """One graph; parameters and results are those of its GraphIO, in order."""
 
-    def __init__(self, name: str, data: bytes, io: GraphIO) -> None:
+    def __init__(self, name: str, data: bytes, io: GraphIO, source: str) -> None:
+        """Raises ValueError, which names `source`, where the graph is not the one that `io` describes."""
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
         from torch_xla.core import xla_builder
@@ -27,9 +28,7 @@ class HloProgram:
         if parameters != [(each.name, each.shape, each.dtype) for each in io.inputs] or results != [
             (each.shape, each.dtype) for each in io.outputs
         ]:
-            raise ValueError(
-                f"graph {name}: its HLO has other parameters or results than its description; export the model again"
-            )
+            raise ValueError(f"{source} has other parameters or results than its description; export the model again")
         self.io = io
         self.device = torch_xla.device()
         self._target = f"xla::{name}"

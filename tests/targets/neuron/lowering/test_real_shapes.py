@@ -22,7 +22,6 @@ LLAMA_8B = {
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
     "num_attention_heads": 32,
-    "num_hidden_layers": 32,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05,
     "rope_theta": 500000.0,
@@ -36,12 +35,13 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
-RANKS, LAYERS = 8, 32
+RANKS = 8
 
 
 @pytest.mark.slow
-def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+@pytest.mark.parametrize("layers", [4, pytest.param(32, marks=pytest.mark.full)])
+def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path, layers: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
     config = NeuronConfig(
         batch_size=8,
         sequence_length=4096,
@@ -59,7 +59,7 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
         module = hlo.parse(graph.hlo)
         reduces = [each for _, each in hlo.instructions(module) if each.opcode == "all-reduce"]
         # One per embedding, attention and MLP.
-        assert len(reduces) == (0 if graph.kind == "copy_slot" else 1 + 2 * LAYERS)
+        assert len(reduces) == (0 if graph.kind == "copy_slot" else 1 + 2 * layers)
         assert all(
             [list(each.replica_ids) for each in reduce.replica_groups] == [list(range(RANKS))] for reduce in reduces
         )

@@ -60,8 +60,10 @@ def test_an_artifact_that_works_passes(
     neuron_sdk: Callable[..., NeuronTools],
     sharp_checkpoints: dict[str, Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # no path is wrapped
     if package is not None:
         neuron_sdk(target, package)
     artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out[/bold]", target=target)
