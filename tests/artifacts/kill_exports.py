@@ -197,7 +197,10 @@ def kill_many(room: Room, kills: int, generator: random.Random) -> None:
         room.export(output, target, "--overwrite")
         found = digests(output)
         check(set(found) == set(expected), f"other files: {sorted(set(found) ^ set(expected))}")
-        check(comparable(found, target) == comparable(expected, target), "the export after the kills differs from an undisturbed one")
+        check(
+            comparable(found, target) == comparable(expected, target),
+            "the export after the kills differs from an undisturbed one",
+        )
         check(not room.leftovers(output), f"left: {room.leftovers(output)}")
         check((output / "notes.txt").is_file(), "the user's file is lost")
 
