@@ -118,10 +118,7 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
 
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
-    programs = {}
-    for name, io in described.items():
-        path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)
-        programs[name] = HloProgram(name, path.read_bytes(), io, str(path))
+    programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
     return HloExecutable(programs, read_weights(artifact), allocate_states(artifact.states()))
 
 

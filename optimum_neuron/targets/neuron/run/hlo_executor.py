@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,23 +17,24 @@ from .load_plan import slot_copy_inputs
 class HloProgram:
     """One graph; parameters and results are those of its GraphIO, in order."""
 
-    def __init__(self, name: str, data: bytes, io: GraphIO, source: str) -> None:
-        """Raises ValueError, which names `source`, where the graph is not the one that `io` describes."""
+    def __init__(self, path: Path, io: GraphIO) -> None:
+        """Raises ValueError, which names the file, where it is not the graph that `io` describes."""
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
         from torch_xla.core import xla_builder
 
+        data = path.read_bytes()
         module = hlo.parse(data)
         parameters = [(each.name, *hlo.array(each.shape)) for each in hlo.parameters(module)]
         results = [hlo.array(shape) for shape in hlo.results(module)]
         if parameters != [(each.name, each.shape, each.dtype) for each in io.inputs] or results != [
             (each.shape, each.dtype) for each in io.outputs
         ]:
-            raise ValueError(f"{source} has other parameters or results than its description; export the model again")
+            raise ValueError(f"{path} has other parameters or results than its description; export the model again")
         self.io = io
         self.device = torch_xla.device()
-        self._target = f"xla::{name}"
-        self._computation = xla_builder.computation_from_module_proto(name, data)
+        self._target = f"xla::{path.stem}"
+        self._computation = xla_builder.computation_from_module_proto(path.stem, data)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """All results from all parameters: tensors on `device`, computed when the call returns."""
