@@ -20,8 +20,6 @@ from tiny import TINY_CONFIGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from optimum_neuron.targets.cpu import compiler
-
 
 # What `make test-full` runs property tests by; see helpers.examples.
 settings.register_profile("full")
@@ -63,7 +61,6 @@ def _compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "PYTEST_XDIST_WORKER" in os.environ:
             base = base.parent
-            patch.setattr(compiler, "parallel_jobs", lambda *_: 1)  # the other cores have tests of their own
         if "OPTIMUM_NEURON_CACHE" not in os.environ:
             patch.setenv("OPTIMUM_NEURON_CACHE", str(base / "compiled"))
         yield

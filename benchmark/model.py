@@ -20,7 +20,7 @@ from optimum_neuron.checkpoints.checkpoint import find_checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.targets.cache import cache_folder
-from optimum_neuron.targets.cpu.compiler import CACHE_KIND, PACKAGE_SUFFIX
+from optimum_neuron.targets.cpu.compiler import CACHE_KIND, PLAN_SUFFIX
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def export(model: str, config: NeuronConfig, folder: Path) -> Export:
     seconds, compiled = time.perf_counter() - start, len(_cached_graphs() - before)
     if config.target != "cpu":
         return Export(path, seconds, "nothing to compile")
-    graphs = len(list((path / "graphs").glob(f"*{PACKAGE_SUFFIX}")))
+    graphs = len(list((path / "graphs").glob(f"*{PLAN_SUFFIX}")))
     return Export(path, seconds, "cached" if not compiled else "cold" if compiled >= graphs else "partial")
 
 
@@ -86,14 +86,14 @@ def default_model() -> str:
 
 
 def _cached_graphs() -> set[str]:
-    return {path.parent.name for path in cache_folder(CACHE_KIND).glob(f"*/*{PACKAGE_SUFFIX}")}
+    return {path.parent.name for path in cache_folder(CACHE_KIND).glob(f"*/*{PLAN_SUFFIX}")}
 
 
 def _fingerprint(model: str, config: NeuronConfig) -> str:
     """Changes with whatever an artifact depends on, so that a kept one is never out of date."""
     package = Path(optimum_neuron.__file__).parent
     sources = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".cpp", ".h")]
-    parts = [model, str(config), torch.__version__, transformers.__version__, str(torch.get_num_threads())]
+    parts = [model, str(config), torch.__version__, transformers.__version__]
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in sources:
         digest.update(path.read_bytes())

@@ -7,7 +7,6 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from transformers import AutoModelForCausalLM
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets.cache import CompileCache
-from optimum_neuron.targets.cpu import kernels
-from optimum_neuron.targets.cpu.compiler import CACHE_KIND, kernel_library
 
 
 # It needs packages that contradict ours: `make test-vllm` has an environment of its own.
@@ -76,13 +72,6 @@ def cpu_artifact(
         return made[name]
 
     return export
-
-
-@pytest.fixture(scope="session")
-def ops(_compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The own CPU kernels as torch operators, where they can be built."""
-    kernels.load(kernel_library(CompileCache(CACHE_KIND), tmp_path_factory.mktemp("kernels")), kernels.namespace())
-    return getattr(torch.ops, kernels.namespace())
 
 
 @pytest.fixture(scope="session")

@@ -204,7 +204,7 @@ def _files(manifest: dict[str, Any]) -> Iterator[Change]:
         yield Change(f"{folder} linked elsewhere", lambda path, f=folder: _link(path, f))
     for name in (
         "graphs/kernels.so",
-        "graphs/foreign.pt2",
+        "graphs/foreign.json",
         "graphs/token_generation_context64.safetensors",
         "weights/tp0.safetensors",
     ):

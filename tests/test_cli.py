@@ -251,9 +251,13 @@ def test_signals_unwind_so_that_cleanup_runs(
             cleaned.append(True)
 
     monkeypatch.setattr(optimum_neuron.export, "export_model", export_model)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as failure:
-        call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+    try:
+        with pytest.raises(SystemExit) as failure:
+            call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     assert failure.value.code == code
     assert cleaned == [True]
     assert capsys.readouterr().err == message

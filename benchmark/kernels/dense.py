@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the two own CPU kernels against the torch operators they replace, interleaved, on the shapes of SmolLM2-135M.
+"""Measures own CPU kernels against the torch operators they replace, interleaved, on the shapes of SmolLM2-135M.
 
 `linears` with few rows is bound by reading weights, so its weights are cycled through more copies than any cache holds;
 `attend` reads a KV cache in place and is compared with scaled_dot_product_attention over the same keys under an additive
-mask.
+mask. Each kernel is a plan of one step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimum_neuron.targets.cpu import kernels
+from optimum_neuron.targets.cpu.plan.program import Attend, Layer, Linears
 
 from ..output import make_table
 from .pairs import Result, compare, run
+from .plans import Operands, Run
 
 
 LINEAR_SHAPES = ((576, (576, 192, 192)), (576, (1536, 1536)), (1536, (576,)), (576, (49152,)))
@@ -33,23 +34,27 @@ def measure_linears(dtype: torch.dtype, rows: int, inputs: int, outputs: tuple[i
     copies = max(2, COLD_BYTES // (inputs * sum(outputs) * dtype.itemsize) // 8)
     weights = [[torch.randn(size, inputs).to(dtype) for size in outputs] for _ in range(copies)]
     x = torch.randn(rows, inputs).to(dtype)
-    kernel = getattr(torch.ops, kernels.namespace()).linears
-    none = [None] * len(outputs)
+    plans = [plan_linears(x, each) for each in weights]
     milliseconds, times_faster = compare(
         lambda turn: [functional.linear(x, weight) for weight in weights[turn % copies]],
-        # Half a cycle away: what torch has just read must not be in the cache.
-        lambda turn: kernel(x, weights[(turn + copies // 2) % copies], none),
+        lambda turn: plans[turn % copies](()),
         pairs,
     )
     shape = f"{rows} rows, {inputs} -> {'+'.join(map(str, outputs))}"
     return row("linears", dtype, shape, milliseconds, times_faster)
 
 
+def plan_linears(x: Tensor, weights: list[Tensor]) -> Run:
+    operands = Operands()
+    layers = [Layer(operands(each), None, operands.output((len(x), len(each)), x.dtype)) for each in weights]
+    return operands.bind(Linears(operands(x), tuple(layers)))
+
+
 def measure_attend(dtype: torch.dtype, rows: int, tokens: int, stop: int, pairs: int) -> Result:
     keys, values = (torch.randn(SLOTS + 1, KV_HEADS, LENGTH, HEAD_DIM).to(dtype) for _ in range(2))
     query = torch.randn(rows, HEADS, tokens, HEAD_DIM).to(dtype)
     positions = torch.arange(stop - tokens, stop, dtype=torch.int32).expand(rows, -1).contiguous()
-    kernel = getattr(torch.ops, kernels.namespace()).attend
+    plan = plan_attend(query, keys, values, positions)
     folded = query.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)
     visible = torch.arange(stop) <= positions[0, :, None]
     mask = torch.where(visible, 0.0, -1e9).to(dtype).repeat(HEADS // KV_HEADS, 1)[None, None]
@@ -57,11 +62,27 @@ def measure_attend(dtype: torch.dtype, rows: int, tokens: int, stop: int, pairs:
     def theirs(_: int) -> Tensor:
         return functional.scaled_dot_product_attention(folded, keys[:rows, :, :stop], values[:rows, :, :stop], mask)
 
-    def ours(_: int) -> Tensor:
-        return kernel(query, keys, values, None, positions, HEAD_DIM**-0.5, 0)
-
-    milliseconds, times_faster = compare(theirs, ours, pairs)
+    milliseconds, times_faster = compare(theirs, lambda _: plan(()), pairs)
     return row("attend", dtype, f"{rows} x {tokens} tokens up to {stop}", milliseconds, times_faster)
+
+
+def plan_attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Run:
+    rows, heads, tokens, dim = query.shape
+    operands = Operands()
+    return operands.bind(
+        Attend(
+            query=operands(query),
+            keys=operands(keys),
+            values=operands(values),
+            slots=None,
+            positions=operands(positions),
+            sinks=None,
+            output=operands.output((rows, tokens, heads, dim), query.dtype),
+            scaling=dim**-0.5,
+            window=0,
+            softcap=0.0,
+        )
+    )
 
 
 def row(kernel: str, dtype: torch.dtype, shape: str, milliseconds: float, times_faster: float) -> Result:

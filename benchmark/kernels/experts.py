@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures mixtures of experts by the own CPU kernel against transformers' grouped_mm and against computing all experts.
+"""Measures mixtures of experts by the own CPU kernels against transformers' grouped_mm and against computing all experts.
 
-Whole layers, interleaved in one run. Every call routes its tokens anew, at random, so that what the call before has read is
-of little use, as in a model of many layers.
+Whole layers, interleaved in one run, ours by the plan that the cpu target makes of such a layer. Every call routes its tokens
+anew, at random, so that what the call before has read is of little use, as in a model of many layers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from optimum_neuron.graphs.experts import ExpertsCall, dense_experts
-from optimum_neuron.targets.cpu.experts import grouped_experts, use_natural_layout
+from optimum_neuron.targets.cpu.layout import use_natural_layout
+from optimum_neuron.targets.cpu.operators import OPS
 
 from ..output import make_table
 from .pairs import Result, compare, run
+from .plans import bind_module
 
 
 TOKENS = (1, 8, 128)
@@ -61,6 +64,17 @@ class Shape:
 SHAPES = (Shape(8, 2, 1024, 2048, False), Shape(32, 4, 1024, 512, False), Shape(32, 4, 1024, 512, True))
 
 
+class _OwnExperts(nn.Module):
+    """A layer as a step's graph has it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor]:
+        return (OPS.experts(ExpertsCall(self.layer, x, index, weights)),)
+
+
 def measure(shape: Shape, dtype: torch.dtype, pairs: int) -> list[Result]:
     theirs = shape.layer(dtype)
     ours = copy.deepcopy(theirs)
@@ -70,24 +84,24 @@ def measure(shape: Shape, dtype: torch.dtype, pairs: int) -> list[Result]:
         x = torch.randn(tokens, shape.hidden).to(dtype)
         scores = torch.randn(ROUTINGS, tokens, shape.experts).topk(shape.k)
         weights = scores.values.softmax(-1).to(dtype)
+        plan = bind_module(_OwnExperts(ours), (x, scores.indices[0], weights[0]))
 
         def calls(
-            compute: Callable[[Any, Tensor, Tensor, Tensor], Tensor],
-            layer: nn.Module,
-            first: int,
+            compute: Callable[[Tensor, Tensor, Tensor], Any],
             x: Tensor = x,
             index: Tensor = scores.indices,
             weights: Tensor = weights,
-        ) -> Callable[[int], Tensor]:
-            def run(turn: int) -> Tensor:
-                routing = (first + turn) % ROUTINGS
-                return compute(layer, x, index[routing], weights[routing])
+        ) -> Callable[[int], Any]:
+            def run(turn: int) -> Any:
+                return compute(x, index[turn % ROUTINGS], weights[turn % ROUTINGS])
 
             return run
 
-        own = calls(lambda *call: grouped_experts(ExpertsCall(*call)), ours, ROUTINGS // 2)
-        milliseconds, than_grouped = compare(calls(ALL_EXPERTS_FUNCTIONS["grouped_mm"], theirs, 0), own, pairs)
-        _, than_dense = compare(calls(lambda *call: dense_experts(ExpertsCall(*call)), ours, 0), own, pairs)
+        grouped = calls(partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], theirs))
+        dense = calls(lambda *call: dense_experts(ExpertsCall(ours, *call)))
+        own = calls(lambda *call, plan=plan: plan(call))
+        milliseconds, than_grouped = compare(grouped, own, pairs)
+        _, than_dense = compare(dense, own, pairs)
         results.append(
             {
                 "layer": str(shape),

@@ -10,13 +10,12 @@ from typing import Any
 
 from ..config import TARGETS, NeuronConfig
 from ..graphs.spec import ConvolutionState, GraphSpec, LayerCache, ModelSpec, graph_specs, state_specs
-from .schema import TEXT, Check, choice, first_difference, listed, named, optional, record, shown, text, whole
+from .schema import TEXT, Check, choice, first_difference, listed, named, record, shown, text, whole
 
 
 # A file's name and those of its folders are at most this long in common file systems.
 _LONGEST_NAME = 255
 _LARGEST_FILE = 2**63 - 1
-_KERNEL_NAMESPACE = r"optimum_neuron_[0-9a-f]{12}"
 
 
 def _sizes(kind: type) -> Check:
@@ -34,8 +33,6 @@ _MODEL = record(
 _TARGET_DATA = record(
     {},
     {
-        "requires": record({}, {"machine": TEXT, "system": TEXT, "torch": TEXT, "isa": listed(TEXT)}),
-        "kernel_namespace": optional(text(_KERNEL_NAMESPACE)),
         "provider": TEXT,
         "target": TEXT,
         "lnc": whole(1, 16),

@@ -20,7 +20,7 @@ from optimum_neuron.artifacts.writer import copy_artifact, write_artifact
 from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs
 
 
-GRAPH = "graphs/token_generation_context64.pt2"
+GRAPH = "graphs/token_generation_context64.json"
 MODEL = ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
 TENSORS = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
 
@@ -33,7 +33,7 @@ def artifact(tmp_path: Path) -> Path:
         (writer.path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
         graphs = graph_specs(config)
         for graph in graphs:
-            (writer.path / "graphs" / f"{graph.name}.pt2").write_bytes(graph.name.encode() * 9)
+            (writer.path / "graphs" / f"{graph.name}.json").write_bytes(graph.name.encode() * 9)
         tied = write_weights(TENSORS | {"model.alias": TENSORS["model.a"]}, writer.path)
         writer.commit(
             {
@@ -78,8 +78,8 @@ def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
     assert opened.config == tiny_config(target="cpu")
     assert (opened.model, opened.target, opened.graphs) == (MODEL, "cpu", graph_specs(opened.config))
     assert set(opened.manifest["files"]) == {
-        "config.json", WEIGHTS_NAME, GRAPH, "graphs/chunked_prefill_chunk8_context64.pt2",
-        "graphs/mixed_chunk8_context64.pt2",
+        "config.json", WEIGHTS_NAME, GRAPH, "graphs/chunked_prefill_chunk8_context64.json",
+        "graphs/mixed_chunk8_context64.json",
     }  # fmt: skip
     assert opened.tied_weights == {"model.alias": "model.a"}
     assert tensors.keys() == {*TENSORS, "model.alias"}
@@ -105,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped weights": (lambda path: flip(path / WEIGHTS_NAME), r"model.safetensors was changed after the export"),
     "flipped weights header": (lambda path: flip(path / WEIGHTS_NAME, 20), r"model.safetensors was changed"),
     "flipped header length": (lambda path: flip(path / WEIGHTS_NAME, 6), r"no safetensors file: its header claims"),
-    "flipped graph": (lambda path: flip(path / GRAPH), r"context64.pt2 was changed after the export: its sha256 is"),
+    "flipped graph": (lambda path: flip(path / GRAPH), r"context64.json was changed after the export: its sha256 is"),
     "flipped config": (lambda path: flip(path / "config.json"), r"config.json was changed after the export"),
     "truncated graph": (
         lambda path: (path / GRAPH).write_bytes(b"x"),
@@ -116,16 +116,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / WEIGHTS_NAME).write_bytes(b""),
         r"model.safetensors is truncated: 0 bytes",
     ),
-    "missing graph": (lambda path: (path / GRAPH).unlink(), r"context64.pt2 is missing"),
+    "missing graph": (lambda path: (path / GRAPH).unlink(), r"context64.json is missing"),
     "missing weights": (lambda path: shutil.rmtree(path / "weights"), r"model.safetensors is missing"),
     "missing config": (lambda path: (path / "config.json").unlink(), r"config.json is missing"),
     "renamed graph": (
-        lambda path: (path / GRAPH).rename(path / "graphs/a.pt2"),
-        r"context64.pt2 was renamed to graphs/a.pt2",
+        lambda path: (path / GRAPH).rename(path / "graphs/a.json"),
+        r"context64.json was renamed to graphs/a.json",
     ),
     "foreign graph": (
-        lambda path: (path / "graphs/evil.pt2").write_bytes(b""),
-        r"evil.pt2 does not belong to this artifact",
+        lambda path: (path / "graphs/evil.json").write_bytes(b""),
+        r"evil.json does not belong to this artifact",
     ),
     "foreign weights": (
         lambda path: (path / "weights/x").mkdir(),

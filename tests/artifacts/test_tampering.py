@@ -95,10 +95,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a digest": (lambda m: m["files"][WEIGHTS].update(sha256="0"), r"sha256 is '0', which is not of the form"),
     "a version": (lambda m: m.update(format_version=True), r"has format_version True"),
     "no config.json": (lambda m: m["files"].pop("config.json"), r"does not list config\.json"),
-    "a namespace": (
-        lambda m: m["target_data"].update(kernel_namespace="aten"),
-        r"kernel_namespace is 'aten', which is not",
-    ),
+    "a level": (lambda m: m["target_data"].update(lnc=99), r"lnc is 99, which is not within 1 and 16"),
 }
 
 

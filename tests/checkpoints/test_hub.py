@@ -39,7 +39,7 @@ def generate(model: Any) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0)
 
 
-def test_native_code_from_the_hub_runs_only_when_trusted(
+def test_compiled_graphs_from_the_hub_run_only_when_trusted(
     cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
@@ -51,7 +51,7 @@ def test_native_code_from_the_hub_runs_only_when_trusted(
         code.write_bytes(b"hostile")
     careful = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)
     assert torch.equal(generate(careful), expected)
-    assert "its native code is not trusted" in caplog.text
+    assert "its graphs come from the Hub, and are not trusted" in caplog.text
 
 
 def links_to_a_snapshot(snapshot: Path, folder: Path) -> dict[str, str]:
@@ -115,7 +115,7 @@ def test_a_snapshot_counts_as_from_the_hub_however_it_is_named(
     assert not is_from_hub(tmp_path / "copy")
 
 
-def test_native_code_of_a_snapshot_that_is_named_by_its_folder_does_not_run(
+def test_compiled_graphs_of_a_snapshot_that_is_named_by_its_folder_do_not_run(
     cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
@@ -124,7 +124,7 @@ def test_native_code_of_a_snapshot_that_is_named_by_its_folder_does_not_run(
         code.write_bytes(b"hostile")
     (tmp_path / "link").symlink_to(snapshot)
     assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained(tmp_path / "link")), expected)
-    assert "its native code is not trusted" in caplog.text
+    assert "its graphs come from the Hub, and are not trusted" in caplog.text
 
 
 def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ from optimum_neuron.graphs.program import export_graph
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import Chunk
-from optimum_neuron.targets.cpu import kernels
-from optimum_neuron.targets.cpu.experts import grouped_experts, use_natural_layout
-from optimum_neuron.targets.cpu.rewrite import use_linear_kernel
-from optimum_neuron.targets.cpu.worker import OWN_OPS
+from optimum_neuron.targets.cpu.layout import use_natural_layout
+from optimum_neuron.targets.cpu.operators import OPS
+from optimum_neuron.targets.cpu.plan.lower import lower
+from optimum_neuron.targets.cpu.plan.program import Experts, TorchCall
 
 
 NOISE = 2e-5  # of logits up to 5, by other orders of summation in float32
@@ -142,7 +142,6 @@ def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, re
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not kernels.are_fast_here(), reason="torch's operators round by the shape of a graph")
 @pytest.mark.parametrize("name", KERNEL_ATTENTION)
 def test_graphs_of_all_kinds_give_the_same_bits(name: str, cpu_folder: Make) -> None:
     runner, prompt = artifact_runner(cpu_folder(name)), random_tokens(14)
@@ -225,8 +224,6 @@ def one_by_one(call: ExpertsCall) -> Tensor:
     return output
 
 
-@pytest.mark.skipif(not kernels.are_fast_here(), reason="the own kernels do not run here")
-@pytest.mark.usefixtures("ops")
 def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpoint: Make) -> None:
     layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
     call = ExpertsCall(layer, torch.randn(9, 64), torch.randint(0, 5, (9, 2)), torch.rand(9, 2))
@@ -235,7 +232,7 @@ def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpo
     exact = one_by_one(call)
     assert (exact - without).abs().max() > 0.1
     with torch.no_grad():
-        for formulation in (active_experts, dense_experts, grouped_experts):
+        for formulation in (active_experts, dense_experts):
             assert (formulation(call).double() - exact).abs().max() < 1e-5
 
 
@@ -270,19 +267,16 @@ def test_no_shape_of_a_graph_depends_on_the_routing(name: str, checkpoint: Make)
         assert "nonzero" not in str(node.target) and "_local_scalar" not in str(node.target)
 
 
-@pytest.mark.skipif(not kernels.are_fast_here(), reason="the own kernels do not run here")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_linear_layer_of_a_cpu_graph_is_left_to_torch(name: str, dtype: str, ops: Any, checkpoint: Make) -> None:
+def test_no_linear_layer_of_a_cpu_graph_is_left_to_torch(name: str, dtype: str, checkpoint: Make) -> None:
     model = Checkpoint(checkpoint(name), None, name, trust_remote_code=False).load_model(dtype)
     config = tiny_config(dtype=dtype)
     cache = KVCache(state_specs(config, inspect_model(model)))
     use_natural_layout(model)
-    program = export_graph(model, cache, graph_specs(config)[0], OWN_OPS)
-    use_linear_kernel(program)
-    targets = [node.target for node in program.graph.nodes]
-    assert torch.ops.aten.linear.default not in targets
-    assert targets.count(ops.expert_linear.default) == 2 * sum(map(is_experts, model.modules()))
+    plan, _ = lower(export_graph(model, cache, graph_specs(config)[0], OPS))
+    assert "aten.linear.default" not in [step.operator for step in plan.steps if isinstance(step, TorchCall)]
+    assert sum(isinstance(step, Experts) for step in plan.steps) == 2 * sum(map(is_experts, model.modules()))
 
 
 def test_experts_that_compute_something_else_than_their_own_code_are_refused(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cpu target: step graphs compiled ahead of time by AOTInductor, bound to one copy of weights and KV state."""
+"""The cpu target: step graphs as plans over own kernels, bound to one copy of weights and KV state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...artifacts.weights import named_tensors, write_weights
 from ...config import NeuronConfig
 from .. import CompileJob, Executable, check_one_device
 from ..cache import CompileCache
-from .compiler import CACHE_KIND, check_compiler, compile_graphs
-from .experts import use_natural_layout
-from .kernels import advise
+from . import library
+from .compiler import CACHE_KIND, compile_graphs
+from .layout import use_natural_layout
 from .loader import load_executable
 
 
 class CpuTarget:
-    """Loading needs no compiler, unless the compiled code does not fit this machine or is not trusted."""
+    """An artifact of it holds no native code: the kernels are this package's own, for the machine that loads it."""
 
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
-        check_compiler()
+        library.load()
         CompileCache(CACHE_KIND)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
@@ -32,8 +32,7 @@ class CpuTarget:
         return write_weights(named_tensors(model), folder)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        advise(job.config.dtype)
         return compile_graphs(job)
 
     def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
-        return load_executable(artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code)
+        return load_executable(artifact, trusted=trust_native_code, trust_remote_code=trust_remote_code)

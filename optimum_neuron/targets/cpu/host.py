@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled code needs of the machine it runs on, and why code from another machine may not run here.
-
-OPTIMUM_NEURON_CPU names a lower instruction set than this machine's, for code that older machines run, and for tests. It
-governs what is compiled. torch's own operators follow variables of their own: `torch_variables`.
-"""
+"""Which instruction set the kernels are compiled for: the best that this machine has, or the one that OPTIMUM_NEURON_CPU names."""
 
 from __future__ import annotations
 
@@ -11,119 +7,75 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-
-
-_CPUINFO = Path("/proc/cpuinfo")
-# Instruction sets that a compiler told to use the native machine may emit.
-_ISA_PREFIXES = (
-    "sse",
-    "ssse",
-    "avx",
-    "amx",
-    "fma",
-    "bmi",
-    "f16c",
-    "vaes",
-    "vpclmul",
-    "gfni",
-    "sha",
-    "movdir",
-    "asimd",
-    "sve",
-)
 
 
 CPU_VARIABLE = "OPTIMUM_NEURON_CPU"
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """A level of x86-64 that code can be compiled for.
+    """What kernels can be compiled for.
 
     Attributes:
-        march: the compiler's name of it.
-        capability: ATen's, which Inductor follows too; onednn, mkl: those of the libraries behind torch's operators.
-        flags: as in /proc/cpuinfo.
+        flags: of the compiler.
+        needs: what a machine must have, as in /proc/cpuinfo.
+        torch: variables that hold torch's own operators to it, for processes that play such a machine.
     """
 
-    march: str
-    capability: str
-    onednn: str
-    mkl: str
-    flags: frozenset[str]
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+    torch: tuple[tuple[str, str], ...] = ()
 
 
-# Levels 3 and 4 of the x86-64 psABI, of their flags those with a prefix above.
-_AVX2 = frozenset({"sse", "sse2", "ssse3", "sse4_1", "sse4_2", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma"})
+def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...]:
+    return (("ATEN_CPU_CAPABILITY", capability), ("ONEDNN_MAX_CPU_ISA", onednn), ("MKL_ENABLE_INSTRUCTIONS", mkl))
+
+
+# Levels 3 and 4 of the x86-64 psABI.
+_AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-INSTRUCTION_SETS = {
-    "avx2": InstructionSet("x86-64-v3", "avx2", "AVX2", "AVX2", _AVX2),
-    "avx512": InstructionSet("x86-64-v4", "avx512", "AVX512_CORE", "AVX512", _AVX512),
-}
+# The best first.
+_X86_64 = (
+    InstructionSet("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512")),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2")),
+    InstructionSet("baseline", (), frozenset(), _torch("default", "SSE41", "SSE4_2")),
+)
+_OTHERS = (InstructionSet("baseline", (), frozenset()),)
 
 
-def chosen_instruction_set() -> InstructionSet | None:
-    """The lower instruction set that OPTIMUM_NEURON_CPU names; None where code may use all of this machine's.
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """Those that this machine has, the best first."""
+    known = _X86_64 if platform.machine() in ("x86_64", "AMD64") else _OTHERS
+    has = _machine_flags()
+    return tuple(each for each in known if each.needs <= has)
+
+
+def instruction_set() -> InstructionSet:
+    """The one that kernels are compiled for.
 
     Raises:
-        ValueError: the name is not known, or this machine lacks the set.
+        ValueError: OPTIMUM_NEURON_CPU names one that is not known here, or that this machine lacks.
     """
+    available = {each.name: each for each in instruction_sets()}
     name = os.environ.get(CPU_VARIABLE, "")
     if not name:
-        return None
-    if name not in INSTRUCTION_SETS:
+        return next(iter(available.values()))
+    if name not in available:
         raise ValueError(
-            f"{CPU_VARIABLE}={name!r} is not known; choose one of {', '.join(INSTRUCTION_SETS)}, or unset it"
+            f"{CPU_VARIABLE}={name!r} is not an instruction set of this machine; choose one of {', '.join(available)}, or "
+            f"unset it"
         )
-    lacking = sorted(INSTRUCTION_SETS[name].flags - _machine_flags())
-    if lacking:
-        raise ValueError(f"{CPU_VARIABLE}={name} needs {', '.join(lacking)}, which this CPU lacks; unset it")
-    return INSTRUCTION_SETS[name]
+    return available[name]
 
 
-def torch_variables(chosen: InstructionSet) -> dict[str, str]:
-    """Variables of a process whose torch is to compute and compile with an instruction set, set before it starts."""
-    return {
-        "ATEN_CPU_CAPABILITY": chosen.capability,
-        "ONEDNN_MAX_CPU_ISA": chosen.onednn,
-        "MKL_ENABLE_INSTRUCTIONS": chosen.mkl,
-        "TORCHINDUCTOR_CPP_MARCH": chosen.march,
-    }
-
-
-def host_requirements() -> dict[str, Any]:
-    """What code compiled here needs: recorded in the manifest, and part of the key of the compile cache."""
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "torch": ".".join(torch.__version__.split(".")[:2]),
-        "isa": sorted(_isa_flags()),
-    }
-
-
-def unmet_requirement(required: dict[str, Any]) -> str | None:
-    """Why code with these requirements cannot run here, with both values; None if it can."""
-    here = host_requirements()
-    for key in ("system", "machine", "torch"):
-        if required.get(key) != here[key]:
-            return f"it was compiled for {key} {required.get(key)}, and this is {key} {here[key]}"
-    lacking = sorted(set(required.get("isa", ())) - set(here["isa"]))
-    return f"it was compiled for a CPU with {', '.join(lacking)}, which this one lacks" if lacking else None
-
-
-def _isa_flags() -> set[str]:
-    chosen = chosen_instruction_set()
-    return _machine_flags() if chosen is None else set(chosen.flags)
-
-
-def _machine_flags() -> set[str]:
+def _machine_flags() -> frozenset[str]:
     if not _CPUINFO.is_file():
-        return {torch.backends.cpu.get_cpu_capability().lower()}
+        return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
-            return {flag for flag in value.split() if flag.startswith(_ISA_PREFIXES)}
-    return set()
+            return frozenset(value.split())
+    return frozenset()

@@ -1,56 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling for the cpu target through the cache: each graph once, unless what the cache has is broken or of no use."""
+"""Compiling for the cpu target through the caches: each graph and the kernels once, unless what a cache has is broken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch._inductor
-from helpers import export_tiny, folder_bytes, load_model, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
 
-from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import GraphSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.targets.cache import CACHE_VARIABLE, CompileCache
-from optimum_neuron.targets.cpu import compiler, kernels, loader, worker
-from optimum_neuron.targets.cpu.compiler import CACHE_KIND, KERNEL_LIBRARY
-from optimum_neuron.targets.cpu.package import Facts
+from optimum_neuron.targets.cpu import compiler, library
+from optimum_neuron.targets.cpu.compiler import CACHE_KIND
+from optimum_neuron.targets.cpu.host import instruction_set
 
 
-GRAPH = "token_generation_context64"
+GRAPHS = sorted(graph.name for graph in graph_specs(tiny_config()))
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An empty cache, and a stand-in for the compiling processes; holds what they were asked for."""
+    """An empty cache of plans; holds the graphs that were compiled."""
     asked: list[str] = []
+    compile_one = compiler._compile
 
-    class Worker:
-        def __init__(self, job: Any, library: Path | None, scratch: Path) -> None:
-            assert library is None or library.read_bytes() == b"library"
+    def record(model: object, states: object, spec: object, *others: object) -> None:
+        asked.append(spec.name)  # type: ignore[attr-defined]
+        compile_one(model, states, spec, *others)  # type: ignore[arg-type]
 
-        def compile(self, spec: GraphSpec, output: Path) -> None:
-            asked.append(spec.name)
-            output.write_bytes(spec.name.encode() * 100)
-            output.with_suffix(".safetensors").write_bytes(b"constants")
-
-        def end(self) -> None:
-            pass
-
-    def build(output: Path) -> None:
-        asked.append(output.name)
-        output.write_bytes(b"library")
-
+    library.load()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "_Worker", Worker)
-    monkeypatch.setattr(kernels, "build", build)
-    monkeypatch.setattr(kernels, "are_fast_here", lambda: True)
+    monkeypatch.setattr(compiler, "_compile", record)
     return asked
 
 
@@ -62,34 +44,29 @@ def entry_file(folder: Path, name: str) -> Path:
     return found
 
 
-@pytest.mark.parametrize("name", [f"{GRAPH}.pt2", KERNEL_LIBRARY])
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"hostile"), Path.unlink], ids=["changed", "gone"])
 def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else(
-    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path, name: str, damage: Callable[[Path], object]
+    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     path = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu")
     before = folder_bytes(path / "graphs")
-    assert sorted(compiled) == sorted([KERNEL_LIBRARY, *(graph.name for graph in graph_specs(tiny_config()))])
-    assert len(before) == 2 * len(compiled) - 1
+    assert sorted(compiled) == GRAPHS
     compiled.clear()
-    damage(entry_file(path, name))
+    damage(entry_file(path, f"{GRAPHS[0]}.json"))
     for turn in ("second", "third"):
         again = export_tiny(tiny_checkpoint, tmp_path / turn, target="cpu")
         assert folder_bytes(again / "graphs") == before
-    assert compiled == [name.removesuffix(".pt2")]
+    assert compiled == GRAPHS[:1]
 
 
-def test_an_export_after_a_package_did_not_load_compiles_it_again(
-    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
+def test_a_plan_is_the_same_bytes_whenever_it_is_made(
+    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in's packages are none: their digests are right, and they do not load."""
-    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
-    compiled.clear()
-    graph = Artifact.open(path).graphs[0].name
-    with pytest.raises(ArtifactError, match=rf"{graph}\.pt2 cannot be loaded: .*; export the model again"):
-        loader._load_package(path / "graphs" / f"{graph}.pt2")
-    export_tiny(tiny_checkpoint, path, target="cpu", overwrite=True)
-    assert compiled == [graph]
+    first = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
+    second = export_tiny(tiny_checkpoint, tmp_path / "second", target="cpu")
+    assert sorted(compiled) == sorted(GRAPHS * 2)
+    assert folder_bytes(first / "graphs") == folder_bytes(second / "graphs")
 
 
 def test_a_cache_that_others_may_write_to_stops_an_export_before_it_starts(
@@ -101,45 +78,77 @@ def test_a_cache_that_others_may_write_to_stops_an_export_before_it_starts(
     assert not (tmp_path / "out").exists() and not compiled
 
 
-def test_a_package_that_does_not_load_is_no_answer(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, config = load_model(tiny_checkpoint), tiny_config()
-
-    def package(program: object, *, package_path: str, inductor_configs: object) -> None:
-        Path(package_path).write_bytes(b"half a package")
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
-    request = {"graph": asdict(graph_specs(config)[0]), "output": str(tmp_path / "graph.pt2")}
-    spec = inspect_model(model)
-    facts = Facts(spec, config.dtype, None, None)
-    answer = worker._compile(model, KVCache(state_specs(config, spec)), request, facts)
-    assert answer["error"].startswith("RuntimeError: ")
-
-
-def test_a_library_that_does_not_load_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source.cpp"
-    source.write_text("int nowhere(); int here() { return nowhere(); }")
-    monkeypatch.setattr(kernels, "SOURCES", (source,))
-    monkeypatch.setattr(kernels.cpp_extension, "include_paths", list)
-    with pytest.raises(RuntimeError, match=r"failed on the CPU kernels:[\s\S]*undefined symbol: \S*nowhere"):
-        kernels.build(tmp_path / "kernels.so")
-
-
-def test_code_is_compiled_for_the_threads_that_its_key_names(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not for those that a new process would have by itself."""
-    given: list[str] = []
-
-    def start(command: list[str], *, env: dict[str, str], **_: Any) -> NoReturn:
-        given.append(env["OMP_NUM_THREADS"])
-        raise RuntimeError("enough")
-
+@pytest.fixture
+def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not loaded the kernels, and a cache without them."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(kernels, "are_fast_here", lambda: False)
-    monkeypatch.setattr(compiler, "TiedProcess", start)
-    torch.set_num_threads(3)
-    with pytest.raises(RuntimeError, match="enough"):
-        export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
-    assert given == ["3"]
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("empty_library")
+def test_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build = library.build
+
+    def record(output: Path, *others: object) -> None:
+        built.append(output.name)
+        build(output, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(library, "build", record)
+    for _ in range(2):
+        library.load()
+        library.load.cache_clear()
+    assert built == ["kernels.so"]
+
+
+@pytest.mark.usefixtures("empty_library")
+def test_without_a_compiler_an_export_says_so_before_it_starts(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"compiles its kernels once, and found no g\+\+ or clang\+\+; install one"):
+        export_tiny(tiny_checkpoint, tmp_path / "out" / "artifact", target="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("empty_library")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("int here( {", "expected"), ("int nowhere(); int here() { return nowhere(); }", "nowhere")],
+    ids=["compiler", "linker"],
+)
+def test_kernels_that_do_not_compile_are_not_kept(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "source.cpp").write_text(text, encoding="ascii")
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "sources")
+    with pytest.raises(RuntimeError, match=rf"failed on the CPU kernels:[\s\S]*{words}"):
+        library.build(tmp_path / "kernels.so", instruction_set())
+    with pytest.raises(RuntimeError, match="failed on the CPU kernels"):
+        library.load()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_library_of_another_interface_is_refused(
+    empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "source.cpp").write_text(
+        'extern "C" long step_interface() { return 99; }', encoding="ascii"
+    )
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "sources")
+    with pytest.raises(RuntimeError, match="have the interface 99, and this version calls"):
+        library.load()
+
+
+@pytest.mark.slow
+def test_one_artifact_gives_its_tokens_on_every_thread_count(cpu_artifact: Callable[[str], Path]) -> None:
+    prompt, found = random_tokens(21), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(generate(artifact_runner(cpu_artifact("llama")), prompt, 8))
+    for tokens, logits in found[1:]:
+        assert tokens == found[0][0] and torch.equal(logits, found[0][1])

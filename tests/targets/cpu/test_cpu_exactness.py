@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With the own kernels, the cpu target's graphs of all kinds and sizes give a token the same bits."""
+"""The cpu target's graphs of all kinds and sizes give a token the same bits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import Chunk
-from optimum_neuron.targets.cpu import kernels
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not kernels.are_fast_here(), reason="torch's operators round by the shape of a graph")
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_token_is_the_same_to_the_bit_in_graphs_of_all_kinds(
     open_runner: Opener, tiny_specs: dict[str, ModelSpec], name: str

@@ -1,158 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The own CPU kernels against float64, and equal to the bit where they must be; graphs without them elsewhere."""
+"""The own kernels of every instruction set against float64, and equal to the bit where they must be."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import examples, load_model, mixed_spec, tiny_config
+from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from kernel_calls import (
+    DTYPES,
+    ROUNDING,
+    Kernels,
+    RefusedError,
+    Tensors,
+    check_guards,
+    guarded,
+    int32,
+    random,
+    same_bits,
+    threads,
+    with_dtypes,
+)
+from torch import Tensor
 from torch.nn.functional import linear
 
 from optimum_neuron.graphs.attention import AttentionRows, attend_cache
-from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import AttentionCall
-from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.masks import AttentionChunk
-from optimum_neuron.graphs.spec import state_specs
-from optimum_neuron.targets.cpu import kernels, worker
-from optimum_neuron.targets.cpu.attention import attend_cache_on_cpu
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE
-from optimum_neuron.targets.cpu.package import Facts
-from optimum_neuron.targets.cpu.rewrite import use_linear_kernel
+from optimum_neuron.targets.cpu import operators
+from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.program import Layer, Linears
 
 
-HERE = kernels.are_fast_here()
-NAN = float("nan")
-
-with_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+NAN, INFINITY = float("nan"), float("inf")
 
 
-def random(*sizes: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(sizes).to(dtype)
+def all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
-def int32(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.int32)
-
-
-def all_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def test_kernels_are_fast_where_the_cpu_has_their_instructions() -> None:
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text(encoding="utf-8", errors="replace").split() if cpuinfo.is_file() else []
-    needed = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-    assert (needed.issubset(flags) and CPU_VARIABLE not in os.environ) == HERE
-
-
-def test_a_library_of_an_earlier_version_is_loaded_though_it_lacks_an_operator(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    earlier = torch.library.Library("optimum_neuron_earlier", "FRAGMENT")
-    earlier.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    kernels.load(tmp_path / "kernels.so", "optimum_neuron_earlier")
-    with torch.device("meta"):
-        (found,) = torch.ops.optimum_neuron_earlier.linears(torch.ones(3, 8), [torch.ones(4, 8)], [None])
-    assert found.shape == (3, 4)
-
-
-@pytest.mark.parametrize("own_kernels", [False, True] if HERE else [False])
-def test_graphs_call_the_kernels_only_where_they_are_used(
-    own_kernels: bool, request: pytest.FixtureRequest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if own_kernels:
-        request.getfixturevalue("ops")
-    programs: list[torch.export.ExportedProgram] = []
-    monkeypatch.setattr(
-        torch._inductor, "aoti_compile_and_package", lambda program, **_: programs.append(program), raising=True
-    )
-    # A step of many tokens: no number of rows is left to torch, which would round by it.
-    config = tiny_config(sequence_length=256, prefill_chunk_size=100, context_buckets=(256,))
-    model = load_model(tiny_checkpoint)
-    spec = inspect_model(model)
-    facts = Facts(spec, config.dtype, *((kernels.namespace(), "0" * 64) if own_kernels else (None, None)))
-    monkeypatch.setattr(worker, "open_package", lambda path: None)
-    job = {"graph": asdict(mixed_spec(config)), "output": "unused.pt2"}
-    assert worker._compile(model, KVCache(state_specs(config, spec)), job, facts) == {}
-    own = [str(node.target) for node in programs[0].graph.nodes if kernels.namespace() in str(node.target)]
-    names = {name.split(".")[1] for name in own}
-    assert names == ({"linears", "attend"} if own_kernels else set())
-    assert own_kernels != any(node.target is torch.ops.aten.linear.default for node in programs[0].graph.nodes)
-
-
-@pytest.mark.skipif(not HERE, reason="the own kernels do not run here")
-@pytest.mark.usefixtures("ops")
-def test_layers_that_feed_one_another_are_rewritten_as_layers_side_by_side_are() -> None:
-    model = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 8)).requires_grad_(
-        False
-    )
-    inputs = torch.randn(5, 16)
-    program = torch.export.export(model, (inputs,))
-    use_linear_kernel(program)
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert targets.count(f"{kernels.namespace()}.linears.default") == 3 and "aten.linear.default" not in targets
-    torch.testing.assert_close(program.module()(inputs), model(inputs))
-
-
-# No multiples of a vector, of a chunk of columns, of a panel or of a tile; one layer, several, and an empty one.
-LINEARS = [(1, [1]), (31, [5, 3]), (33, [4]), (100, [37]), (576, [192, 64, 64]), (64, [0, 6]), (2050, [130, 7])]
+# No multiples of a vector, of a chunk of columns, of a panel or of a tile; one layer and several.
+LINEARS = [(1, [1]), (31, [5, 3]), (33, [4]), (100, [37]), (576, [192, 64, 64]), (2050, [130, 7])]
 # Of one tile, of one block and of several, each with tiles of even and uneven heights.
-ROWS = (1, 2, 5, 6, 7, 13, 24, 25, 32, 72, 145)
+ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 25, 32, 72, 145)
 
 
 class TestLinears:
-    __test__ = HERE  # where the kernels cannot run, nothing is to be tested of them
-
     @with_dtypes
     @pytest.mark.parametrize(("columns", "outputs"), LINEARS)
-    def test_linears_match_float64(self, ops: Any, dtype: torch.dtype, columns: int, outputs: list[int]) -> None:
+    def test_linears_match_float64(
+        self, kernels: Kernels, dtype: torch.dtype, columns: int, outputs: list[int]
+    ) -> None:
         weights = [random(size, columns, dtype=dtype) for size in outputs]
         biases = [random(size, dtype=dtype) if index % 2 == 0 else None for index, size in enumerate(outputs)]
         x = random(max(ROWS), columns, dtype=dtype)
         for rows in ROWS:
-            results = ops.linears(x[:rows], weights, biases)
+            results = kernels.linears(x[:rows], weights, biases)
             for result, weight, bias in zip(results, weights, biases, strict=True):
                 exact = linear(x[:rows].double(), weight.double(), None if bias is None else bias.double())
                 terms = linear(x[:rows].double().abs(), weight.double().abs()) + 1
-                rounding = exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0
                 assert result.dtype == dtype and result.shape == exact.shape
-                assert ((result.double() - exact).abs() <= terms * 2**-21 + rounding).all()
+                error = (result.double() - exact).abs()
+                assert (error <= terms * 2**-21 + exact.abs() * ROUNDING[dtype] * 1.001).all()
 
     @with_dtypes
-    @pytest.mark.parametrize(("columns", "outputs"), [(33, [5, 3]), (2050, [130, 7]), (1000, [3001, 1003])])
+    @pytest.mark.parametrize(("columns", "outputs"), [(33, [5, 3]), (2050, [130, 7]), (1000, [1501, 1003])])
     def test_a_row_of_linears_depends_on_nothing_else(
-        self, ops: Any, dtype: torch.dtype, columns: int, outputs: list[int]
+        self, kernels: Kernels, dtype: torch.dtype, columns: int, outputs: list[int]
     ) -> None:
         weights = [random(size, columns, dtype=dtype) for size in outputs]
         biases = [random(outputs[0], dtype=dtype), None]
         x = random(300, columns, dtype=dtype)
-        whole = ops.linears(x, weights, biases)
+        whole = kernels.linears(x, weights, biases)
         for rows in range(1, 300) if columns < 100 else (*range(1, 50, 6), *ROWS, 299):
-            assert all_equal(ops.linears(x[:rows], weights, biases), [result[:rows] for result in whole])
+            assert all_same(kernels.linears(x[:rows], weights, biases), [result[:rows] for result in whole])
         order = torch.randperm(300)
-        assert all_equal(ops.linears(x[order], weights, biases), [result[order] for result in whole])
+        assert all_same(kernels.linears(x[order], weights, biases), [result[order] for result in whole])
         for index in range(2):
-            assert torch.equal(ops.linears(x, weights[index : index + 1], biases[index : index + 1])[0], whole[index])
+            assert same_bits(
+                kernels.linears(x, weights[index : index + 1], biases[index : index + 1])[0], whole[index]
+            )
         poisoned = x.clone()
         poisoned[3] = NAN
-        for result, clean in zip(ops.linears(poisoned, weights, biases), whole, strict=True):
+        for result, clean in zip(kernels.linears(poisoned, weights, biases), whole, strict=True):
             assert result[3].isnan().all()
-            assert torch.equal(result[4:], clean[4:]) and torch.equal(result[:3], clean[:3])
+            assert same_bits(result[4:], clean[4:]) and same_bits(result[:3], clean[:3])
 
     @examples(100)
-    @given(st.sampled_from([torch.bfloat16, torch.float32]), st.data())
-    def test_no_size_changes_a_row_of_linears(self, ops: Any, dtype: torch.dtype, data: st.DataObject) -> None:
+    @given(st.sampled_from(DTYPES), st.data())
+    def test_no_size_changes_a_row_of_linears(
+        self, best_kernels: Kernels, dtype: torch.dtype, data: st.DataObject
+    ) -> None:
         columns = data.draw(st.one_of(st.integers(1, 200), st.integers(1, 3000)), "columns")
         outputs = data.draw(st.integers(1, 150), "outputs")
         rows = data.draw(st.integers(1, 300), "rows")
@@ -160,44 +101,85 @@ class TestLinears:
         stop = data.draw(st.integers(first + 1, rows), "stop")
         begin = data.draw(st.integers(0, outputs - 1), "begin")
         x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((rows, columns), (outputs, columns), (outputs,)))
-        (whole,) = ops.linears(x, [weight], [bias])
-        (part,) = ops.linears(x[first:stop], [weight[begin:]], [bias[begin:]])
-        assert torch.equal(part, whole[first:stop, begin:])
+        (whole,) = best_kernels.linears(x, [weight], [bias])
+        (part,) = best_kernels.linears(x[first:stop], [weight[begin:]], [bias[begin:]])
+        assert same_bits(part, whole[first:stop, begin:])
 
     @with_dtypes
-    def test_linears_take_any_view_of_rows_and_refuse_the_rest(self, ops: Any, dtype: torch.dtype) -> None:
-        x, weight = random(2, 3, 64, dtype=dtype), random(40, 64, dtype=dtype)
-        (result,) = ops.linears(x, [weight], [None])
-        assert result.shape == (2, 3, 40)
-        assert torch.equal(ops.linears(x.transpose(0, 1), [weight], [None])[0], result.transpose(0, 1))
-        assert torch.equal(ops.linears(x[1, 2], [weight], [None])[0], result[1, 2])
-        refused: list[tuple[Tensor, Tensor, Tensor | None, str]] = [
-            (x[:0], weight, None, "input \\[0, 3, 64\\] is empty"),
-            (x.half(), weight.half(), None, "bfloat16 or float32 expected, not Half"),
-            (x, weight.double(), None, "contiguous and"),
-            (x, weight.T.contiguous().T, None, "contiguous and"),
-            (x, weight[:, :60], None, "weight \\[40, 60\\]"),
-            (x, weight, random(41, dtype=dtype), "bias of another size"),
+    def test_the_number_of_threads_changes_no_bit_of_linears(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        weights = [random(size, 512, dtype=dtype) for size in (1500, 300)]
+        x = random(70, 512, dtype=dtype)
+        for rows in (1, 70):
+            results = []
+            for count in (1, 2, 3):
+                with threads(count):
+                    results.append(kernels.linears(x[:rows], weights, [None, None]))
+            assert all_same(results[0], results[1]) and all_same(results[0], results[2])
+
+    @with_dtypes
+    def test_rows_of_linears_may_lie_apart_before_and_after(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        wide, weight = random(9, 200, dtype=dtype), random(40, 64, dtype=dtype)
+        (expected,) = kernels.linears(wide[:, 70:134].contiguous(), [weight], [None])
+        assert same_bits(kernels.linears(wide[:, 70:134], [weight], [None])[0], expected)
+        assert same_bits(kernels.linears(wide[::2, 70:134], [weight], [None])[0], expected[::2])
+        assert same_bits(
+            kernels.linears(wide[2, 70:134].expand(5, 64), [weight], [None])[0], expected[2].expand(5, 40)
+        )
+        both = guarded((9, 100), dtype)
+        both.fill_(7)
+        tensors = Tensors()
+        layers = (Layer(tensors(weight), None, tensors(both[:, 10:50])),)
+        kernels.run(Linears(tensors(wide[:, 70:134]), layers), tensors)
+        check_guards(both)
+        assert same_bits(both[:, 10:50], expected)
+        assert (both[:, :10] == 7).all() and (both[:, 50:] == 7).all()
+
+    def test_linears_of_another_form_are_refused(self, best_kernels: Kernels) -> None:
+        x, weight, bias = (random(*sizes, dtype=torch.float32) for sizes in ((3, 64), (40, 64), (40,)))
+        refused: list[tuple[Tensor, Tensor, Tensor | None]] = [
+            (x[:0], weight, None),
+            (x[0], weight, None),
+            (x.double(), weight.double(), None),
+            (x.T.contiguous().T, weight, None),
+            (x, weight.bfloat16(), None),
+            (x, weight.T.contiguous().T, None),
+            (x, weight[:, :60], None),
+            (x, weight, bias[:39]),
+            (x, weight, bias.half()),
         ]
-        for rows, parameters, bias, words in refused:
-            with pytest.raises(RuntimeError, match=words):
-                ops.linears(rows, [parameters], [bias])
+        for rows, parameters, own_bias in refused:
+            with pytest.raises(PlanError):
+                best_kernels.linears(rows, [parameters], [own_bias])
 
 
 def attend_exactly(
-    query: Tensor, keys: Tensor, values: Tensor, seq_ids: Tensor | None, positions: Tensor, scaling: float, window: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor | None,
+    positions: Tensor,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The contract in float64; what is not finite in the cache must not be seen."""
-    rows, heads = query.shape[:2]
-    slots = torch.arange(rows) if seq_ids is None else seq_ids
+    """The contract in float64, as transformers has it; what is not finite in the cache must not be seen."""
+    rows, heads, tokens = query.shape[:3]
+    chosen = torch.arange(rows) if slots is None else slots
     key, value = (
-        cache[slots].double().nan_to_num(0, 0, 0).repeat_interleave(heads // keys.shape[1], 1)
+        cache[chosen].double().nan_to_num(0, 0, 0).repeat_interleave(heads // keys.shape[1], 1)
         for cache in (keys, values)
     )
     columns, last = torch.arange(keys.shape[2]), positions[:, :, None]
     visible = (columns <= last) & (columns > last - (window or columns.numel() + 1))
-    scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], -1e300)
-    return ((scores.softmax(-1) @ value) * visible.any(2)[:, None, :, None]).transpose(1, 2)
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(~visible[:, None], -1e300)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(rows, heads, tokens, 1)], -1)
+    weights = scores.softmax(-1)[..., : columns.numel()]
+    return ((weights @ value) * visible.any(2)[:, None, :, None]).transpose(1, 2)
 
 
 def make_cache(
@@ -207,25 +189,25 @@ def make_cache(
     keys, values = (random(slots, kv_heads, columns, dim, dtype=dtype) for _ in range(2))
     for slot in range(slots):
         keys[slot, :, seen.get(slot, -1) + 1 :] = NAN
-        values[slot, :, seen.get(slot, -1) + 1 :] = NAN if slot % 2 else float("inf")
+        values[slot, :, seen.get(slot, -1) + 1 :] = NAN if slot % 2 else INFINITY
     return keys, values
 
 
 # heads, kv heads, dim, columns, window
 SHAPES = [(4, 4, 16, 64, 0), (9, 3, 64, 200, 0), (4, 2, 48, 130, 7), (8, 1, 128, 333, 65), (6, 3, 256, 65, 100)]
 with_shapes = pytest.mark.parametrize(("heads", "kv_heads", "dim", "columns", "window"), SHAPES)
+# Probabilities are rounded to bfloat16 where the CPU multiplies it.
+ATTEND_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 class TestAttend:
-    __test__ = HERE  # where the kernels cannot run, nothing is to be tested of them
-
     @with_dtypes
     @with_shapes
     @pytest.mark.parametrize("tokens", [1, 37])
     @pytest.mark.parametrize("by_slot", [False, True])
     def test_attend_matches_float64(
         self,
-        ops: Any,
+        kernels: Kernels,
         dtype: torch.dtype,
         heads: int,
         kv_heads: int,
@@ -246,39 +228,89 @@ class TestAttend:
         keys, values = make_cache(slots, kv_heads, columns, dim, seen, dtype)
         query = random(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
         inputs = (query, keys, values, seq_ids, positions, dim**-0.5, window)
-        result = ops.attend(*inputs)
+        result = kernels.attend(*inputs)
         assert result.dtype == dtype and result.shape == (rows, tokens, heads, dim)
         assert not result[positions < 0].any()
-        error = (result.double() - attend_exactly(*inputs)).abs().max()
-        assert error < (2e-2 if dtype == torch.bfloat16 else 5e-6)
+        assert (result.double() - attend_exactly(*inputs)).abs().max() < ATTEND_ERROR[dtype]
+        assert same_bits(kernels.attend(query.contiguous(), *inputs[1:]), result)
+
+    @with_dtypes
+    @pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (30.0, False), (0.0, True), (5.0, True)])
+    def test_softcap_and_sinks_are_those_of_transformers(
+        self, kernels: Kernels, dtype: torch.dtype, softcap: float, has_sinks: bool
+    ) -> None:
+        sinks = torch.tensor([0.0, -3.0, 2.5, 40.0, -100.0, 9.0]) if has_sinks else None
+        positions = torch.randint(-1, 150, (2, 19), dtype=torch.int32)
+        positions[:, 3] = -1
+        positions[:, 4] = 0
+        keys, values = make_cache(2, 3, 150, 32, {row: int(positions[row].max()) for row in range(2)}, dtype)
+        query = random(2, 6, 19, 32, dtype=dtype) * 3  # capped scores differ from others
+        for window in (0, 20):
+            inputs = (query, keys, values, None, positions, 0.3, window, softcap, sinks)
+            result = kernels.attend(*inputs)
+            assert not result[positions < 0].any()
+            assert (result.double() - attend_exactly(*inputs)).abs().max() < 2 * ATTEND_ERROR[dtype]
+
+    @with_dtypes
+    def test_scores_of_any_size_and_sinks_without_weight_are_taken(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        keys, values = random(1, 1, 100, 16, dtype=dtype), random(1, 1, 100, 16, dtype=dtype)
+        query, positions = random(1, 2, 1, 16, dtype=dtype), int32([[99]])
+        for scaling in (0.0, 1e-3, 300.0, -300.0):
+            inputs = (query, keys, values, None, positions, scaling)
+            error = (kernels.attend(*inputs).double() - attend_exactly(*inputs)).abs().max()
+            assert error < ATTEND_ERROR[dtype] * max(1, abs(scaling)), scaling
+        inputs = (query, keys, values, None, positions, 0.25)
+        plain = kernels.attend(*inputs)
+        nothing = kernels.attend(*inputs, sinks=torch.tensor([-INFINITY, -1e30]))
+        assert (nothing.double() - plain.double()).abs().max() <= ATTEND_ERROR[dtype]
+
+    @with_dtypes
+    def test_head_dimensions_are_multiples_of_16_up_to_256(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        for dim in range(16, 257, 16):
+            keys, values = make_cache(2, 1, 70, dim, {0: 69, 1: 65}, dtype)
+            query = random(2, 3, 2, dim, dtype=dtype)
+            inputs = (query, keys, values, None, int32([[3, 69], [65, 40]]), dim**-0.5)
+            error = (kernels.attend(*inputs).double() - attend_exactly(*inputs)).abs().max()
+            assert error < ATTEND_ERROR[dtype], dim
 
     @with_dtypes
     @with_shapes
+    @pytest.mark.parametrize("extras", [False, True])
     def test_a_token_of_attend_depends_on_nothing_else(
-        self, ops: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, columns: int, window: int
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        columns: int,
+        window: int,
+        extras: bool,
     ) -> None:
-        tokens, scaling = min(columns, 100) - 3, dim**-0.5
+        tokens = min(columns, 100) - 3
+        options = (dim**-0.5, window, 3.0 if extras else 0.0, torch.randn(heads) if extras else None)
         positions = torch.arange(columns - tokens, columns, dtype=torch.int32)[None]
         keys, values = make_cache(3, kv_heads, columns, dim, {1: columns - 1}, dtype)
         query = random(1, tokens, heads, dim, dtype=dtype).transpose(1, 2)
         slot = int32([1])
-        whole = ops.attend(query, keys, values, slot, positions, scaling, window)
+        whole = kernels.attend(query, keys, values, slot, positions, *options)
         for size in (1, 7, 33):
             pieces = [
-                ops.attend(part, keys, values, slot, where, scaling, window)
+                kernels.attend(part, keys, values, slot, where.contiguous(), *options)
                 for part, where in zip(query.split(size, 2), positions.split(size, 1), strict=True)
             ]
-            assert torch.equal(torch.cat(pieces, 1), whole)
+            assert same_bits(torch.cat(pieces, 1), whole)
         # As rows of one token, as in decoding, with an idle row among them.
         alone, idle = query.permute(2, 1, 0, 3), torch.where(torch.arange(tokens) == 5, -1, positions[0])[:, None]
-        decoded = ops.attend(alone, keys, values, slot.expand(tokens), idle.int(), scaling, window)
+        slots = slot.expand(tokens).contiguous()
+        decoded = kernels.attend(alone, keys, values, slots, idle.int(), *options)
         assert not decoded[5].any()
         decoded[5] = whole[0, 5]
-        assert torch.equal(decoded[:, 0], whole[0])
+        assert same_bits(decoded[:, 0], whole[0])
         # The same columns in a smaller cache, after which and before whose window there is poison.
         stop = columns // 2 + 1
         first = max(0, stop - window) if window else 0
-        for poison in (NAN, float("inf")):
+        for poison in (NAN, INFINITY, -INFINITY):
             small_keys, small_values = (
                 torch.full((1, kv_heads, stop + 9, dim), poison, dtype=dtype) for _ in range(2)
             )
@@ -288,27 +320,137 @@ class TestAttend:
             )
             among = torch.randint(-1, stop + 9, (1, 5), dtype=torch.int32)
             among[0, 3] = stop - 1
-            results = ops.attend(query[:, :, :5], small_keys, small_values, None, among, scaling, window)
-            same = ops.attend(query[:, :, 3:4], keys, values, slot, int32([[stop - 1]]), scaling, window)
-            assert torch.equal(results[0, 3], same[0, 0]) and same.isfinite().all()
+            results = kernels.attend(query[:, :, :5], small_keys, small_values, None, among, *options)
+            same = kernels.attend(query[:, :, 3:4], keys, values, slot, int32([[stop - 1]]), *options)
+            assert same_bits(results[0, 3], same[0, 0]) and same.isfinite().all()
 
     @with_dtypes
-    def test_attend_shows_what_a_token_sees_and_refuses_what_is_not_there(self, ops: Any, dtype: torch.dtype) -> None:
+    def test_the_number_of_threads_changes_no_bit_of_attend(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        keys, values = random(4, 2, 400, 64, dtype=dtype), random(4, 2, 400, 64, dtype=dtype)
+        for rows, tokens in ((4, 1), (2, 96)):
+            query = random(rows, 6, tokens, 64, dtype=dtype)
+            positions = torch.randint(200, 400, (rows, tokens), dtype=torch.int32)
+            results = []
+            for count in (1, 2, 3):
+                with threads(count):
+                    results.append(kernels.attend(query, keys, values, None, positions, 0.125, sinks=torch.ones(6)))
+            assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+    @with_dtypes
+    def test_attend_shows_what_a_token_sees(self, kernels: Kernels, dtype: torch.dtype) -> None:
         query, keys = random(1, 2, 1, 16, dtype=dtype), random(2, 1, 70, 16, dtype=dtype)
         for column in (0, 63, 69):
             poisoned = keys.clone()
             poisoned[1, :, column] = NAN
             for pair in ((poisoned, keys), (keys, poisoned)):
-                assert ops.attend(query, *pair, int32([1]), int32([[69]]), 0.25, 0).isnan().all()
-                assert ops.attend(query, *pair, int32([0]), int32([[69]]), 0.25, 0).isfinite().all()
-        for slot, position, words in ((2, 0, "seq_ids 2"), (-1, 0, "seq_ids -1"), (0, 70, "position_ids 70")):
-            with pytest.raises(RuntimeError, match=words):
-                ops.attend(query, keys, keys, int32([slot]), int32([[position]]), 0.25, 0)
+                assert kernels.attend(query, *pair, int32([1]), int32([[69]]), 0.25).isnan().all()
+                assert kernels.attend(query, *pair, int32([0]), int32([[69]]), 0.25).isfinite().all()
+
+    def test_slots_and_positions_that_are_not_there_are_refused(self, kernels: Kernels) -> None:
+        query, keys = random(2, 2, 1, 16, dtype=torch.float32), random(2, 1, 70, 16, dtype=torch.float32)
+        for slot, position in ((2, 0), (-1, 0), (0, 70), (0, -2), (0, 2**31 - 1), (-(2**31), 5)):
+            output = guarded((2, 1, 2, 16), torch.float32)
+            output.fill_(7)
+            with pytest.raises(RefusedError):
+                kernels.attend(query, keys, keys, int32([1, slot]), int32([[3], [position]]), 0.25, output=output)
+            assert (output == 7).all()
+
+    def test_attention_of_another_form_is_refused(self, best_kernels: Kernels) -> None:
+        query, keys = random(2, 4, 1, 32, dtype=torch.float32), random(2, 2, 70, 32, dtype=torch.float32)
+        positions = int32([[3], [4]])
+        assert best_kernels.attend(query, keys, keys, None, positions, 0.25).isfinite().all()
+        refused: list[tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]] = [
+            (query[..., :24].contiguous(), keys[..., :24].contiguous(), None, positions, None),
+            (query[:, :3], keys, None, positions, None),
+            (query, keys[:1], None, positions, None),
+            (query, keys.transpose(1, 2).contiguous().transpose(1, 2), None, positions, None),
+            (query, keys.bfloat16(), None, positions, None),
+            (query.transpose(0, 3).contiguous().transpose(0, 3), keys, None, positions, None),
+            (query, keys, int32([0]), positions, None),
+            (query, keys, torch.tensor([0, 1]), positions, None),
+            (query, keys, None, positions[:1], None),
+            (query, keys, None, positions, torch.ones(3)),
+            (query, keys, None, positions, torch.ones(4).bfloat16()),
+        ]
+        for asked, cache, slots, where, sinks in refused:
+            with pytest.raises(PlanError):
+                best_kernels.attend(asked, cache, cache, slots, where, 0.25, sinks=sinks)
 
 
 def test_attention_within_blocks_of_positions_is_left_to_the_reference() -> None:
     query, keys, values = random(2, 4, 1, 16, dtype=torch.float32), *torch.randn(2, 3, 2, 32, 16)
     rows = AttentionRows(int32([[9], [30]]), None, 32)
     call = AttentionCall(0, query, keys, values, 0.25, AttentionChunk(8), None, None)
-    found = attend_cache_on_cpu(call, rows, query, keys, values)
+    assert not operators.is_taken(call, keys, values)
+    found = operators.OPS.attend_cache(call, rows, query, keys, values)
     assert torch.equal(found, attend_cache(call, rows, query, keys, values))
+
+
+ROW_TYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool)
+
+
+class TestRows:
+    @pytest.mark.parametrize("dtype", ROW_TYPES, ids=str)
+    @pytest.mark.parametrize("index_type", [torch.int32, torch.int64], ids=str)
+    def test_rows_are_selected_as_torch_does(
+        self, kernels: Kernels, dtype: torch.dtype, index_type: torch.dtype
+    ) -> None:
+        source = (torch.randn(7, 11, 5) * 10).to(dtype)
+        for dim, size in enumerate(source.shape):
+            index = torch.randint(0, size, (13,), dtype=index_type)
+            assert same_bits(kernels.select(source, index, dim), source.index_select(dim, index))
+        index = torch.randint(0, 7, (2, 3), dtype=index_type)
+        assert same_bits(kernels.select(source, index), source[index.long()])
+
+    def test_the_number_of_threads_changes_no_row(self, kernels: Kernels) -> None:
+        source, index = torch.randn(50, 4099), torch.randint(0, 50, (300,))
+        for count in (1, 2, 3):
+            with threads(count):
+                assert same_bits(kernels.select(source, index), source[index])
+
+    def test_rows_that_are_not_there_are_refused(self, kernels: Kernels) -> None:
+        source = torch.randn(4, 7, 5)
+        for dim, wrong in ((0, 4), (0, -1), (1, 7), (2, 5), (2, 2**31 - 1)):
+            for index_type in (torch.int32, torch.int64):
+                shape = [*source.shape]
+                shape[dim] = 3
+                output = guarded(shape, torch.float32)
+                output.fill_(7)
+                with pytest.raises(RefusedError):
+                    kernels.select(source, torch.tensor([0, 1, wrong], dtype=index_type), dim, output=output)
+                assert (output == 7).all()
+
+    def test_negative_numbers_count_from_the_end_where_torch_has_it_so(self, kernels: Kernels) -> None:
+        source = torch.randn(4, 7, 5)
+        index = torch.tensor([-7, 6, -1, 0])
+        assert same_bits(kernels.select(source, index, 1, wraps=True), source[:, index])
+        for wrong in (-8, 7):
+            with pytest.raises(RefusedError):
+                kernels.select(source, torch.tensor([0, wrong]), 1, wraps=True)
+
+    @pytest.mark.parametrize("dtype", ROW_TYPES, ids=str)
+    def test_states_are_written_to_their_slots_and_columns_and_nowhere_else(
+        self, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        cache = guarded((4, 2, 9, 6), dtype)
+        cache.copy_((torch.randn(4, 2, 9, 6) * 10).to(dtype))
+        rows, columns = int32([3, 0, 0, 3]), int32([8, 0, 5, 7])
+        wide = (torch.randn(2, 4, 3, 6) * 10).to(dtype)
+        for states in (wide[0, :, :2].contiguous(), wide[:, :, 1].transpose(0, 1), wide[0, :, :1].expand(4, 2, 6)):
+            expected = cache.clone()
+            expected[rows.long(), :, columns.long()] = states
+            kernels.write_cache(cache, states, rows, columns)
+            check_guards(cache)
+            assert same_bits(cache, expected)
+
+    def test_of_tokens_at_one_place_the_last_one_stays(self, kernels: Kernels) -> None:
+        cache, states = torch.zeros(2, 1, 3, 4), torch.randn(3, 1, 4)
+        kernels.write_cache(cache, states, int32([1, 1, 1]), int32([2, 0, 2]))
+        assert same_bits(cache[1, :, 2], states[2]) and same_bits(cache[1, :, 0], states[1])
+
+    def test_slots_and_columns_that_are_not_there_are_refused(self, kernels: Kernels) -> None:
+        cache = torch.zeros(4, 2, 9, 6)
+        for row, column in ((4, 0), (-1, 0), (0, 9), (0, -1)):
+            with pytest.raises(RefusedError):
+                kernels.write_cache(cache, torch.ones(2, 2, 6), int32([1, row]), int32([1, column]))
+            assert not cache.any()

@@ -1,85 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPUs that lack what the own kernels need: what they get, what they are told, and a machine that plays one of them."""
+"""Machines with other instruction sets, and the variable that makes this one play such a machine."""
 
 from __future__ import annotations
 
-import json
-import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import Opener, artifact_runner, decode_tokens, export_tiny, generate, random_tokens
-from torch import Tensor, nn
+from kernel_calls import NAMES, random, same_bits, with_dtypes
+from kernel_calls import load_kernels as kernels_of
 
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME
-from optimum_neuron.targets.cpu import host, kernels
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE, INSTRUCTION_SETS, host_requirements, unmet_requirement
-from optimum_neuron.targets.cpu.rewrite import ROW_MULTIPLE, pad_linear_rows
+from optimum_neuron.targets.cpu import host, library
+from optimum_neuron.targets.cpu.host import CPU_VARIABLE
 
 
-AVX2 = INSTRUCTION_SETS["avx2"]
+@pytest.fixture
+def reloaded() -> Iterator[None]:
+    """Lets a test choose the kernels, which a process otherwise chooses once."""
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
 
 
 @pytest.fixture
 def older_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with AVX2, whichever this one is."""
-    monkeypatch.setattr(host, "_machine_flags", lambda: set(AVX2.flags))
+    """A CPU with AVX2 and no more, whichever this one is."""
+    has = next(each.needs for each in host._X86_64 if each.name == "avx2")
+    monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(host, "_machine_flags", lambda: has | {"sse4_2", "fpu"})
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
 
 
 @pytest.mark.usefixtures("older_cpu")
-@pytest.mark.parametrize(
-    ("dtype", "advice"), [("bfloat16", "--dtype float32 unless prompts are short"), ("float32", "float32 is the best")]
-)
-def test_a_cpu_without_the_kernels_is_told_in_one_line(
-    dtype: str, advice: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert not kernels.are_fast_here()
-    with caplog.at_level(logging.WARNING):
-        kernels.advise(dtype)
-    (line,) = caplog.messages
-    assert line.startswith("this CPU lacks avx512_bf16, avx512bw, avx512dq, avx512f, avx512vl") and advice in line
-    assert "\n" not in line
+def test_the_best_instruction_set_of_a_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.name for each in host.instruction_sets()] == ["avx2", "baseline"]
+    assert host.instruction_set().name == "avx2"
+    monkeypatch.setenv(CPU_VARIABLE, "baseline")
+    assert host.instruction_set().name == "baseline"
+    monkeypatch.setenv(CPU_VARIABLE, "")
+    assert host.instruction_set().name == "avx2"
 
 
-@pytest.mark.usefixtures("older_cpu")
-def test_code_of_a_newer_cpu_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
-    newer = host_requirements() | {"isa": [*AVX2.flags, "avx512_bf16"]}
-    assert unmet_requirement(newer) == "it was compiled for a CPU with avx512_bf16, which this one lacks"
+@pytest.mark.parametrize(("machine", "flags"), [("aarch64", {"asimd", "bf16"}), ("x86_64", set()), ("riscv64", set())])
+def test_every_machine_has_an_instruction_set(machine: str, flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: machine)
+    monkeypatch.setattr(host, "_machine_flags", lambda: frozenset(flags))
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    assert host.instruction_set().name == "baseline"
 
 
-@pytest.mark.usefixtures("older_cpu")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("sse9", r"OPTIMUM_NEURON_CPU='sse9' is not known; choose one of avx2, avx512"),
-        ("avx512", "needs avx512bw, .*lacks"),
-    ],
-)
-def test_an_instruction_set_that_cannot_be_had_is_refused(
-    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_what_a_machine_has_is_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(host, "_CPUINFO", cpuinfo)
+    assert host._machine_flags() == frozenset()
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: flags of \xff\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
+    assert host._machine_flags() == {"fpu", "avx2"}
+    cpuinfo.write_text("processor : 0\nFeatures : asimd bf16\n")
+    assert host._machine_flags() == {"asimd", "bf16"}
+
+
+@pytest.mark.usefixtures("older_cpu", "reloaded")
+@pytest.mark.parametrize("name", ["sse9", "avx512", "AVX2", " avx2"])
+def test_an_instruction_set_that_cannot_be_had_is_refused_in_one_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CPU_VARIABLE, name)
-    with pytest.raises(ValueError, match=words):
-        host_requirements()
+    for choose in (host.instruction_set, library.load):
+        with pytest.raises(ValueError) as raised:
+            choose()
+        assert str(raised.value) == (
+            f"OPTIMUM_NEURON_CPU={name!r} is not an instruction set of this machine; choose one of avx2, baseline, or "
+            f"unset it"
+        )
 
 
+@pytest.mark.usefixtures("reloaded")
+def test_an_export_for_an_instruction_set_that_cannot_be_had_leaves_nothing_behind(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CPU_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="OPTIMUM_NEURON_CPU='sse9' is not an instruction set of this machine"):
+        export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
+    assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.skipif(len(NAMES) < 2, reason="one instruction set")
+@pytest.mark.usefixtures("_compile_cache")
+@with_dtypes
+def test_instruction_sets_agree_but_for_the_order_of_sums(dtype: torch.dtype) -> None:
+    x, weight = random(9, 300, dtype=dtype), random(70, 300, dtype=dtype)
+    results = [kernels_of(name).linears(x, [weight], [None])[0].float() for name in NAMES]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2**-7 if dtype != torch.float32 else 1e-5, atol=1e-4)
+    index = torch.tensor([3, 0, 69])
+    assert all(same_bits(kernels_of(name).select(weight, index), weight[index]) for name in NAMES)
+
+
+@pytest.mark.skipif("avx2" not in NAMES, reason="not a machine with AVX2")
 @pytest.mark.slow
-def test_graphs_for_an_older_cpu_give_the_tokens_of_the_eager_target(
+def test_graphs_on_an_older_cpu_give_the_tokens_of_the_eager_target(
     open_runner: Opener,
+    reloaded: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sharp_checkpoints: dict[str, Path],
 ) -> None:
     monkeypatch.setenv(CPU_VARIABLE, "avx2")
     path = export_tiny(sharp_checkpoints["llama"], tmp_path / "artifact", target="cpu")
-    data = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))["target_data"]
-    assert set(data["requires"]["isa"]) == AVX2.flags and data["kernel_namespace"] is None
-    assert not (path / "graphs" / "kernels.so").exists()
     runner, prompt = artifact_runner(path), random_tokens(21)
     assert generate(runner, prompt, 12)[0] == generate(open_runner("llama"), prompt, 12)[0]
-    # Inside one graph a token's bits depend on no other row, on such CPUs too.
+    # A token's bits depend on no other row, on such CPUs too.
     runner.reset_all()
     together = decode_tokens(runner, {0: 7, 1: 8, 2: 7})[1]
     for slot in range(3):
@@ -87,24 +121,14 @@ def test_graphs_for_an_older_cpu_give_the_tokens_of_the_eager_target(
         assert torch.equal(decode_tokens(runner, {slot: [7, 8, 7][slot]})[1][slot], together[slot])
 
 
-class _Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x)) + self.down(self.up(x[:, :1]))
-
-
-@pytest.mark.parametrize("rows", [1, 4, 19])
-def test_linear_layers_get_rows_that_torch_computes_alike(rows: int) -> None:
-    module, x = _Layers(), torch.randn(1, rows, 8)
-    program = torch.export.export(module, (x,), strict=False)
-    pad_linear_rows(program)
-    shapes = [
-        node.args[0].meta["val"].shape[-2]
-        for node in program.graph_module.graph.nodes
-        if node.target is torch.ops.aten.linear.default
-    ]
-    assert len(shapes) == 4 and all(count == 1 or count % ROW_MULTIPLE == 0 for count in shapes)
-    torch.testing.assert_close(program.module()(x), module(x))
+@pytest.mark.skipif(len(NAMES) < 2, reason="one instruction set")
+@pytest.mark.slow
+def test_an_artifact_runs_on_machines_with_other_instruction_sets(
+    open_runner: Opener, reloaded: None, cpu_artifact: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompt = cpu_artifact("llama"), random_tokens(21)  # type: ignore[operator]
+    expected = generate(open_runner("llama"), prompt, 6)[0]
+    for name in NAMES[1:]:
+        monkeypatch.setenv(CPU_VARIABLE, name)
+        library.load.cache_clear()
+        assert generate(artifact_runner(path), prompt, 6)[0] == expected, name

@@ -1,32 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call of attend: its tensors, where their parts are, and which columns of the cache a token sees.
+// Where the parts of a call of attend are, and which columns of the cache a token sees.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels.h"
+#include "range.h"
+
+namespace step {
 namespace {
 
 // Columns the softmax takes at a time: part of the result's definition, blocks begin at multiples of it.
 constexpr int64_t kBlock = 64;
 
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
+// A word of packed operands: a float32, or two bfloat16.
+using Word = uint32_t;
 
-struct Call {
-  const void* query;
-  const void* keys;
-  const void* values;
-  void* output;
-  const int32_t* slots;  // null: row i reads slot i
-  const int32_t* positions;
-  int64_t rows, heads, tokens, dim, kvHeads, columns, window;
-  int64_t rowStride, headStride, tokenStride;  // of query
-  float scaling;
-
+struct Layout : AttendCall {
   int64_t group() const { return heads / kvHeads; }
 
   Range visible(int64_t row, int64_t token) const {
@@ -48,3 +40,4 @@ struct Call {
 };
 
 }  // namespace
+}  // namespace step

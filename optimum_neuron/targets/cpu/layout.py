@@ -1,29 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by the own CPU kernel, and their weights in the layout that it reads."""
+"""The layout of experts' weights that the kernel reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...artifacts.tensor_file import Stored
-from ...graphs.experts import ExpertsCall, dense_experts, is_experts
-from .kernels import DTYPES, namespace
-
-
-def grouped_experts(call: ExpertsCall) -> Tensor:
-    """A drop-in for `dense_experts` that reads and computes the experts in use alone.
-
-    What a token gets depends on it and its experts only, to the bit.
-    """
-    if call.layer.is_transposed or call.up.dtype not in DTYPES:
-        return dense_experts(call)
-    linear = getattr(torch.ops, namespace()).expert_linear.default
-    up = linear(call.hidden_states.to(call.up.dtype), call.index, call.up, call.up_bias)
-    return call.weighted_sum(call.normalize(linear(call.activate(up), call.index, call.down, call.down_bias)))
+from ...graphs.experts import is_experts
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:

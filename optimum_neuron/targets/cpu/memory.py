@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the buffers of a plan are."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...artifacts.weights import check_bytes
+from ...graphs.spec import GraphSpec, TensorSpec
+from .plan.encode import PlanError, check_operand
+from .plan.program import Buffer, Operand, Plan
+
+
+_ALIGNMENT = 64  # a cache line
+
+
+class PlanMemory:
+    """The memory of one graph's buffers: weights and states where they are, the rest beside them.
+
+    Attributes:
+        addresses: of an array with the address of every buffer.
+    """
+
+    def __init__(
+        self, plan: Plan, spec: GraphSpec, vocab_size: int, tensors: Mapping[str, Tensor], arena: Tensor
+    ) -> None:
+        """Finds every buffer.
+
+        Raises:
+            PlanError: one is larger than what it stands for.
+        """
+        self._buffers = plan.buffers
+        self._specs = {"input": spec.inputs(), "output": spec.outputs(vocab_size)}
+        self._memory: dict[int, Tensor] = {}
+        self._inputs: list[tuple[int, Tensor]] = []
+        self._outputs: list[tuple[int, int]] = []
+        self._array = (ctypes.c_void_p * max(len(plan.buffers), 1))()
+        self.addresses = ctypes.addressof(self._array)
+        check_bytes(sum(buffer.bytes for buffer in plan.buffers if buffer.kind == "kept"))
+        for index, buffer in enumerate(plan.buffers):
+            self._check(buffer, tensors, arena)
+            if buffer.kind == "output":
+                self._outputs.append((int(buffer.name), index))
+                continue
+            memory = self._memory[index] = self._find(buffer, tensors, arena)
+            self._array[index] = memory.data_ptr()
+            if buffer.kind == "input":
+                own = self._specs["input"][int(buffer.name)]
+                self._inputs.append((int(buffer.name), memory.view(_dtype(own)).view(own.shape)))
+
+    def _check(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> None:
+        if buffer.kind in ("input", "output"):
+            specs = {str(number): each for number, each in enumerate(self._specs[buffer.kind])}
+            has = _bytes(specs[buffer.name]) if buffer.name in specs else -1
+            fits = buffer.bytes == has
+        elif buffer.kind in ("tensor", "constant"):
+            has = tensors[buffer.name].nbytes if buffer.name in tensors else -1
+            fits = buffer.bytes <= has
+        else:
+            has = arena.numel() if buffer.kind == "arena" else buffer.bytes
+            fits = 0 <= buffer.offset <= buffer.offset + buffer.bytes <= has and buffer.offset % _ALIGNMENT == 0
+        if not fits or buffer.bytes < 0:
+            raise PlanError(f"it takes {buffer.bytes} bytes of {buffer.kind} {buffer.name!r}, which has {has}")
+
+    def _find(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> Tensor:
+        if buffer.kind in ("tensor", "constant"):
+            tensor = tensors[buffer.name]
+            return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else arena[:0]
+        if buffer.kind == "arena":
+            return arena[buffer.offset : buffer.offset + buffer.bytes]
+        return torch.empty(buffer.bytes, dtype=torch.uint8)
+
+    def tensor(self, operand: Operand) -> Tensor:
+        """An operand, as torch takes it.
+
+        Raises:
+            PlanError: it leaves its buffer, or is an output of the graph, which has another place in each run.
+        """
+        check_operand(operand, self._buffers)
+        memory = self._memory.get(operand.buffer)
+        if memory is None:
+            raise PlanError("a call of torch uses an output of the graph")
+        dtype = getattr(torch, operand.dtype)
+        whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(operand.shape, operand.strides, whole.storage_offset() + operand.offset)
+
+    def start(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Takes in the inputs of a run; returns the tensors to which it will write its outputs."""
+        for number, memory in self._inputs:
+            memory.copy_(inputs[number])
+        outputs = [torch.empty(spec.shape, dtype=_dtype(spec)) for spec in self._specs["output"]]
+        for number, index in self._outputs:
+            self._array[index] = outputs[number].data_ptr()
+        return outputs
+
+
+def allocate_arena(plans: Iterable[Plan]) -> Tensor:
+    """Bytes for what lives within a step, for plans that run one at a time.
+
+    Raises:
+        ValueError: this machine has less memory.
+    """
+    size = max((plan.arena for plan in plans), default=0)
+    check_bytes(size)
+    memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * _dtype(spec).itemsize

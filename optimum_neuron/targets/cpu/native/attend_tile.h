@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention of one tile: some tokens of one row, with the heads that share one kv head.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "attention_call.h"
+#include "online_softmax.h"
+#include "pack_block.h"
+#include "tile_multiply.h"
+
+namespace step {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// Some tokens of one row with the heads of one kv head. Query i is head i % group of token i / group.
+struct AttendTile {
+  int64_t row, kvHead, firstToken, queries;
+  Range seen;    // columns that some of the tokens see
+  Range common;  // columns that all of them see
+};
+
+// What a thread works in: the queries of a tile and their state, and one packed block.
+struct Scratch {
+  float *sums, *outputs, *maxima;
+  Word *queries, *keys, *values;
+
+  // A multiple of a cache line, as is every part.
+  static int64_t floats(int64_t queries, int64_t dim) {
+    return queries * (kLine + 2 * dim) + divideUp(queries, kLine) * kLine + 2 * kBlock * dim;
+  }
+  Scratch(float* memory, int64_t count, int64_t dim)
+      : sums(memory),
+        outputs(sums + count * kLine),
+        maxima(outputs + count * dim),
+        queries(reinterpret_cast<Word*>(maxima + divideUp(count, kLine) * kLine)),
+        keys(queries + count * dim),
+        values(keys + kBlock * dim) {}
+
+ private:
+  static constexpr int64_t kLine = 16;  // floats
+};
+
+// The part of `range` in a block, counted from its begin.
+inline Range cut(Range range, int64_t block) {
+  return {std::clamp<int64_t>(range.begin - block, 0, kBlock), std::clamp<int64_t>(range.end - block, 0, kBlock)};
+}
+
+template <class Kind>
+class TileWorker {
+ public:
+  using Element = typename Kind::Element;
+
+  TileWorker(const Layout& call, const AttendTile& tile, const Scratch& scratch)
+      : call_(call), tile_(tile), scratch_(scratch), words_(call.dim / Kind::kPerWord), group_(call.group()) {}
+
+  void run() {
+    start();
+    const int64_t offset = call_.cacheOffset(tile_.row, tile_.kvHead);
+    const auto* keys = static_cast<const Element*>(call_.keys) + offset;
+    const auto* values = static_cast<const Element*>(call_.values) + offset;
+    for (int64_t block = tile_.seen.begin / kBlock * kBlock; block < tile_.seen.end; block += kBlock) {
+      attendBlock(block, keys + block * call_.dim, values + block * call_.dim);
+    }
+    finish();
+  }
+
+ private:
+  void start() {
+    std::fill_n(scratch_.sums, tile_.queries * kLanes, 0.0f);
+    std::fill_n(scratch_.outputs, tile_.queries * call_.dim, 0.0f);
+    for (int64_t i = 0; i < tile_.queries; ++i) {
+      // Finite: the difference of two of them must not be NaN.
+      constexpr float kLowest = std::numeric_limits<float>::lowest() / 2;
+      const float sink = call_.sinks ? call_.sinks[head(i)] * kLog2E : kLowest;
+      // A sink is a score that was seen before, of probability 1 so far.
+      scratch_.maxima[i] = std::max(sink, kLowest);
+      scratch_.sums[i * kLanes] = call_.sinks ? 1.0f : 0.0f;
+      const auto* query = static_cast<const Element*>(call_.query) + call_.queryOffset(tile_.row, head(i), token(i));
+      packQuery(scratch_.queries + i * words_, query);
+    }
+  }
+
+  void packQuery(Word* to, const Element* query) {
+    if constexpr (sizeof(typename Kind::Packed) == sizeof(Element)) {
+      std::memcpy(to, query, words_ * sizeof(Word));
+    } else {
+      for (int64_t d = 0; d < call_.dim; d += kLanes) {
+        storeVec(to + d, Kind::load(query + d));
+      }
+    }
+  }
+
+  void attendBlock(int64_t block, const Element* keys, const Element* values) {
+    const Range seen = cut(tile_.seen, block);
+    const Range common = cut(tile_.common, block);
+    const Element* nextKeys = block + kBlock < tile_.seen.end ? keys + kBlock * call_.dim : keys;
+    packKeys<Kind>(scratch_.keys, keys, values, nextKeys, call_.dim, seen.end);
+    const bool same = common.begin <= seen.begin && common.end >= seen.end;
+    // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.
+    if (same || allFinite<Kind>(values, call_.dim, seen)) {
+      const Word* packed = packValues(Kind(), scratch_.values, values, call_.dim, seen);
+      const int64_t groups = divideUp(tile_.queries, kProductRows);
+      for (int64_t i = 0; i < groups; ++i) {
+        attendRows(block, packed, part(tile_.queries, i, groups));
+      }
+      return;
+    }
+    for (int64_t i = 0; i < tile_.queries; ++i) {
+      attendRows(block, packValues(Kind(), scratch_.values, values, call_.dim, cut(visible(i), block)), {i, i + 1});
+    }
+  }
+
+  void attendRows(int64_t block, const Word* values, Range queries) {
+    Range seen{kBlock, 0};
+    Range ranges[kProductRows];
+    bool whole = true;
+    const int64_t rows = queries.end - queries.begin;
+    for (int64_t m = 0; m < rows; ++m) {
+      const Range range = cut(visible(queries.begin + m), block);
+      ranges[m] = range;
+      whole = whole && range.begin == 0 && range.end == kBlock;
+      if (range.begin < range.end) {
+        seen = {std::min(seen.begin, range.begin), std::max(seen.end, range.end)};
+      }
+    }
+    if (seen.begin >= seen.end) {
+      return;
+    }
+    alignas(64) float scores[kProductRows * kBlock];
+    alignas(64) Word probabilities[kProductRows * kBlock];
+    float factors[kProductRows];
+    const int64_t vectors = divideUp(seen.end, kLanes);
+    const Word* query = scratch_.queries + queries.begin * words_;
+    multiply<Kind>(rows, vectors, {scores, kBlock, query, words_, scratch_.keys, kBlock, words_, nullptr});
+    float scale = call_.scaling * kLog2E;  // of scores, for powers of two
+    if (call_.softcap > 0) {
+      capScores(scores, rows, vectors, call_.scaling, call_.softcap);
+      scale = kLog2E;
+    }
+    const Softmax state{scratch_.maxima + queries.begin, scratch_.sums + queries.begin * kLanes};
+    (whole ? softmax<Kind, true> : softmax<Kind, false>)(probabilities, factors, state, scores, ranges, rows, scale);
+    const int64_t step = seen.begin / Kind::kPerWord;
+    const int64_t steps = divideUp(seen.end, Kind::kPerWord) - step;
+    multiply<Kind>(
+        rows, call_.dim / kLanes,
+        {scratch_.outputs + queries.begin * call_.dim, call_.dim, probabilities + step, kBlock,
+         values + step * call_.dim, call_.dim, steps, factors});
+  }
+
+  void finish() {
+    for (int64_t i = 0; i < tile_.queries; ++i) {
+      const float sum = sumOf(loadVec(scratch_.sums + i * kLanes));
+      const Vec factor = broadcast(sum == 0 ? 0 : 1 / sum);  // zero: an idle token
+      auto* output = static_cast<Element*>(call_.output) + call_.outputOffset(tile_.row, head(i), token(i));
+      for (int64_t d = 0; d < call_.dim; d += kLanes) {
+        // Adding zero makes +0 of -0: which of them a sum is may depend on zeros added for columns not seen.
+        const Vec value = loadVec(scratch_.outputs + i * call_.dim + d);
+        Kind::store(output + d, value * factor + 0.0f);
+      }
+    }
+  }
+
+  int64_t head(int64_t query) const { return tile_.kvHead * group_ + query % group_; }
+  int64_t token(int64_t query) const { return tile_.firstToken + query / group_; }
+  Range visible(int64_t query) const { return call_.visible(tile_.row, token(query)); }
+
+  const Layout& call_;
+  const AttendTile& tile_;
+  const Scratch& scratch_;
+  const int64_t words_;
+  const int64_t group_;
+};
+
+}  // namespace
+}  // namespace step

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// attend: attention of new tokens over a static key-value cache, for token generation (one token a row) and prompt
+// chunks (many tokens of one slot) alike.
+//
+// A token at position p sees columns c <= p of its slot and, with a window w > 0, only c > p - w. Position -1 is an
+// idle token: its result is zero. Scores, softmax and sums are float32.
+//
+// Contracts, in one build of the library:
+// - A token's result depends on its query, its position, the window and the columns it sees only, to the bit: not on
+//   other tokens or rows, on how tokens are cut into chunks, on the size of the cache or the number of threads. Columns
+//   are taken in ascending order in blocks at fixed places, and one code computes single tokens and chunks.
+// - What a token does not see cannot reach its result, NaN and infinity included.
+// - Where the CPU multiplies bfloat16 itself, probabilities are rounded to it before they meet the values, and
+//   subnormal numbers count as zero, as the hardware has it.
+#include <algorithm>
+
+#include "attend_tile.h"
+
+namespace step {
+
+namespace {
+
+// Queries that share a packed block, at most: they should stay in the second-level cache. Fewer, down to the tokens
+// below, where there would be too few tiles to balance the threads.
+constexpr int64_t kTileQueries = 192;
+constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kMinTileTokens = 8;
+// Multiply-adds of about 20 us: less is not worth waking another thread, and a task should have some part of it.
+// Packing costs as much as some queries.
+constexpr int64_t kGrain = 1 << 21;
+constexpr int64_t kTaskGrain = kGrain / 8;
+constexpr int64_t kPackCost = 8;
+
+// Tiles are cut out of a call's tokens, rows and kv heads, in this order.
+class Tiling {
+ public:
+  // Results do not depend on the tokens of a tile.
+  Tiling(const Layout& call, int threads) : call_(call) {
+    const int64_t pairs = call.rows * call.kvHeads;
+    const int64_t tiles = divideUp(kTilesPerThread * threads, pairs);
+    const int64_t tokens = std::min(kTileQueries / call.group(), divideUp(call.tokens, tiles));
+    tokens_ = std::clamp<int64_t>(tokens, std::min<int64_t>(kMinTileTokens, call.tokens), call.tokens);
+    chunks_ = divideUp(call.tokens, tokens_);
+  }
+
+  int64_t count() const { return chunks_ * call_.rows * call_.kvHeads; }
+  int64_t queries() const { return tokens_ * call_.group(); }
+
+  // The last tokens first: they see most, and what is left at the end should be small.
+  AttendTile tile(int64_t i) const {
+    const int64_t row = i / call_.kvHeads % call_.rows;
+    const int64_t first = (chunks_ - 1 - i / call_.kvHeads / call_.rows) * tokens_;
+    const int64_t last = std::min(first + tokens_, call_.tokens);
+    Range seen{call_.columns, 0};
+    Range common{0, call_.columns};
+    for (int64_t token = first; token < last; ++token) {
+      const Range range = call_.visible(row, token);
+      common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
+      if (range.end > 0) {
+        seen = {std::min(seen.begin, range.begin), std::max(seen.end, range.end)};
+      }
+    }
+    return {row, i % call_.kvHeads, first, (last - first) * call_.group(), seen, common};
+  }
+
+  // Multiply-adds of all tiles: those of the rows' first kv heads, as many times as there are kv heads.
+  int64_t cost() const {
+    int64_t cost = 0;
+    for (int64_t i = 0; i < count(); i += call_.kvHeads) {
+      const AttendTile one = tile(i);
+      cost += std::max<int64_t>(one.seen.end - one.seen.begin, 0) * (one.queries + kPackCost) * 2 * call_.dim;
+    }
+    return cost * call_.kvHeads;
+  }
+
+ private:
+  const Layout& call_;
+  int64_t tokens_, chunks_;
+};
+
+template <class Kind>
+void attendAll(Pool& pool, const Layout& call) {
+  const Tiling tiling(call, pool.threads());
+  const int64_t cost = tiling.cost(), count = tiling.count();
+  const int64_t tasks = cost <= kGrain ? 1 : std::min(count, cost / kTaskGrain);
+  const int64_t bytes = Scratch::floats(tiling.queries(), call.dim) * sizeof(float);
+  pool.run(tasks, [&](int64_t task, int worker) {
+    const Scratch scratch(static_cast<float*>(pool.scratch(worker, bytes)), tiling.queries(), call.dim);
+    const Range tiles = part(count, task, tasks);
+    for (int64_t i = tiles.begin; i < tiles.end; ++i) {
+      TileWorker<Kind>(call, tiling.tile(i), scratch).run();
+    }
+  });
+}
+
+bool areInside(const int32_t* indices, int64_t count, int64_t begin, int64_t end) {
+  return std::all_of(indices, indices + count, [&](int32_t index) { return index >= begin && index < end; });
+}
+
+}  // namespace
+
+bool attend(Pool& pool, const AttendCall& call) {
+  if (!areInside(call.positions, call.rows * call.tokens, -1, call.columns) ||
+      (call.slots ? !areInside(call.slots, call.rows, 0, call.cacheSlots) : call.rows > call.cacheSlots)) {
+    return false;
+  }
+  if (call.rows > 0 && call.tokens > 0) {
+    withKind(call.type, [&](auto kind) { attendAll<decltype(kind)>(pool, Layout{call}); });
+  }
+  return true;
+}
+
+}  // namespace step

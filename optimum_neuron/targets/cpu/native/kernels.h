@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels that a plan calls, on raw memory. None of them checks an argument that its caller can check once per plan;
+// what arrives with a request (positions, slots, experts) is checked by the kernel that reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "pool.h"
+
+namespace step {
+
+// Element types, as numbered in a plan.
+enum class Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt32 = 3, kInt64 = 4, kBool = 5 };
+
+// y = x @ weight.T + bias; weight [outputs, columns] contiguous, bias [outputs] or null, all of one type.
+struct Linear {
+  const void* weight;
+  const void* bias;
+  void* output;          // first element of the first row
+  int64_t outputs;
+  int64_t outputStride;  // elements from a row of the output to the next
+};
+
+struct LinearsCall {
+  Type type;       // kFloat32, kBFloat16 or kFloat16
+  const void* x;   // [rows, columns], elements of a row adjacent
+  int64_t rows, columns, stride;  // stride: elements from a row of x to the next
+  const Linear* linears;
+  int64_t count;
+};
+
+void linears(Pool& pool, const LinearsCall& call);
+
+// y[t, i] = x[t(, i)] @ weight[e].T + bias[e] with e = index[t, i]; an index >= experts gives zeros and costs nothing.
+struct ExpertsCall {
+  Type type;
+  const void* x;         // [tokens, columns], or [tokens * k, columns] where perExpert; contiguous
+  bool perExpert;
+  const int64_t* index;  // [tokens, k]
+  const void* weight;    // [experts, outputs, columns]
+  const void* bias;      // [experts, outputs] or null
+  void* y;               // [tokens, k, outputs]
+  int64_t tokens, k, experts, outputs, columns;
+};
+
+// False: an index is negative, and nothing was computed.
+bool expertLinear(Pool& pool, const ExpertsCall& call);
+
+struct AttendCall {
+  Type type;
+  const void *query, *keys, *values;  // query by its strides; keys and values [slots, kvHeads, columns, dim] contiguous
+  void* output;                       // [rows, tokens, heads, dim] contiguous
+  const int32_t* slots;               // [rows]; null: row i is slot i
+  const int32_t* positions;           // [rows, tokens]
+  int64_t rows, heads, tokens, dim, kvHeads, columns, cacheSlots;
+  int64_t window;                     // 0: none
+  int64_t rowStride, headStride, tokenStride;  // of query, in elements; its last dimension is adjacent
+  float scaling;
+  float softcap;                      // 0: none; else scores become softcap * tanh(score / softcap)
+  const float* sinks;                 // [heads] or null: a logit that takes part in the softmax's sum and has no value
+};
+
+// False: a position or slot is outside of the cache, and nothing was computed.
+bool attend(Pool& pool, const AttendCall& call);
+
+}  // namespace step

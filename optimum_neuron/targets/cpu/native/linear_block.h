@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows of x times weight rows in their natural [N, K] layout, panel by panel and block by block as the caches hold
+// them: what `linears` and `expertLinear` have in common. Every output is summed over K in one order, lane by lane in
+// one vector, then addLanes(), whatever else is computed with it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "linear_tile.h"
+#include "pool.h"
+#include "range.h"
+
+namespace step {
+namespace {
+
+// A panel of weight rows stays in the second-level cache while rows of x pass over it, block by block.
+constexpr int64_t kPanelOutputs = 64;
+// A chunk of columns of a block of rows stays in the first-level cache while the panel passes over it, beside the
+// weights of two tiles.
+constexpr int64_t kBlockTiles = 4;
+constexpr int64_t kChunkBytes = 28 * 1024;
+constexpr int64_t kVectorBytes = sizeof(Vec);
+// From this many rows on, weights that are converted to float32 are converted once for all rows of a batch, whose sums
+// and weights the second-level cache holds: a few tiles convert faster, again and again, beside their products.
+constexpr int64_t kConvertRows = kTileRows == 2 ? 3 : 8 * kTileRows;
+constexpr int64_t kBatchTiles = 96 / kTileRows;
+constexpr int64_t kPackedVectors = 4096 / kVectorBytes;  // of a converted weight row
+// What one thread reads in about 20 us; less is not worth waking another. Above kFreeRows the arithmetic is what costs.
+constexpr int64_t kGrainBytes = 512 * 1024;
+constexpr int64_t kFreeRows = 8;
+// Tasks are shares of the work that are small beside a thread's, and large beside what it takes to begin one.
+constexpr int64_t kTaskBytes = kGrainBytes / 4;
+constexpr int64_t kTasksPerThread = 8;
+
+// Tasks for work that costs as much as reading this many bytes.
+inline int64_t countTasks(const Pool& pool, int64_t bytes) {
+  if (bytes <= kGrainBytes || pool.threads() == 1) {
+    return 1;
+  }
+  return std::min(bytes / kTaskBytes, kTasksPerThread * pool.threads());
+}
+
+// Rows of x that meet the same weights, packed tile by tile. Tiles have even heights: 8 rows are 4 + 4, not 6 + 2.
+struct Input {
+  void* packed;
+  int64_t rows, columns;
+  int64_t stride;         // columns, rounded up to whole vectors
+  const int64_t* places;  // the output row of each row; null: their own numbers
+
+  int64_t tiles() const { return divideUp(rows, kTileRows); }
+  Range tileRows(int64_t tile) const { return part(rows, tile, tiles()); }
+  int64_t place(int64_t row) const { return places ? places[row] : row; }
+};
+
+template <class Kind>
+int64_t packedStride(int64_t columns) {
+  return divideUp(columns, kStep<Kind>) * kStep<Kind>;
+}
+
+// What an output costs, in bytes read.
+template <class Kind>
+int64_t outputCost(const Input& input) {
+  return input.columns * sizeof(typename Kind::Element) * std::max(input.rows, kFreeRows) / kFreeRows;
+}
+
+template <class Kind>
+bool convertsWeights(const Input& input) {
+  return sizeof(typename Kind::Packed) != sizeof(typename Kind::Element) && input.rows >= kConvertRows;
+}
+
+// Packs one tile of `input`; `rowOf` is where a row begins.
+template <class Kind, class RowOf>
+void packTile(const Input& input, int64_t tile, RowOf rowOf) {
+  const auto [first, last] = input.tileRows(tile);
+  const typename Kind::Element* rows[kTileRows];
+  for (int64_t row = first; row < last; ++row) {
+    rows[row - first] = rowOf(row);
+  }
+  packRows<Kind>(
+      static_cast<typename Kind::Packed*>(input.packed) + first * input.stride, rows, last - first, input.columns);
+}
+
+// Outputs of a layer for the rows of some tiles, all of it or what a task has of it.
+template <class Kind>
+class BlockWorker {
+ public:
+  using Element = typename Kind::Element;
+  using Packed = typename Kind::Packed;
+
+  // Memory of a worker: the sums of a panel and a batch, and the packed chunk of a panel.
+  static constexpr int64_t kSumsBytes = kPanelOutputs * kBatchTiles * kTileRows * kVectorBytes;
+  static constexpr int64_t kBytes = kSumsBytes + kPanelOutputs * kPackedVectors * kVectorBytes;
+
+  BlockWorker(const Input& input, const Linear& linear, void* memory)
+      : input_(input),
+        linear_(linear),
+        sums_(static_cast<Sums*>(memory)),
+        panel_(reinterpret_cast<Packed*>(static_cast<char*>(memory) + kSumsBytes)) {}
+
+  void run(Range outputs, Range tiles) {
+    const int64_t count = outputs.end - outputs.begin;
+    const int64_t panels = divideUp(count, kPanelOutputs);
+    const bool converts = convertsWeights<Kind>(input_);
+    const int64_t batchTiles = converts ? kBatchTiles : kBlockTiles;
+    const int64_t batches = divideUp(tiles.end - tiles.begin, batchTiles);
+    for (int64_t i = 0; i < panels; ++i) {
+      const Range panel = shift(part(count, i, panels, kTileOutputs), outputs.begin);
+      for (int64_t j = 0; j < batches; ++j) {
+        const Range batch = shift(part(tiles.end - tiles.begin, j, batches), tiles.begin);
+        converts ? computeBatch<true>(panel, batch) : computeBatch<false>(panel, batch);
+      }
+    }
+  }
+
+ private:
+  static Range shift(Range range, int64_t by) { return {range.begin + by, range.end + by}; }
+
+  template <bool Convert>
+  void computeBatch(Range panel, Range batch) {
+    const int64_t tiles = batch.end - batch.begin;
+    const int64_t blocks = divideUp(tiles, kBlockTiles);
+    const int64_t vectors = input_.stride / kStep<Kind>;
+    const int64_t rows = std::min(input_.rows, kBlockTiles * kTileRows);
+    const int64_t fitting = kChunkBytes / kVectorBytes / rows;
+    const int64_t most = Convert ? std::min(fitting, kPackedVectors) : fitting;
+    const int64_t chunks = std::max<int64_t>(divideUp(vectors, most), 1);
+    for (int64_t i = 0; i < chunks; ++i) {
+      const Range range = part(vectors, i, chunks);
+      const int64_t begin = range.begin * kStep<Kind>;
+      const int64_t columns = std::min(range.end * kStep<Kind>, input_.columns) - begin;
+      for (int64_t j = 0; j < blocks; ++j) {
+        const Range block = shift(part(tiles, j, blocks), batch.begin);
+        computeBlock<Convert>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1});
+      }
+    }
+  }
+
+  template <bool Convert>
+  void computeBlock(Range panel, int64_t firstTile, Range block, int64_t begin, Chunk chunk) {
+    using Weights = std::conditional_t<Convert, PackedWeights<Kind>, PlainWeights<Kind>>;
+    const int64_t firstRow = input_.tileRows(firstTile).begin;
+    const auto* bias = static_cast<const Element*>(linear_.bias);
+    // Whole vectors of packed weights, whose ends are zero like those of x.
+    const Chunk whole{Convert ? packedStride<Kind>(chunk.columns) : chunk.columns, chunk.first, chunk.last};
+    for (int64_t n = panel.begin; n < panel.end; n += kTileOutputs) {
+      Tile<Kind, Weights> tile;
+      tile.count = std::min(panel.end - n, kTileOutputs);
+      // Adding -0 changes no value, adding +0 would make +0 of -0.
+      tile.bias = bias ? load4<Kind>(bias + n, tile.count) : Vec4{-0.0f, -0.0f, -0.0f, -0.0f};
+      const PlainWeights<Kind> plain = plainWeights(panel, n, begin, chunk);
+      if constexpr (Convert) {
+        Packed* packed = panel_ + (n - panel.begin) * whole.columns;
+        tile.weights = {packed};
+        if (block.begin == firstTile) {
+          packRows<Kind>(packed, plain.rows, kTileOutputs, chunk.columns, plain.ahead);
+        }
+      } else {
+        tile.weights = plain;
+      }
+      Sums* sums = sums_ + (n - panel.begin) / kTileOutputs * kBatchTiles * kTileRows;
+      for (int64_t t = block.begin; t < block.end; ++t) {
+        const auto [first, last] = input_.tileRows(t);
+        tile.x = static_cast<const Packed*>(input_.packed) + first * input_.stride + begin * (last - first);
+        for (int64_t row = first; row < last; ++row) {
+          tile.outputs[row - first] =
+              static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
+        }
+        multiplyTile(last - first, tile, whole, sums + (first - firstRow));
+      }
+    }
+  }
+
+  PlainWeights<Kind> plainWeights(Range panel, int64_t n, int64_t begin, Chunk chunk) const {
+    PlainWeights<Kind> weights;
+    for (int64_t j = 0; j < kTileOutputs; ++j) {
+      weights.rows[j] = weightRow(panel, n + j) + begin;
+    }
+    // After the panel its next chunk, or else another panel: after the last block, that is right.
+    const bool again = n + kTileOutputs >= panel.end && !chunk.last;
+    weights.ahead =
+        again ? (panel.begin - n) * input_.columns + chunk.columns : kTileOutputs * input_.columns;
+    return weights;
+  }
+
+  // A short tile repeats the last row, whose copies are not stored.
+  const Element* weightRow(Range panel, int64_t n) const {
+    return static_cast<const Element*>(linear_.weight) + std::min(n, panel.end - 1) * input_.columns;
+  }
+
+  const Input& input_;
+  const Linear& linear_;
+  Sums* const sums_;
+  Packed* const panel_;
+};
+
+}  // namespace
+}  // namespace step

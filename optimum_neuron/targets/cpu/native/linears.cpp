@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// linears: y_i = x @ weights[i].T + biases[i] for several weights that share their input, in one run. Weights are in
+// their natural [N, K] layout: they are read from memory once, at full bandwidth, so a few rows of x (token generation)
+// cost what reading costs, and many rows (prompts) what the arithmetic costs. Sums are float32.
+//
+// Contracts, in one build of the library:
+// - A row's result depends on that row, the weight and the bias only, to the bit: not on the number of rows, the other
+//   rows, where they are, the number of threads, or the weights computed by the same call. Every output is summed over
+//   K in one order: lane by lane in one vector, then addLanes(). So graphs of all sizes compute the same.
+// - Where the CPU multiplies bfloat16 itself, subnormal numbers count as zero in it, as the hardware has it.
+#include <algorithm>
+
+#include "linear_block.h"
+
+namespace step {
+
+namespace {
+
+// Outputs of a task, at least, where rows can be shared out too: fewer would read x too often.
+constexpr int64_t kTaskOutputs = 32;
+
+template <class Kind>
+void packInput(Pool& pool, const Input& input, const LinearsCall& call) {
+  const auto* x = static_cast<const typename Kind::Element*>(call.x);
+  const int64_t tiles = input.tiles();
+  const int64_t tasks = std::min(countTasks(pool, input.rows * input.stride * sizeof(typename Kind::Packed)), tiles);
+  pool.run(tasks, [&](int64_t task, int) {
+    const Range range = part(tiles, task, tasks);
+    for (int64_t tile = range.begin; tile < range.end; ++tile) {
+      packTile<Kind>(input, tile, [&](int64_t row) { return x + row * call.stride; });
+    }
+  });
+}
+
+// The outputs of all weights are one range, as all weight rows have the same length.
+template <class Kind>
+void computeOutputs(const LinearsCall& call, const Input& input, Range outputs, Range tiles, void* memory) {
+  for (int64_t i = 0; i < call.count; ++i) {
+    const Linear& linear = call.linears[i];
+    const Range own{std::max<int64_t>(outputs.begin, 0), std::min(outputs.end, linear.outputs)};
+    if (own.begin < own.end) {
+      BlockWorker<Kind>(input, linear, memory).run(own, tiles);
+    }
+    outputs = {outputs.begin - linear.outputs, outputs.end - linear.outputs};
+  }
+}
+
+template <class Kind>
+void computeAll(Pool& pool, const LinearsCall& call) {
+  const int64_t stride = packedStride<Kind>(call.columns);
+  void* packed = pool.shared(call.rows * stride * sizeof(typename Kind::Packed));
+  const Input input{packed, call.rows, call.columns, stride, nullptr};
+  packInput<Kind>(pool, input, call);
+  int64_t total = 0;
+  for (int64_t i = 0; i < call.count; ++i) {
+    total += call.linears[i].outputs;
+  }
+  const int64_t wanted = countTasks(pool, total * outputCost<Kind>(input));
+  const int64_t batches = divideUp(input.tiles(), kBatchTiles);
+  const int64_t most = divideUp(total, batches > 1 ? kTaskOutputs : kTileOutputs);
+  const int64_t outputParts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
+  const int64_t tileParts = std::min(divideUp(wanted, outputParts), batches);
+  pool.run(outputParts * tileParts, [&](int64_t task, int worker) {
+    computeOutputs<Kind>(
+        call, input, part(total, task / tileParts, outputParts, kTileOutputs),
+        part(input.tiles(), task % tileParts, tileParts), pool.scratch(worker, BlockWorker<Kind>::kBytes));
+  });
+}
+
+}  // namespace
+
+void linears(Pool& pool, const LinearsCall& call) {
+  if (call.rows > 0) {
+    withKind(call.type, [&](auto kind) { computeAll<decltype(kind)>(pool, call); });
+  }
+}
+
+}  // namespace step

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "map.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "elementwise.h"
+
+namespace step {
+
+namespace {
+
+constexpr int64_t kTile = 2048;  // elements
+// Elements times operators of about 10 us: less is not worth waking another thread.
+constexpr int64_t kGrain = 1 << 16;
+constexpr int64_t kPartial = 32;  // sums of a row that are taken side by side
+
+// A tile's registers. One that was loaded from adjacent 32-bit elements is where these are.
+struct Tile {
+  void* const* buffers;
+  char* memory;
+  int64_t stride;  // bytes of a register
+  int64_t first, count;          // elements of the domain
+  int64_t firstRow, rows, columns;
+  const void** places;
+
+  int64_t begin(const Item& item) const { return item.rows ? firstRow : first; }
+  int64_t size(const Item& item) const { return item.rows ? rows : count; }
+  template <class T>
+  const T* from(int32_t index) const {
+    return static_cast<const T*>(places[index]);
+  }
+  template <class T>
+  T* to(int32_t index) const {
+    void* own = memory + index * stride;
+    places[index] = own;
+    return static_cast<T*>(own);
+  }
+};
+
+// Calls body(position in the tile, offset of the first element, stride, count) for each run of elements that lie evenly.
+template <class Body>
+void forRuns(const Access& access, int64_t begin, int64_t count, Body body) {
+  const int last = access.dims - 1;
+  int64_t index[kMaxDims];
+  int64_t rest = begin;
+  int64_t offset = access.offset;
+  for (int d = last; d >= 0; --d) {
+    index[d] = rest % access.sizes[d];
+    rest /= access.sizes[d];
+    offset += index[d] * access.strides[d];
+  }
+  for (int64_t done = 0; done < count;) {
+    const int64_t run = std::min(access.sizes[last] - index[last], count - done);
+    body(done, offset, access.strides[last], run);
+    done += run;
+    offset += run * access.strides[last];
+    index[last] += run;
+    for (int d = last; d > 0 && index[d] == access.sizes[d]; --d) {
+      offset += access.strides[d - 1] - index[d] * access.strides[d];
+      index[d] = 0;
+      ++index[d - 1];
+    }
+  }
+}
+
+template <class To, class From, class Convert>
+void loadAs(const Tile& tile, const Item& item, Convert convert) {
+  const auto* source = static_cast<const From*>(tile.buffers[item.access.buffer]);
+  To* to = tile.to<To>(item.to);
+  forRuns(item.access, tile.begin(item), tile.size(item), [&](int64_t at, int64_t offset, int64_t stride, int64_t n) {
+    To* __restrict target = to + at;
+    const From* __restrict p = source + offset;
+    if (stride == 1) {
+      for (int64_t i = 0; i < n; ++i) {
+        target[i] = convert(p[i]);
+      }
+    } else if (stride == 0) {
+      std::fill_n(target, n, convert(*p));
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        target[i] = convert(p[i * stride]);
+      }
+    }
+  });
+}
+
+[[gnu::always_inline]] inline float fromBFloat16(uint16_t x) { return bits(static_cast<uint32_t>(x) << 16); }
+
+void load(const Tile& tile, const Item& item) {
+  const Access& access = item.access;
+  switch (access.type) {
+    case Type::kFloat32:
+    case Type::kInt32:
+      if (access.dims == 1 && access.strides[0] == 1) {
+        tile.places[item.to] =
+            static_cast<const uint32_t*>(tile.buffers[access.buffer]) + access.offset + tile.begin(item);
+        return;
+      }
+      return loadAs<uint32_t, uint32_t>(tile, item, [](uint32_t x) { return x; });
+    case Type::kBFloat16:
+      return loadAs<float, uint16_t>(tile, item, [](uint16_t x) { return fromBFloat16(x); });
+    case Type::kFloat16:
+      return loadAs<float, uint16_t>(tile, item, [](uint16_t x) { return fromFloat16(x); });
+    case Type::kInt64:
+      return loadAs<int32_t, int64_t>(tile, item, [](int64_t x) { return static_cast<int32_t>(x); });
+    case Type::kBool:
+      return loadAs<int32_t, uint8_t>(tile, item, [](uint8_t x) { return static_cast<int32_t>(x != 0); });
+  }
+}
+
+template <class To, class From, class Convert>
+void storeAs(const Tile& tile, const Item& item, Convert convert) {
+  auto* target = static_cast<To*>(tile.buffers[item.access.buffer]);
+  const From* from = tile.from<From>(item.a);
+  forRuns(item.access, tile.begin(item), tile.size(item), [&](int64_t at, int64_t offset, int64_t stride, int64_t n) {
+    To* __restrict p = target + offset;
+    const From* __restrict source = from + at;
+    if (stride == 1) {
+      for (int64_t i = 0; i < n; ++i) {
+        p[i] = convert(source[i]);
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        p[i * stride] = convert(source[i]);
+      }
+    }
+  });
+}
+
+void store(const Tile& tile, const Item& item) {
+  switch (item.access.type) {
+    case Type::kFloat32:
+    case Type::kInt32:
+      return storeAs<uint32_t, uint32_t>(tile, item, [](uint32_t x) { return x; });
+    case Type::kBFloat16:
+      return storeAs<uint16_t, float>(
+          tile, item, [](float x) { return static_cast<uint16_t>(bits(roundBFloat16(x)) >> 16); });
+    case Type::kFloat16:
+      return storeAs<uint16_t, float>(tile, item, [](float x) { return toFloat16(x); });
+    case Type::kInt64:
+      return storeAs<int64_t, int32_t>(tile, item, [](int32_t x) { return static_cast<int64_t>(x); });
+    case Type::kBool:
+      return storeAs<uint8_t, int32_t>(tile, item, [](int32_t x) { return static_cast<uint8_t>(x); });
+  }
+}
+
+template <class To, class From, class F>
+void unary(const Tile& tile, const Item& item, F f) {
+  const From* __restrict a = tile.from<From>(item.a);
+  To* __restrict to = tile.to<To>(item.to);
+  const int64_t n = tile.size(item);
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = f(a[i]);
+  }
+}
+
+template <class To, class From, class F>
+void binary(const Tile& tile, const Item& item, F f) {
+  const int64_t n = tile.size(item);
+  const From x = std::bit_cast<From>(item.first), y = std::bit_cast<From>(item.second);
+  const From* __restrict a = item.operands == Operands::kConstantFirst ? nullptr : tile.from<From>(item.a);
+  const From* __restrict b = item.operands == Operands::kConstantSecond ? nullptr : tile.from<From>(item.b);
+  To* __restrict to = tile.to<To>(item.to);
+  if (!b) {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = f(a[i], y);
+    }
+  } else if (!a) {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = f(x, b[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = f(a[i], b[i]);
+    }
+  }
+}
+
+void choose(const Tile& tile, const Item& item) {
+  const int64_t n = tile.size(item);
+  const bool constantA = item.operands == Operands::kConstantFirst || item.operands == Operands::kConstants;
+  const bool constantB = item.operands == Operands::kConstantSecond || item.operands == Operands::kConstants;
+  const int32_t* __restrict c = tile.from<int32_t>(item.c);
+  const uint32_t* __restrict a = constantA ? nullptr : tile.from<uint32_t>(item.a);
+  const uint32_t* __restrict b = constantB ? nullptr : tile.from<uint32_t>(item.b);
+  uint32_t* __restrict to = tile.to<uint32_t>(item.to);
+  const uint32_t x = item.first, y = item.second;
+  if (a && b) {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = c[i] ? a[i] : b[i];
+    }
+  } else if (a) {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = c[i] ? a[i] : y;
+    }
+  } else if (b) {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = c[i] ? x : b[i];
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = c[i] ? x : y;
+    }
+  }
+}
+
+// Folds each row in an order that depends on its length alone.
+template <class T, class F>
+void reduce(const Tile& tile, const Item& item, T identity, F f) {
+  const T* a = tile.from<T>(item.a);
+  T* to = tile.to<T>(item.to);
+  for (int64_t row = 0; row < tile.rows; ++row) {
+    const T* values = a + row * tile.columns;
+    T partial[kPartial];
+    std::fill_n(partial, kPartial, identity);
+    int64_t i = 0;
+    for (; i + kPartial <= tile.columns; i += kPartial) {
+      for (int64_t j = 0; j < kPartial; ++j) {
+        partial[j] = f(partial[j], values[i + j]);
+      }
+    }
+    for (int64_t j = 0; i + j < tile.columns; ++j) {
+      partial[j] = f(partial[j], values[i + j]);
+    }
+    for (int64_t half = kPartial / 2; half > 0; half /= 2) {
+      for (int64_t j = 0; j < half; ++j) {
+        partial[j] = f(partial[j], partial[j + half]);
+      }
+    }
+    to[row] = partial[0];
+  }
+}
+
+void spread(const Tile& tile, const Item& item) {
+  const uint32_t* a = tile.from<uint32_t>(item.a);
+  uint32_t* to = tile.to<uint32_t>(item.to);
+  for (int64_t row = 0; row < tile.rows; ++row) {
+    std::fill_n(to + row * tile.columns, tile.columns, a[row]);
+  }
+}
+
+template <class F>
+void floats(const Tile& tile, const Item& item, F f) {
+  unary<float, float>(tile, item, f);
+}
+
+// int32 arithmetic wraps, as torch's does.
+int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
+
+void compute(const Tile& tile, const Item& item) {
+  using I = int32_t;
+  using U = uint32_t;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  switch (item.op) {
+    case Op::kLoad: return load(tile, item);
+    case Op::kStore: return store(tile, item);
+    case Op::kAdd: return binary<float, float>(tile, item, [](float a, float b) { return a + b; });
+    case Op::kSub: return binary<float, float>(tile, item, [](float a, float b) { return a - b; });
+    case Op::kMul: return binary<float, float>(tile, item, [](float a, float b) { return a * b; });
+    case Op::kDiv: return binary<float, float>(tile, item, [](float a, float b) { return a / b; });
+    case Op::kMax: return binary<float, float>(tile, item, [](float a, float b) { return larger(a, b); });
+    case Op::kMin: return binary<float, float>(tile, item, [](float a, float b) { return smaller(a, b); });
+    case Op::kPow: return binary<float, float>(tile, item, [](float a, float b) { return std::pow(a, b); });
+    case Op::kIAdd: return binary<I, U>(tile, item, [](U a, U b) { return wrapped(a + b); });
+    case Op::kISub: return binary<I, U>(tile, item, [](U a, U b) { return wrapped(a - b); });
+    case Op::kIMul: return binary<I, U>(tile, item, [](U a, U b) { return wrapped(a * b); });
+    case Op::kIMax: return binary<I, I>(tile, item, [](I a, I b) { return std::max(a, b); });
+    case Op::kIMin: return binary<I, I>(tile, item, [](I a, I b) { return std::min(a, b); });
+    case Op::kIAnd: return binary<I, I>(tile, item, [](I a, I b) { return a & b; });
+    case Op::kIOr: return binary<I, I>(tile, item, [](I a, I b) { return a | b; });
+    case Op::kIXor: return binary<I, I>(tile, item, [](I a, I b) { return a ^ b; });
+    case Op::kLt: return binary<I, float>(tile, item, [](float a, float b) { return I{a < b}; });
+    case Op::kLe: return binary<I, float>(tile, item, [](float a, float b) { return I{a <= b}; });
+    case Op::kGt: return binary<I, float>(tile, item, [](float a, float b) { return I{a > b}; });
+    case Op::kGe: return binary<I, float>(tile, item, [](float a, float b) { return I{a >= b}; });
+    case Op::kEq: return binary<I, float>(tile, item, [](float a, float b) { return I{a == b}; });
+    case Op::kNe: return binary<I, float>(tile, item, [](float a, float b) { return I{a != b}; });
+    case Op::kILt: return binary<I, I>(tile, item, [](I a, I b) { return I{a < b}; });
+    case Op::kILe: return binary<I, I>(tile, item, [](I a, I b) { return I{a <= b}; });
+    case Op::kIGt: return binary<I, I>(tile, item, [](I a, I b) { return I{a > b}; });
+    case Op::kIGe: return binary<I, I>(tile, item, [](I a, I b) { return I{a >= b}; });
+    case Op::kIEq: return binary<I, I>(tile, item, [](I a, I b) { return I{a == b}; });
+    case Op::kINe: return binary<I, I>(tile, item, [](I a, I b) { return I{a != b}; });
+    case Op::kWhere: return choose(tile, item);
+    case Op::kNeg: return floats(tile, item, [](float a) { return -a; });
+    case Op::kAbs: return floats(tile, item, [](float a) { return std::fabs(a); });
+    case Op::kExp: return floats(tile, item, [](float a) { return exponential(a); });
+    case Op::kLog: return floats(tile, item, [](float a) { return std::log(a); });
+    case Op::kSqrt: return floats(tile, item, [](float a) { return std::sqrt(a); });
+    case Op::kRsqrt: return floats(tile, item, [](float a) { return 1.0f / std::sqrt(a); });
+    case Op::kReciprocal: return floats(tile, item, [](float a) { return 1.0f / a; });
+    case Op::kSigmoid: return floats(tile, item, [](float a) { return sigmoid(a); });
+    case Op::kSilu: return floats(tile, item, [](float a) { return a / (1.0f + exponential(-a)); });
+    case Op::kTanh: return floats(tile, item, [](float a) { return hyperbolicTangent(a); });
+    case Op::kErf: return floats(tile, item, [](float a) { return errorFunction(a); });
+    case Op::kGelu: return floats(tile, item, [](float a) { return gelu(a); });
+    case Op::kGeluTanh: return floats(tile, item, [](float a) { return geluTanh(a); });
+    case Op::kRelu: return floats(tile, item, [](float a) { return a < 0 ? 0.0f : a; });
+    case Op::kSin: return floats(tile, item, [](float a) { return std::sin(a); });
+    case Op::kCos: return floats(tile, item, [](float a) { return std::cos(a); });
+    case Op::kFloor: return floats(tile, item, [](float a) { return std::floor(a); });
+    case Op::kCeil: return floats(tile, item, [](float a) { return std::ceil(a); });
+    case Op::kRound: return floats(tile, item, [](float a) { return std::nearbyint(a); });
+    case Op::kTrunc: return floats(tile, item, [](float a) { return std::trunc(a); });
+    case Op::kIsNan: return unary<I, float>(tile, item, [](float a) { return I{a != a}; });
+    case Op::kExpm1: return floats(tile, item, [](float a) { return std::expm1(a); });
+    case Op::kLog1p: return floats(tile, item, [](float a) { return std::log1p(a); });
+    case Op::kSoftplus:
+      return floats(tile, item, [](float a) { return a > 20.0f ? a : std::log1p(exponential(a)); });
+    case Op::kRoundBFloat16: return floats(tile, item, [](float a) { return roundBFloat16(a); });
+    case Op::kRoundFloat16: return floats(tile, item, [](float a) { return roundFloat16(a); });
+    case Op::kINeg: return unary<I, U>(tile, item, [](U a) { return wrapped(0 - a); });
+    case Op::kIAbs: return unary<I, U>(tile, item, [](U a) { return wrapped(static_cast<I>(a) < 0 ? 0 - a : a); });
+    case Op::kINot: return unary<I, I>(tile, item, [](I a) { return I{a == 0}; });
+    case Op::kToFloat: return unary<float, I>(tile, item, [](I a) { return static_cast<float>(a); });
+    case Op::kToInt: return unary<I, float>(tile, item, [](float a) { return static_cast<I>(a); });
+    case Op::kToBool: return unary<I, float>(tile, item, [](float a) { return I{a != 0}; });
+    case Op::kIToBool: return unary<I, I>(tile, item, [](I a) { return I{a != 0}; });
+    case Op::kSum: return reduce<float>(tile, item, 0.0f, [](float a, float b) { return a + b; });
+    case Op::kRowMax: return reduce<float>(tile, item, -kInfinity, [](float a, float b) { return larger(a, b); });
+    case Op::kRowMin: return reduce<float>(tile, item, kInfinity, [](float a, float b) { return smaller(a, b); });
+    case Op::kISum: return reduce<U>(tile, item, 0, [](U a, U b) { return a + b; });
+    case Op::kIRowMax:
+      return reduce<I>(tile, item, std::numeric_limits<I>::min(), [](I a, I b) { return std::max(a, b); });
+    case Op::kIRowMin:
+      return reduce<I>(tile, item, std::numeric_limits<I>::max(), [](I a, I b) { return std::min(a, b); });
+    case Op::kSpread: return spread(tile, item);
+    case Op::kCount: return;
+  }
+}
+
+}  // namespace
+
+void runMap(Pool& pool, const Map& map, void* const* buffers) {
+  const int64_t total = map.rows * map.columns;
+  const int64_t tileRows = map.reduces ? std::max<int64_t>(1, kTile / map.columns) : 1;
+  const int64_t tile = map.reduces ? tileRows * map.columns : kTile;
+  const int64_t tiles = (total + tile - 1) / tile;
+  const int64_t each = std::max<int64_t>(1, kGrain / (tile * static_cast<int64_t>(map.items.size())));
+  const int64_t stride = (std::min(tile, total) * sizeof(float) + 63) / 64 * 64;
+  pool.run((tiles + each - 1) / each, [&](int64_t task, int worker) {
+    const int64_t bytes = map.registers * (stride + static_cast<int64_t>(sizeof(void*)));
+    char* memory = static_cast<char*>(pool.scratch(worker, bytes));
+    const auto places = reinterpret_cast<const void**>(memory + map.registers * stride);
+    for (int64_t t = task * each; t < std::min(tiles, (task + 1) * each); ++t) {
+      const int64_t first = t * tile, count = std::min(tile, total - first);
+      const Tile now{buffers, memory, stride, first, count, t * tileRows, count / map.columns, map.columns, places};
+      for (const Item& item : map.items) {
+        compute(now, item);
+      }
+    }
+  });
+}
+
+}  // namespace step

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace step {
+namespace {
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Part `i` of `count` even parts of a range that begins at 0.
+inline Range part(int64_t size, int64_t i, int64_t count) { return {size * i / count, size * (i + 1) / count}; }
+
+inline int64_t divideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The same where parts begin at multiples of `unit`.
+inline Range part(int64_t size, int64_t i, int64_t count, int64_t unit) {
+  const Range units = part(divideUp(size, unit), i, count);
+  return {std::min(units.begin * unit, size), std::min(units.end * unit, size)};
+}
+
+}  // namespace
+}  // namespace step

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows of tables by number: embeddings, chosen tokens, and writing to the key-value cache.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace step {
+
+// to[o, i, :] = from[o, index[i], :], all contiguous.
+struct SelectCall {
+  const char* from;
+  char* to;
+  const void* index;
+  Type indexType;  // kInt32 or kInt64
+  int64_t outer, size, count, bytes;  // bytes of a row
+  bool wraps;      // negative indices count from the end
+};
+
+// False: an index is outside of the table, and nothing was copied.
+bool selectRows(Pool& pool, const SelectCall& call);
+
+// cache[rows[t], :, columns[t], :] = states[t]
+struct WriteCall {
+  char* cache;         // [slots, heads, columns, dim], contiguous
+  const char* states;  // [tokens, heads, dim] by strides; elements of a head are adjacent
+  const int32_t *rows, *columns;
+  int64_t slots, heads, length, bytes;  // bytes of a head's elements; length: columns of a slot
+  int64_t tokens, tokenStride, headStride;  // in bytes
+};
+
+// False: a row or column is outside of the cache, and nothing was written.
+bool writeCache(const WriteCall& call);
+
+}  // namespace step

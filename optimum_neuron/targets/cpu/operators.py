@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step attends, writes its cache and computes experts on the cpu target: operators that a plan has kernels for.
+
+In a traced graph they are one node each. Called on tensors they compute nothing: a plan alone runs them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...graphs.attention import AttentionRows, attend_cache
+from ...graphs.experts import ExpertsCall, dense_experts
+from ...graphs.interface import AttentionCall
+from ...graphs.masks import AttentionChunk
+from ...graphs.ops import StepOps
+
+
+NAMESPACE = "optimum_neuron_cpu"
+HEAD_DIM_STEP, HEAD_DIM_LIMIT = 16, 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define(
+    "attend(Tensor query, Tensor keys, Tensor values, Tensor? seq_ids, Tensor position_ids, float scaling, "
+    "int sliding_window, float softcap, Tensor? sinks) -> Tensor"
+)
+_library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor rows, Tensor columns) -> ()")
+_library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seq_ids: Tensor | None,
+    position_ids: Tensor,
+    scaling: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    rows, heads, tokens, dim = query.shape
+    return query.new_empty((rows, tokens, heads, dim))
+
+
+def _written(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+    return None
+
+
+def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*index.shape, weight.shape[1]))
+
+
+for _name, _shapes in (("attend", _attended), ("write_cache", _written), ("expert_linear", _projected)):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
+
+
+def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+    """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
+    dim = keys.shape[-1]
+    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim
+    return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
+
+
+def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """A drop-in for `attend_cache` that reads slots in place and stops at each token's own position."""
+    window = call.sliding_window
+    if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
+        return attend_cache(call, group, query, keys, values)
+    sinks = None if call.sinks is None else call.sinks.float()
+    output: Tensor = getattr(torch.ops, NAMESPACE).attend(
+        query,
+        keys,
+        values,
+        group.seq_ids,
+        group.position_ids,
+        call.scaling,
+        window or 0,
+        call.softcap or 0.0,
+        sinks,
+    )
+    return output
+
+
+def _write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """A drop-in for `kv_cache.write`."""
+    getattr(torch.ops, NAMESPACE).write_cache(cache, states, rows, columns)
+
+
+def _grouped_experts(call: ExpertsCall) -> Tensor:
+    """A drop-in for `dense_experts` that reads and computes the experts in use alone.
+
+    What a token gets depends on it and its experts only, to the bit.
+    """
+    if call.layer.is_transposed or call.up.dtype not in DTYPES:
+        return dense_experts(call)
+    linear = getattr(torch.ops, NAMESPACE).expert_linear
+    index = call.index.to(torch.int64)
+    up = linear(call.hidden_states.to(call.up.dtype), index, call.up, call.up_bias)
+    return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
+
+
+OPS = StepOps(attend_cache=_attend, write_cache=_write_cache, reads_visible=is_taken, experts=_grouped_experts)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in the arena the buffers of a step lie: those that are never needed at once may share a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .builder import PlanBuilder
+from .program import Buffer, Operand, Plan, Step, TorchCall
+
+
+_ALIGNMENT = 64
+
+
+def place_buffers(builder: PlanBuilder, once: tuple[TorchCall, ...]) -> tuple[Plan, dict[str, Tensor]]:
+    """The finished plan, and its constants by name."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, step in enumerate(builder.steps):
+        for index in buffers_of(step):
+            first.setdefault(index, number)
+            last[index] = number
+    used = {index for step in once for index in buffers_of(step)} | first.keys()
+    used |= {memory.index for memory in builder.memories if memory.kind in ("input", "output")}
+    offsets, arena = _offsets(builder, first, last)
+    buffers = tuple(
+        Buffer(memory.kind, memory.name, memory.bytes if memory.index in used else 0, offsets.get(memory.index, 0))
+        for memory in builder.memories
+    )
+    return Plan(buffers, once, tuple(builder.steps), arena), builder.constants
+
+
+def _offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) -> tuple[dict[int, int], int]:
+    """The lowest free place of each buffer, in order of their first use."""
+    offsets: dict[int, int] = {}
+    taken: list[tuple[int, int, int]] = []  # offset, end, last use
+    size = 0
+    for index in sorted(first, key=lambda index: first[index]):
+        memory = builder.memories[index]
+        if memory.kind != "arena":
+            continue
+        taken = [each for each in taken if each[2] >= first[index]]
+        needed = -(-max(memory.bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        start = 0
+        for begin, end, _ in sorted(taken):
+            if begin - start >= needed:
+                break
+            start = max(start, end)
+        offsets[index] = start
+        taken.append((start, start + needed, last[index]))
+        size = max(size, start + needed)
+    return offsets, size
+
+
+def buffers_of(step: Step) -> set[int]:
+    return {each.buffer for each in operands_of(step)}
+
+
+def operands_of(value: Any) -> Iterator[Operand]:
+    """Every operand in a step."""
+    if isinstance(value, Operand):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from operands_of(getattr(value, field.name))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from operands_of(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from operands_of(each)

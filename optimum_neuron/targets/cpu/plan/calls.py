@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that become calls of kernels: linear layers, attention, experts, the cache, tables, and joined tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .builder import PlanBuilder, arguments
+from .elementwise import Join
+from .fusion import REGISTER_DTYPES, Pending
+from .pointwise import aten
+from .program import Attend, Experts, Layer, Linears, Operand, Select, WriteCache
+from .values import Stored, operand
+
+
+_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def lower_linear(builder: PlanBuilder, node: Node) -> bool:
+    """Linear layers that share their input become one call, where the first one stands."""
+    if not _is_linear(builder, node):
+        return False
+    x = arguments(node)[0]
+    assert isinstance(x, Node)
+    together = [
+        user
+        for user in x.users
+        if user not in builder.values and _is_linear(builder, user) and arguments(user)[0] is x
+    ]
+    rows = _as_rows(_adjacent(builder, x))
+    layers = []
+    for each in together:
+        output = builder.allocate(builder.fake(each).shape, builder.fake(each).dtype)
+        weight, bias = (_parameter(builder, each, index) for index in (1, 2))
+        assert weight is not None
+        layers.append(Layer(_place(weight), None if bias is None else _place(bias), _as_rows(output)))
+        builder.values[each] = output
+    builder.emit(Linears(rows, tuple(layers)))
+    return True
+
+
+def _is_linear(builder: PlanBuilder, node: Node) -> bool:
+    if node.target is not aten.linear.default or node not in builder.live:
+        return False
+    x = arguments(node)[0]
+    dtype = builder.fake(x).dtype
+    parameters = [
+        _parameter(builder, node, index) for index in (1, 2) if len(arguments(node)) > index and arguments(node)[index]
+    ]
+    return dtype in _LINEAR_DTYPES and all(
+        each is not None and each.layout.dtype == dtype and each.layout.is_contiguous() for each in parameters
+    )
+
+
+def _parameter(builder: PlanBuilder, node: Node, index: int) -> Stored | None:
+    """A weight or bias, which is in memory before the first step."""
+    source = arguments(node)[index] if len(arguments(node)) > index else None
+    value = builder.values.get(source) if isinstance(source, Node) else None
+    return value if isinstance(value, Stored) and value.memory.kind in ("tensor", "kept") else None
+
+
+def _adjacent(builder: PlanBuilder, node: Node) -> Stored:
+    """A node's value as rows that lie evenly, the elements of a row side by side: copied where it is not."""
+    value = builder.stored(node)
+    return value if _row_stride(value.layout) is not None else builder.contiguous_copy(value)
+
+
+def _row_stride(layout: Tensor) -> int | None:
+    """Elements from a row to the next, of a tensor whose dimensions but the last are one; None where they are not."""
+    if layout.shape[-1] > 1 and layout.stride(-1) != 1:
+        return None
+    stride, span = None, 0
+    for size, own in reversed(list(zip(layout.shape[:-1], layout.stride()[:-1], strict=True))):
+        if size == 1:
+            continue
+        if stride is None:
+            stride, span = own, own * size
+        elif own != span:
+            return None
+        else:
+            span = own * size
+    return layout.shape[-1] if stride is None else stride
+
+
+def _as_rows(value: Stored) -> Operand:
+    layout = value.layout
+    stride = _row_stride(layout)
+    assert stride is not None
+    rows = layout.numel() // layout.shape[-1]
+    place = operand(value.memory, layout)
+    return Operand(place.buffer, place.dtype, place.offset, (rows, layout.shape[-1]), (stride, 1))
+
+
+def _place(value: Stored) -> Operand:
+    return operand(value.memory, value.layout)
+
+
+def lower_attend(builder: PlanBuilder, node: Node) -> bool:
+    query, keys, values, slots, positions, scaling, window, softcap, sinks = arguments(node)
+    asked = builder.stored(query)
+    if asked.layout.stride(-1) != 1:
+        asked = builder.contiguous_copy(asked)
+    cache = [builder.stored(each) for each in (keys, values)]
+    indices = [None if each is None else _contiguous(builder, each) for each in (slots, positions, sinks)]
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    assert indices[1] is not None
+    builder.emit(
+        Attend(
+            _place(asked),
+            _place(cache[0]),
+            _place(cache[1]),
+            indices[0],
+            indices[1],
+            indices[2],
+            _place(output),
+            float(scaling),
+            int(window),
+            float(softcap),
+        )
+    )
+    builder.values[node] = output
+    return True
+
+
+def _contiguous(builder: PlanBuilder, node: Node) -> Operand:
+    value = builder.stored(node)
+    return _place(value if value.layout.is_contiguous() else builder.contiguous_copy(value))
+
+
+def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
+    cache, states, rows, columns = arguments(node)
+    new = builder.stored(states)
+    if new.layout.stride(-1) != 1:
+        new = builder.contiguous_copy(new)
+    indices = [_contiguous(builder, each) for each in (rows, columns)]
+    target = builder.resting(cache)
+    builder.before_writing(target.memory)
+    builder.emit(WriteCache(_place(target), _place(new), *indices))
+    return True
+
+
+def lower_experts(builder: PlanBuilder, node: Node) -> bool:
+    x, index, weight, bias = arguments(node)
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    builder.emit(
+        Experts(
+            _contiguous(builder, x),
+            _contiguous(builder, index),
+            _contiguous(builder, weight),
+            None if bias is None else _contiguous(builder, bias),
+            _place(output),
+        )
+    )
+    builder.values[node] = output
+    return True
+
+
+def lower_select(builder: PlanBuilder, node: Node) -> bool:
+    """Rows of a table, by `embedding`, `index_select`, or `x[:, ..., index]`."""
+    if node.target is aten.embedding.default:
+        source, index, dim = arguments(node)[0], arguments(node)[1], 0
+    elif node.target is aten.index_select.default:
+        source, dim, index = arguments(node)
+    else:
+        source, indices = arguments(node)
+        chosen = [place for place, each in enumerate(indices) if each is not None]
+        if len(chosen) != 1:
+            return False
+        dim, index = chosen[0], indices[chosen[0]]
+    assert isinstance(source, Node) and isinstance(index, Node)
+    if builder.fake(index).dtype not in (torch.int32, torch.int64) or builder.fake(node).numel() == 0:
+        return False
+    dim %= builder.fake(source).dim()
+    table, numbers = builder.stored(source), _contiguous_or_none(builder, index)
+    if numbers is None:
+        return False
+    if not table.layout.is_contiguous():
+        if table.memory.kind == "tensor" or table.layout.dtype not in REGISTER_DTYPES:
+            return False
+        table = builder.contiguous_copy(table)
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    builder.emit(Select(_place(table), numbers, _place(output), dim, node.target is aten.index.Tensor))
+    builder.values[node] = output
+    return True
+
+
+def _contiguous_or_none(builder: PlanBuilder, node: Node) -> Operand | None:
+    value = builder.stored(node)
+    if value.layout.is_contiguous():
+        return _place(value)
+    return _place(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
+
+
+def lower_cat(builder: PlanBuilder, node: Node) -> bool:
+    """Every part is written to its place, by the group that computes it where it is in one."""
+    parts = list(arguments(node)[0])
+    dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim", 0)
+    fake = builder.fake(node)
+    dtypes = {builder.fake(part).dtype for part in parts}
+    if dtypes != {fake.dtype} or fake.dtype not in REGISTER_DTYPES:
+        return False
+    wide = builder.uses.are_wide(node, builder.values)
+    output = builder.allocate(fake.shape, torch.float32 if wide else fake.dtype)
+    start = 0
+    for part in parts:
+        shape = builder.fake(part).shape
+        if node.target is aten.stack.default:
+            place = output.layout.select(dim, start)
+            start += 1
+        else:
+            if len(shape) != fake.dim() or 0 in shape:
+                continue  # torch allows parts without elements
+            place = output.layout.narrow(dim, start, shape[dim])
+            start += shape[dim]
+        store(builder, part, output, place)
+    builder.values[node] = output
+    return True
+
+
+def lower_copy(builder: PlanBuilder, node: Node) -> bool:
+    """One tensor written over another."""
+    target, source = arguments(node)[:2]
+    place = builder.resting(target)
+    fakes = [builder.fake(each) for each in (target, source)]
+    alike = fakes[0].shape == fakes[1].shape and fakes[0].dtype == fakes[1].dtype
+    if not alike or fakes[0].dtype not in REGISTER_DTYPES or place.memory.kind not in ("arena", "tensor"):
+        return False
+    builder.before_writing(place.memory)
+    store(builder, source, place, place.layout)
+    builder.complete(place.memory)
+    builder.values[node] = place
+    return True
+
+
+def store(builder: PlanBuilder, source: Node, output: Stored, place: Tensor) -> None:
+    """Writes a node's value to a place of its shape in a buffer, in the group that computes it where it is in one."""
+    value = builder.values[source]
+    if isinstance(value, Pending) and not value.group.closed:
+        value.group.store(value.register, output.memory, place, rows=value.rows)
+        return
+    join = Join(builder, source, [source])
+    join.group.store(join.register(source), output.memory, place, rows=False)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's steps as the words that native/plan.cpp reads. Every access is checked against its buffer here, and only here."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .fusion import reduces
+from .program import (
+    OPS,
+    Attend,
+    Buffer,
+    Experts,
+    Item,
+    Layer,
+    Linears,
+    Map,
+    Operand,
+    Select,
+    Step,
+    WriteCache,
+)
+
+
+# As in native/kernels.h.
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
+# What calls of torch take beside them.
+_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1}
+_FLOATS = ("float32", "bfloat16", "float16")
+_KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Select: 4, WriteCache: 5}
+_MAX_DIMS = 8
+_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
+
+
+class PlanError(ValueError):
+    """A plan's parts contradict each other."""
+
+
+def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
+    """The words of a step.
+
+    Raises:
+        PlanError: it would read or write outside of its buffers, or its operands do not fit each other.
+    """
+    encoder = _Encoder(buffers)
+    write: dict[type[Any], Any] = {
+        Map: encoder.map,
+        Linears: encoder.linears,
+        Experts: encoder.experts,
+        Attend: encoder.attend,
+        Select: encoder.select,
+        WriteCache: encoder.write_cache,
+    }
+    return [_KINDS[type(step)], *write[type(step)](step)]
+
+
+def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
+    """Raises PlanError where an operand leaves its buffer."""
+    if not 0 <= operand.buffer < len(buffers):
+        raise PlanError(f"it has {len(buffers)} buffers, and uses number {operand.buffer}")
+    size = SIZES.get(operand.dtype) or _OTHER_SIZES.get(operand.dtype)
+    if size is None:
+        raise PlanError(f"it uses the type {operand.dtype}")
+    _require(len(operand.shape) == len(operand.strides), "it has an operand with fewer strides than dimensions")
+    _require(all(size >= 0 for size in operand.shape), "it has an operand of negative size")
+    _require(operand.offset >= 0 and all(stride >= 0 for stride in operand.strides), "it counts backwards")
+    if 0 in operand.shape:
+        return
+    reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
+    end = (operand.offset + reach + 1) * size
+    buffer = buffers[operand.buffer]
+    if end > buffer.bytes:
+        raise PlanError(f"it reads or writes up to byte {end} of a buffer of {buffer.bytes} bytes")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PlanError(otherwise)
+
+
+def _bits(number: float, *, integer: bool) -> int:
+    return number & 0xFFFFFFFF if integer else int(struct.unpack("<I", struct.pack("<f", number))[0])  # type: ignore[operator]
+
+
+def _is_contiguous(operand: Operand) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(operand.shape), reversed(operand.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides with as few dimensions as visit the same elements in the same order."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return dims or [(1, 1)]
+
+
+class _Encoder:
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+
+    def _place(self, operand: Operand | None) -> Iterator[int]:
+        if operand is None:
+            yield from (-1, 0)
+        else:
+            check_operand(operand, self._buffers)
+            _require(0 not in operand.shape and operand.dtype in TYPES, "it has an operand that no kernel takes")
+            yield from (operand.buffer, operand.offset * SIZES[operand.dtype])
+
+    def _contiguous(self, operand: Operand | None, dtype: str, shape: tuple[int, ...]) -> Iterator[int]:
+        if operand is not None:
+            fits = operand.dtype == dtype and tuple(operand.shape) == shape and _is_contiguous(operand)
+            _require(fits, f"it takes {operand.dtype} {list(operand.shape)} where {dtype} {list(shape)} belongs")
+        yield from self._place(operand)
+
+    def map(self, step: Map) -> Iterator[int]:
+        _require(step.rows > 0 and step.columns > 0, "it has a map without elements")
+        yield from (step.rows, step.columns, reduces(step.items), step.registers, len(step.items))
+        written: set[int] = set()
+        for item in step.items:
+            yield from self._item(item, step, written)
+
+    def _item(self, item: Item, step: Map, written: set[int]) -> Iterator[int]:
+        _require(item.op in OPS, f"it has an operator {item.op!r}")
+        _require(-1 <= item.to < step.registers and (item.to >= 0) == (item.op != "store"), "it has no such register")
+        registers = [0, 0, 0]
+        constants = [0, 0]
+        integer = (item.op.startswith("i") and item.op not in ("isnan",)) or item.op == "where"
+        for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
+            if is_constant:
+                _require(index < 2, "it has a constant where a register belongs")
+                constants[index] = _bits(value, integer=integer and isinstance(value, int))  # type: ignore[arg-type]
+            else:
+                _require(isinstance(value, int) and value in written, "it reads a register before it is written")
+                _require(value != item.to, "it overwrites an operand")
+                registers[index] = value  # type: ignore[assignment]
+        modes: dict[tuple[bool, ...], int] = {(False, False): 0, (False, True): 1, (True, False): 2, (True, True): 3}
+        flags = tuple([*item.constants, False, False][:2])
+        _require(item.op == "where" or flags != (True, True), "it has an operator without operands")
+        yield from (OPS.index(item.op), modes[flags], item.rows, item.to, *registers, *constants)
+        if item.op in ("load", "store"):
+            yield from self._access(item, step)
+        written.add(item.to)
+
+    def _access(self, item: Item, step: Map) -> Iterator[int]:
+        access = item.access
+        _require(access is not None, "it has an operator that reads from nowhere")
+        assert access is not None
+        check_operand(access, self._buffers)
+        _require(access.dtype in TYPES, "it has an operand that no kernel takes")
+        count = step.rows if item.rows else step.rows * step.columns
+        _require(math.prod(access.shape) == count, "it has an access of another size")
+        dims = collapse(access.shape, access.strides)
+        _require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
+        yield from (access.buffer, TYPES[access.dtype], access.offset, len(dims))
+        for size, stride in dims:
+            yield from (size, stride)
+
+    def linears(self, step: Linears) -> Iterator[int]:
+        x = step.x
+        _require(
+            x.dtype in _FLOATS and len(x.shape) == 2 and x.strides[1] == 1, "it has a linear layer of another form"
+        )
+        rows, columns = x.shape
+        yield TYPES[x.dtype]
+        yield from self._place(x)
+        yield from (rows, columns, x.strides[0], len(step.layers))
+        for layer in step.layers:
+            yield from self._layer(layer, x)
+
+    def _layer(self, layer: Layer, x: Operand) -> Iterator[int]:
+        output = layer.output
+        fits = output.dtype == x.dtype and len(output.shape) == 2 and output.strides[1] == 1
+        _require(fits and output.shape[0] == x.shape[0], "it has a linear layer whose output does not fit its input")
+        outputs = output.shape[1]
+        yield from self._contiguous(layer.weight, x.dtype, (outputs, x.shape[1]))
+        yield from self._contiguous(layer.bias, x.dtype, (outputs,))
+        yield from self._place(output)
+        yield from (outputs, output.strides[0])
+
+    def experts(self, step: Experts) -> Iterator[int]:
+        x, weight = step.x, step.weight
+        _require(
+            x.dtype in _FLOATS and len(weight.shape) == 3 and len(step.index.shape) == 2, "its experts have no form"
+        )
+        tokens, k = step.index.shape
+        experts, outputs, columns = weight.shape
+        per_expert = len(x.shape) == 3
+        yield TYPES[x.dtype]
+        yield from self._contiguous(x, x.dtype, (tokens, k, columns) if per_expert else (tokens, columns))
+        yield from self._contiguous(step.index, "int64", (tokens, k))
+        yield from self._contiguous(weight, x.dtype, (experts, outputs, columns))
+        yield from self._contiguous(step.bias, x.dtype, (experts, outputs))
+        yield from self._contiguous(step.output, x.dtype, (tokens, k, outputs))
+        yield from (per_expert, tokens, k, experts, outputs, columns)
+
+    def attend(self, step: Attend) -> Iterator[int]:
+        query, keys = step.query, step.keys
+        _require(query.dtype in _FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
+        rows, heads, tokens, dim = query.shape
+        slots, kv_heads, columns, _ = keys.shape
+        fits = heads % kv_heads == 0 and dim % _HEAD_DIM_STEP == 0 and dim <= _MAX_HEAD_DIM and query.strides[3] == 1
+        _require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
+        _require(step.slots is not None or rows <= slots, "its attention has more rows than slots")
+        yield TYPES[query.dtype]
+        yield from self._place(query)
+        for cache in (keys, step.values):
+            yield from self._contiguous(cache, query.dtype, (slots, kv_heads, columns, dim))
+        yield from self._contiguous(step.output, query.dtype, (rows, tokens, heads, dim))
+        yield from self._contiguous(step.slots, "int32", (rows,))
+        yield from self._contiguous(step.positions, "int32", (rows, tokens))
+        yield from self._contiguous(step.sinks, "float32", (heads,))
+        yield from (rows, heads, tokens, dim, kv_heads, columns, slots, step.window, *query.strides[:3])
+        yield from (_bits(step.scaling, integer=False), _bits(step.softcap, integer=False))
+
+    def select(self, step: Select) -> Iterator[int]:
+        source, index, dim = step.source, step.index, step.dim
+        _require(0 <= dim < len(source.shape) and index.dtype in ("int32", "int64"), "it selects from no dimension")
+        before, size, after = source.shape[:dim], source.shape[dim], source.shape[dim + 1 :]
+        yield TYPES[index.dtype]
+        yield from self._contiguous(source, source.dtype, source.shape)
+        yield from self._contiguous(step.output, source.dtype, (*before, *index.shape, *after))
+        yield from self._contiguous(index, index.dtype, index.shape)
+        yield from (
+            math.prod(before),
+            size,
+            math.prod(index.shape),
+            math.prod(after) * SIZES[source.dtype],
+            step.wraps,
+        )
+
+    def write_cache(self, step: WriteCache) -> Iterator[int]:
+        cache, states = step.cache, step.states
+        form = len(cache.shape) == 4 and len(states.shape) == 3 and cache.dtype == states.dtype
+        _require(form, "it writes what is no cache")
+        slots, heads, length, dim = cache.shape
+        tokens = states.shape[0]
+        fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
+        _require(fits, f"it writes {list(states.shape)} to a cache {list(cache.shape)}")
+        size = SIZES[cache.dtype]
+        yield from self._contiguous(cache, cache.dtype, cache.shape)
+        yield from self._place(states)
+        for indices in (step.rows, step.columns):
+            yield from self._contiguous(indices, "int32", (tokens,))
+        yield from (slots, heads, length, dim * size, tokens, states.strides[0] * size, states.strides[1] * size)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is: buffers, and steps over them, as plain data that is written as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+BufferKind = Literal["input", "output", "tensor", "constant", "kept", "arena"]
+# The operators of a Map, numbered as in native/map.h.
+OPS = [
+    "load",
+    "store",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "max",
+    "min",
+    "pow",
+    "iadd",
+    "isub",
+    "imul",
+    "imax",
+    "imin",
+    "iand",
+    "ior",
+    "ixor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "ilt",
+    "ile",
+    "igt",
+    "ige",
+    "ieq",
+    "ine",
+    "where",
+    "neg",
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "sigmoid",
+    "silu",
+    "tanh",
+    "erf",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "sin",
+    "cos",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "isnan",
+    "expm1",
+    "log1p",
+    "softplus",
+    "round_bfloat16",
+    "round_float16",
+    "ineg",
+    "iabs",
+    "inot",
+    "to_float",
+    "to_int",
+    "to_bool",
+    "ito_bool",
+    "sum",
+    "row_max",
+    "row_min",
+    "isum",
+    "irow_max",
+    "irow_min",
+    "spread",
+]
+REDUCTIONS = frozenset(["sum", "row_max", "row_min", "isum", "irow_max", "irow_min"])
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of memory.
+
+    Attributes:
+        kind: an input or output of the graph; a tensor of the artifact, weight or state; a constant of the graph; what is
+            computed once, when the graph is loaded ("kept"); what lives within a step ("arena").
+        name: of a tensor or constant; of inputs and outputs, their number.
+        bytes: its size.
+        offset: of its first byte in the arena.
+    """
+
+    kind: BufferKind
+    name: str
+    bytes: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in a buffer; `offset` and `strides` in elements."""
+
+    buffer: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operator of a Map on registers.
+
+    Attributes:
+        operands: registers, or numbers where the operator takes a constant.
+        rows: whether it has one element per row, not per column.
+        access: what `load` reads or `store` writes.
+    """
+
+    op: str
+    to: int
+    operands: tuple[int | float | None, ...] = ()
+    constants: tuple[bool, ...] = ()
+    rows: bool = False
+    access: Operand | None = None
+
+
+@dataclass(frozen=True)
+class Map:
+    """Elementwise operators and reductions over `rows` times `columns` elements; without reductions, one row."""
+
+    rows: int
+    columns: int
+    registers: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: `output [rows, outputs] = x @ weight.T + bias`."""
+
+    weight: Operand
+    bias: Operand | None
+    output: Operand
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linear layers that share their input `x [rows, columns]`."""
+
+    x: Operand
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`y[t, i] = x[t] @ weight[index[t, i]].T + bias[index[t, i]]`; x may have a row per expert."""
+
+    x: Operand
+    index: Operand
+    weight: Operand
+    bias: Operand | None
+    output: Operand
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [slots, kv_heads, columns, dim]`.
+
+    `positions [rows, tokens]` and `slots [rows]` are int32, `sinks [heads]` float32. Without slots, row i is slot i.
+    """
+
+    query: Operand
+    keys: Operand
+    values: Operand
+    slots: Operand | None
+    positions: Operand
+    sinks: Operand | None
+    output: Operand
+    scaling: float
+    window: int
+    softcap: float
+
+
+@dataclass(frozen=True)
+class Select:
+    """`output[o, i] = source[o, index[i]]`, of contiguous tensors whose dimension `dim` is chosen from.
+
+    Attributes:
+        wraps: whether a negative index counts from the end; else it is refused.
+    """
+
+    source: Operand
+    index: Operand
+    output: Operand
+    dim: int
+    wraps: bool
+
+
+@dataclass(frozen=True)
+class WriteCache:
+    """`cache[rows[t], :, columns[t]] = states[t]`, of `cache [slots, heads, columns, dim]`, `states [tokens, heads, dim]`."""
+
+    cache: Operand
+    states: Operand
+    rows: Operand
+    columns: Operand
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
+
+    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them.
+    """
+
+    operator: str
+    arguments: list[Any]
+    keywords: dict[str, Any]
+    outputs: tuple[Operand | None, ...]
+
+
+Step = Map | Linears | Experts | Attend | Select | WriteCache | TorchCall
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph's steps, and what is computed once before the first of them."""
+
+    buffers: tuple[Buffer, ...]
+    once: tuple[TorchCall, ...]
+    steps: tuple[Step, ...]
+    arena: int = field(default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "arena": self.arena,
+            "buffers": [asdict(buffer) for buffer in self.buffers],
+            "once": [_dict_of(step) for step in self.once],
+            "steps": [_dict_of(step) for step in self.steps],
+        }
+
+
+def _dict_of(step: Step) -> dict[str, Any]:
+    return {"kind": type(step).__name__} | asdict(step, dict_factory=_members)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {
+        name: [str(each) if isinstance(each, float) and not math.isfinite(each) else each for each in value]
+        if name == "operands"
+        else value
+        for name, value in pairs
+    }

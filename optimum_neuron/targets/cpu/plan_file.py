@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in its file, and what it was made for, as the kernels check no size of what they are given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+from ...artifacts.schema import (
+    TEXT,
+    anything,
+    first_difference,
+    listed,
+    named,
+    read_object,
+    record,
+    shown,
+    whole,
+)
+from ...config import NeuronConfig
+from ...graphs.spec import GraphSpec, ModelSpec
+from .plan import program
+from .plan.program import Plan
+
+
+FORMAT = 1
+_FILE = record(
+    {
+        "format": whole(1),
+        "graph": record(dict.fromkeys((field.name for field in fields(GraphSpec)), anything), closed=True),
+        "model": record(dict.fromkeys((field.name for field in fields(ModelSpec)), anything), closed=True),
+        "dtype": TEXT,
+        "tensors": named(record({"dtype": TEXT, "shape": listed(whole(0))}, closed=True)),
+        "plan": anything,
+        "sha256": TEXT,
+    },
+    closed=True,
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What plans depend on, beside their own graph."""
+
+    model: ModelSpec
+    dtype: str
+
+    @classmethod
+    def of(cls, config: NeuronConfig, model: ModelSpec) -> Facts:
+        return cls(model, config.dtype)
+
+
+def write_plan(path: Path, plan: Plan, spec: GraphSpec, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a plan.
+
+    Args:
+        tensors: weights and states that the graph uses, by name.
+    """
+    own = {name: {"dtype": _dtype(value), "shape": list(value.shape)} for name, value in tensors.items()}
+    content = _expected(spec, facts) | {"tensors": own, "plan": plan.to_dict()}
+    path.write_text(_text(content | {"sha256": _digest(content)}), encoding="utf-8")
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"), sort_keys=True)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of all but itself: so a plan that was changed in a place that nothing else contradicts is found."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(_text(rest).encode()).hexdigest()
+
+
+def read_plan(path: Path, spec: GraphSpec, facts: Facts, tensors: Mapping[str, Tensor]) -> Plan:
+    """Reads the plan of a graph.
+
+    Args:
+        tensors: what the artifact has, by name.
+
+    Raises:
+        ValueError: it is none, or was made for another graph, model, type or tensors.
+        OldPlanError: it is of another format, and has to be made again.
+    """
+    found = read_object(path)
+    if found.get("format") != FORMAT:
+        raise OldPlanError(f"it has the format {shown(found.get('format'))}, and this version reads {FORMAT}")
+    _FILE("the plan", found)
+    if found["sha256"] != _digest(found):
+        raise ValueError("it is not what was written: its digest is another")
+    difference = first_difference(found, _expected(spec, facts))
+    if difference is not None:
+        name, made, asked = difference
+        raise ValueError(f"it was compiled for {name}={shown(made)}, and the artifact has {shown(asked)}")
+    for name, known in found["tensors"].items():
+        if name not in tensors:
+            raise ValueError(f"it needs {name}, which the artifact lacks")
+        own = {"dtype": _dtype(tensors[name]), "shape": list(tensors[name].shape)}
+        if own != known:
+            raise ValueError(
+                f"it was compiled for {name} as {known['dtype']} {known['shape']}, and the artifact has {own['dtype']} "
+                f"{own['shape']}"
+            )
+    plan: Plan = _build(Plan, found["plan"])
+    for buffer in plan.buffers:
+        if buffer.kind == "tensor" and buffer.name not in found["tensors"]:
+            raise ValueError(f"it uses {shown(buffer.name)}, of which it says nothing")
+    return plan
+
+
+class OldPlanError(ValueError):
+    """A plan of another format."""
+
+
+def _expected(spec: GraphSpec, facts: Facts) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "graph": asdict(spec),
+        "model": {"convolutions": []} | facts.model.to_dict(),
+        "dtype": facts.dtype,
+    }
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """A value of a type from the JSON that it was written as.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if kind is Any:
+        return _argument(value)
+    if kind is program.Step:
+        return _build(_step_kind(value), {name: each for name, each in value.items() if name != "kind"})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _build_one_of(arguments, value)
+    if origin is Literal:
+        fits, built = value in arguments, value
+    elif origin is tuple:
+        fits = isinstance(value, list)
+        built = tuple(_build(arguments[0], each) for each in value) if fits else None
+    elif origin in (list, dict):
+        fits = isinstance(value, origin)
+        built = _argument(value)
+    elif is_dataclass(kind):
+        make: Any = kind
+        hints = _hints(make)
+        fits = isinstance(value, dict) and value.keys() == hints.keys()
+        built = make(**{name: _build(hint, value[name]) for name, hint in hints.items()}) if fits else None
+    elif kind is float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        built = value
+    else:
+        fits, built = type(value) is kind, value
+    if not fits:
+        raise ValueError(f"it has {shown(value)} where {getattr(kind, '__name__', kind)} belongs")
+    return built
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind, vars(program))
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _step_kind(value: Any) -> Any:
+    kinds = {kind.__name__: kind for kind in get_args(program.Step)}
+    if not isinstance(value, dict) or value.get("kind") not in kinds:
+        raise ValueError(f"it has the step {shown(value)}")
+    return kinds[value["kind"]]
+
+
+def _build_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    if isinstance(value, str) and str not in kinds and float in kinds:  # JSON has no other way to say infinity
+        if value not in ("inf", "-inf", "nan"):
+            raise ValueError(f"it has {shown(value)} where a number belongs")
+        return float(value)
+    for kind in (int, float):
+        if kind in kinds and type(value) is kind:
+            return value
+    rest = [kind for kind in kinds if kind not in (int, float, type(None))]
+    if len(rest) != 1:
+        raise ValueError(f"it has {shown(value)} where a number belongs")
+    return _build(rest[0], value)
+
+
+def _argument(value: Any) -> Any:
+    """An argument of a call of torch, in which tensors are operands."""
+    if isinstance(value, list):
+        return [_argument(each) for each in value]
+    if isinstance(value, dict) and value.keys() == {"tensor"}:
+        return {"tensor": _build(program.Operand, value["tensor"])}
+    return {name: _argument(each) for name, each in value.items()} if isinstance(value, dict) else value

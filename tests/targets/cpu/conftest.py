@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests/targets/cpu."""
+
+from __future__ import annotations
+
+import pytest
+from kernel_calls import NAMES, Kernels, load_kernels
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
+    """The kernels of each instruction set of this machine, the best first."""
+    return load_kernels(request.param)
+
+
+@pytest.fixture(scope="session")
+def best_kernels(_compile_cache: None) -> Kernels:
+    """Those that the cpu target uses here."""
+    return load_kernels(NAMES[0])

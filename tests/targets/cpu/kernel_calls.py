@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on tensors: plans of one step, and plans of exported functions, for any instruction set of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+
+from optimum_neuron.graphs.spec import TensorSpec
+from optimum_neuron.targets.cache import CACHE_VARIABLE
+from optimum_neuron.targets.cpu import library
+from optimum_neuron.targets.cpu.executable import BoundPlan
+from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_sets
+from optimum_neuron.targets.cpu.memory import allocate_arena
+from optimum_neuron.targets.cpu.plan.encode import encode
+from optimum_neuron.targets.cpu.plan.lower import lower
+from optimum_neuron.targets.cpu.plan.program import (
+    Attend,
+    Buffer,
+    Experts,
+    Layer,
+    Linears,
+    Map,
+    Operand,
+    Plan,
+    Select,
+    Step,
+    TorchCall,
+    WriteCache,
+)
+
+
+NAMES = tuple(each.name for each in instruction_sets())
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Half the distance of two neighbouring numbers, relative to them.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+_GUARD, _GUARD_BYTE = 256, 0xA5
+
+with_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sizes).to(dtype)
+
+
+def int32(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal to the bit; any NaN is another."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        _bits(left.nan_to_num(0)), _bits(right.nan_to_num(0))
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class RefusedError(Exception):
+    """A step was given an index that it does not have."""
+
+
+@dataclass
+class Tensors:
+    """The tensors of a step, as buffers that end where the tensors' memory does."""
+
+    held: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, tensor: Tensor) -> Operand:
+        self.held.append(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Operand(len(self.held) - 1, dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def optional(self, tensor: Tensor | None) -> Operand | None:
+        return None if tensor is None else self(tensor)
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [Buffer("tensor", str(i), each.untyped_storage().nbytes()) for i, each in enumerate(self.held)]
+
+
+def guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new tensor amid bytes that nobody may write to; see `check_guards`."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8)
+    return memory[_GUARD : _GUARD + size].view(dtype).view(tuple(shape))
+
+
+def check_guards(tensor: Tensor) -> None:
+    memory = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert (memory[:_GUARD] == _GUARD_BYTE).all() and (memory[-_GUARD:] == _GUARD_BYTE).all(), (
+        "it wrote beside its output"
+    )
+
+
+class Kernels:
+    """The kernels of one instruction set, as functions of tensors. They compute with torch's number of threads."""
+
+    def __init__(self, name: str, compiled: ctypes.CDLL) -> None:
+        self.name, self.library = name, compiled
+
+    def run(self, step: Step, tensors: Tensors) -> None:
+        """Runs one step.
+
+        Raises:
+            PlanError: it does not fit its tensors.
+            RefusedError: it met an index that is out of range.
+        """
+        words = np.array(encode(step, tensors.buffers), dtype=np.int64)
+        addresses = (ctypes.c_void_p * len(tensors.held))(
+            *(each.untyped_storage().data_ptr() for each in tensors.held)
+        )
+        plan = self.library.step_plan(words.ctypes.data, len(words))
+        assert plan
+        try:
+            result = self.library.step_run(plan, 0, 1, ctypes.addressof(addresses), torch.get_num_threads())
+        finally:
+            self.library.step_free(plan)
+        assert result in (-1, 0)
+        if result == 0:
+            raise RefusedError
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        tensors = Tensors()
+        outputs = [guarded((len(x), len(weight)), x.dtype) for weight in weights]
+        layers = tuple(
+            Layer(tensors(weight), tensors.optional(bias), tensors(output))
+            for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        )
+        self.run(Linears(tensors(x), layers), tensors)
+        for output in outputs:
+            check_guards(output)
+        return outputs
+
+    def expert_linear(self, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tensors, output = Tensors(), guarded((*index.shape, weight.shape[1]), x.dtype)
+        self.run(
+            Experts(tensors(x), tensors(index), tensors(weight), tensors.optional(bias), tensors(output)), tensors
+        )
+        check_guards(output)
+        return output
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor | None,
+        positions: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        *,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        rows, heads, tokens, dim = query.shape
+        tensors = Tensors()
+        output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
+        step = Attend(
+            *(tensors(each) for each in (query, keys, values)),
+            tensors.optional(slots),
+            tensors(positions),
+            tensors.optional(sinks),
+            tensors(output),
+            scaling,
+            window,
+            softcap,
+        )
+        self.run(step, tensors)
+        check_guards(output)
+        return output
+
+    def select(
+        self, source: Tensor, index: Tensor, dim: int = 0, *, wraps: bool = False, output: Tensor | None = None
+    ) -> Tensor:
+        tensors = Tensors()
+        if output is None:
+            output = guarded((*source.shape[:dim], *index.shape, *source.shape[dim + 1 :]), source.dtype)
+        self.run(Select(tensors(source), tensors(index), tensors(output), dim, wraps), tensors)
+        check_guards(output)
+        return output
+
+    def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        tensors = Tensors()
+        self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+
+@cache
+def load_kernels(name: str) -> Kernels:
+    """Those of one instruction set; of the processes of a test run, one builds them."""
+    with FileLock(f"{os.environ[CACHE_VARIABLE]}-{name}.lock"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CPU_VARIABLE, name)
+        return Kernels(name, library.load.__wrapped__())
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
+
+
+@dataclass(frozen=True)
+class _Interface:
+    """What a plan asks of a graph."""
+
+    before: list[TensorSpec]
+    after: list[TensorSpec]
+
+    def inputs(self) -> list[TensorSpec]:
+        return self.before
+
+    def outputs(self, vocab_size: int) -> list[TensorSpec]:
+        return self.after
+
+
+class Planned:
+    """A function of tensors as a plan, called with tensors of the same shapes and types."""
+
+    def __init__(self, kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+        module = function if isinstance(function, nn.Module) else _Function(function)
+        with torch.no_grad():
+            program = torch.export.export(module, tuple(inputs), strict=False)
+        self.plan: Plan
+        self.plan, constants = lower(program)
+        output = next(node for node in program.graph_module.graph.nodes if node.op == "output")
+        interface = _Interface([_spec(each) for each in inputs], [_spec(node.meta["val"]) for node in output.args[0]])
+        tensors = constants | {name: each.detach() for name, each in module.state_dict().items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "load", lambda: kernels.library)
+            self._bound = BoundPlan(self.plan, interface, 0, tensors, allocate_arena([self.plan]))
+
+    @property
+    def operators(self) -> set[str]:
+        """What the plan's maps compute by."""
+        return {item.op for step in self.plan.steps if isinstance(step, Map) for item in step.items}
+
+    @property
+    def calls_torch(self) -> list[str]:
+        return [step.operator for step in self.plan.steps if isinstance(step, TorchCall)]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return self._bound.run([each.contiguous() for each in inputs])
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec("", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

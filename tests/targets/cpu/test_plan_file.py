@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan says what it was made for, and runs for nothing else; nothing that it says reaches beyond its buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
+from tampering import MANIFEST, WEIGHTS, read_json, write
+from torch import Tensor
+
+from optimum_neuron.artifacts.artifact import ArtifactError
+from optimum_neuron.graphs.spec import ConvolutionState, LayerCache, ModelSpec, graph_specs
+from optimum_neuron.targets.cpu import loader, plan_file
+from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, TorchCall
+from optimum_neuron.targets.cpu.plan_file import Facts, OldPlanError, read_plan, write_plan
+
+
+SPEC = graph_specs(tiny_config(target="cpu"))[0]
+GRAPH = f"graphs/{SPEC.name}.json"
+FACTS = Facts(ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300), "float32")
+TENSORS = {"model.a": torch.ones(2, 3), "kv_cache.key_0": torch.ones(4, dtype=torch.bfloat16)}
+A = Operand(0, "float32", 0, (2, 3), (3, 1))
+CALL = TorchCall("aten.clamp.default", [{"tensor": A}, {"number": "-inf"}, 3.5], {"x": {"dtype": "bool"}}, (A, None))
+PLAN = Plan((Buffer("tensor", "model.a", 24), Buffer("arena", "", 64, 128)), (), (CALL,), 192)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_plan(tmp_path / "plan.json", PLAN, SPEC, FACTS, TENSORS)
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_is_read_as_it_was_written(path: Path) -> None:
+    assert read_plan(path, SPEC, FACTS, TENSORS) == PLAN
+
+
+OTHER_SIZES = {field.name: 7 for field in dataclasses.fields(SPEC) if isinstance(getattr(SPEC, field.name), int)}
+OTHER_FACTS: dict[str, dict[str, Any]] = {
+    "heads": {"model": ModelSpec(300, (LayerCache(0, 4, 16, 16),), num_embeddings=300)},
+    "words": {"model": ModelSpec(301, FACTS.model.layers, num_embeddings=300)},
+    "convolutions": {"model": ModelSpec(300, FACTS.model.layers, (ConvolutionState(0, 0, 3, 8),), num_embeddings=300)},
+    "type": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("field", [*OTHER_SIZES, "kind"])
+def test_a_plan_of_another_graph_is_refused(path: Path, field: str) -> None:
+    other = dataclasses.replace(SPEC, **{field: OTHER_SIZES.get(field, "mixed")})
+    with pytest.raises(ValueError, match=rf"compiled for graph\.{field}=.*, and the artifact has"):
+        read_plan(path, other, FACTS, TENSORS)
+
+
+@pytest.mark.parametrize("name", OTHER_FACTS)
+def test_a_plan_of_another_model_is_refused(path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"it was compiled for .*, and the artifact has"):
+        read_plan(path, SPEC, dataclasses.replace(FACTS, **OTHER_FACTS[name]), TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"model.a": torch.ones(3, 2)}, r"model\.a as float32 \[2, 3\], and the artifact has float32 \[3, 2\]"),
+        ({"model.a": torch.ones(2, 3, dtype=torch.int32)}, r"float32 \[2, 3\], and the artifact has int32 \[2, 3\]"),
+        ({"model.a": None}, r"needs model\.a, which the artifact lacks"),
+    ],
+)
+def test_tensors_of_another_shape_or_type_are_refused(path: Path, tensors: dict[str, Tensor], words: str) -> None:
+    found = {name: tensor for name, tensor in (TENSORS | tensors).items() if tensor is not None}
+    with pytest.raises(ValueError, match=words):
+        read_plan(path, SPEC, FACTS, found)
+
+
+def signed(content: dict[str, Any]) -> bytes:
+    """A plan's file whose digest is right."""
+    return plan_file._text(content | {"sha256": plan_file._digest(content)}).encode()
+
+
+def test_a_plan_that_uses_a_tensor_of_which_it_says_nothing_is_refused(path: Path) -> None:
+    content = read_json(path)
+    del content["tensors"]["model.a"]
+    path.write_bytes(signed(content))
+    with pytest.raises(ValueError, match=r"it uses 'model\.a', of which it says nothing"):
+        read_plan(path, SPEC, FACTS, TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: b"", "Expecting value"),
+        (lambda data: data[: len(data) // 2], "Unterminated|Expecting"),
+        (lambda data: data.replace(b"3.5", b"3.6"), "its digest is another"),
+        (lambda data: data.replace(b'"float32"', b'"float16"', 1), "compiled for|digest is another"),
+        (lambda data: b"[" + data + b"]", "not an object"),
+    ],
+)
+def test_a_damaged_plan_is_refused(path: Path, damage: Callable[[bytes], bytes], words: str) -> None:
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=words):
+        read_plan(path, SPEC, FACTS, TENSORS)
+
+
+@pytest.mark.parametrize("found", [0, 2, "1", None])
+def test_a_plan_of_another_format_is_told_from_a_damaged_one(path: Path, found: object) -> None:
+    path.write_bytes(json.dumps(read_json(path) | {"format": found}).encode())
+    with pytest.raises(OldPlanError, match="this version reads 1"):
+        read_plan(path, SPEC, FACTS, TENSORS)
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    "",
+    "x",
+    -1,
+    0,
+    7,
+    2**40,
+    1.5,
+    [],
+    {},
+    [1],
+    "aten.set_.default",
+    "float64",
+    "inf",
+)
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from places(inner, (*place, key))
+
+
+def changed(content: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    copy = json.loads(json.dumps(content))
+    inner = copy["plan"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return copy
+
+
+def forbidden(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("must not be called")
+
+
+@pytest.fixture
+def artifact(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of the compiled Llama, to be changed."""
+    return Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
+
+
+@pytest.mark.slow
+def test_no_plan_runs_for_another_graph(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "BoundPlan", forbidden)
+    other = next(path for path in sorted((artifact / "graphs").glob("mixed*.json")))
+    write(artifact, GRAPH, other.read_bytes())
+    with pytest.raises(
+        ArtifactError, match=rf"{SPEC.name}\.json cannot be used: it was compiled for graph\.kind='mixed'"
+    ):
+        artifact_runner(artifact)
+
+
+@pytest.mark.slow
+def test_a_graph_that_the_manifest_does_not_list_is_not_loaded(artifact: Path) -> None:
+    manifest = read_json(artifact / MANIFEST)
+    manifest["files"] = {name: each for name, each in manifest["files"].items() if not name.startswith("graphs/")}
+    (artifact / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"lists no file graphs/.*\.json"):
+        artifact_runner(artifact)
+
+
+@pytest.mark.slow
+def test_no_value_in_a_plan_reaches_beyond_its_buffers(artifact: Path) -> None:
+    """Every kind of value in many places of a plan whose digest is right: refused in a sentence, or run within its memory."""
+    content = read_json(artifact / GRAPH)
+    spots = [place for place in places(content["plan"]) if place]
+    chosen = torch.randperm(len(spots), generator=torch.Generator().manual_seed(3))[:150].tolist()
+    refused = 0
+    for index in chosen:
+        value = WRONG[index % len(WRONG)]
+        write(artifact, GRAPH, signed(changed(content, spots[index], value)))
+        try:
+            generate(artifact_runner(artifact), random_tokens(9), 2)
+        except (ArtifactError, IndexError) as error:
+            assert "\n" not in str(error), (spots[index], value)
+            refused += 1
+    assert refused > len(chosen) // 2
+
+
+@pytest.fixture(scope="module")
+def without_code(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of the cpu target whose graphs are still to be compiled."""
+    path = export_tiny(tiny_checkpoint, tmp_path_factory.mktemp("plain") / "artifact")
+    edit(path, lambda manifest: (manifest.update(target="cpu"), manifest["config"].update(target="cpu")))
+    return path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = read_json(path / MANIFEST)
+    change(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def transpose_head(path: Path) -> None:
+    data = (path / WEIGHTS).read_bytes()
+    write(path, WEIGHTS, data.replace(b"[300,64]", b"[64,300]", 1))
+
+
+UNCOMPILABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "heads": (
+        lambda path: edit(path, lambda m: m["model"]["layers"][1].update(kv_heads=4)),
+        r"says layers\[1\]\.kv_heads=4, and the model of config\.json has 2",
+    ),
+    "weights": (transpose_head, r"lm_head\.weight as torch\.float32 \[64, 300\], and the model"),
+    "type": (lambda path: edit(path, lambda m: m["config"].update(dtype="bfloat16")), r"says dtype='bfloat16'"),
+    "no model": (lambda path: write(path, "config.json", b"{}"), r"config\.json cannot be read"),
+    "tied": (
+        lambda path: edit(path, lambda m: m.update(tied_weights={"model.a": "model.b"})),
+        r"lacks model\.b, which the manifest ties weights to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPILABLE)
+def test_nothing_is_compiled_from_what_contradicts_itself(
+    without_code: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copytree(without_code, tmp_path / "artifact"))
+    change, words = UNCOMPILABLE[name]
+    change(path)
+    monkeypatch.setattr(loader, "compile_graphs", forbidden)
+    with pytest.raises(ValueError, match=words) as caught:
+        artifact_runner(path, trust_native_code=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_graphs_are_compiled_from_listed_files_alone(
+    without_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copytree(without_code, tmp_path / "artifact"))
+    (path / "modeling_other.py").write_text("raise SystemExit", encoding="utf-8")
+    found: list[str] = []
+
+    def record(job: Any) -> NoReturn:
+        found.extend(each.name for each in job.folder.iterdir())
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(loader, "compile_graphs", record)
+    with pytest.raises(RuntimeError, match="enough"):
+        artifact_runner(path, trust_native_code=False)
+    assert "config.json" in found and "modeling_other.py" not in found
