@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TR
 # what needs torch-xla, and what depends on torch most
 TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,compile lint lowering run sdk) \
   $(addprefix tests/graphs/test_,graphs.py sampling.py) tests/targets/test_targets.py tests/modeling/test_modeling.py
-# what a CPU without AVX512 runs otherwise than one with the own kernels
+# what depends on the kernels' instruction set; tests/targets/cpu tries each that the machine has
 TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \
   tests/targets/cpu
 # Tests in as many processes as there are cores, up to 4; conftest.py says which ones compute with more than one thread.

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from kernel_calls import NAMES, Kernels, load_kernels
+from kernel_calls import NAMES, Kernels, load_kernels, threads
 
 
 @pytest.fixture(scope="session", params=NAMES)
@@ -17,3 +19,10 @@ def kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
 def best_kernels(_compile_cache: None) -> Kernels:
     """Those that the cpu target uses here."""
     return load_kernels(NAMES[0])
+
+
+@pytest.fixture
+def torch_with_one_thread() -> Iterator[None]:
+    """For small tensors, which torch's threads would only wait for each other with."""
+    with threads(1):
+        yield

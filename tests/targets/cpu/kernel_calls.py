@@ -121,10 +121,18 @@ def check_guards(tensor: Tensor) -> None:
 
 
 class Kernels:
-    """The kernels of one instruction set, as functions of tensors. They compute with torch's number of threads."""
+    """The kernels of one instruction set, as functions of tensors, with threads of their own."""
 
     def __init__(self, name: str, compiled: ctypes.CDLL) -> None:
-        self.name, self.library = name, compiled
+        self.name, self.library, self.threads = name, compiled, 2
+
+    @contextmanager
+    def with_threads(self, count: int) -> Iterator[None]:
+        before, self.threads = self.threads, count
+        try:
+            yield
+        finally:
+            self.threads = before
 
     def run(self, step: Step, tensors: Tensors) -> None:
         """Runs one step.
@@ -140,7 +148,7 @@ class Kernels:
         plan = self.library.step_plan(words.ctypes.data, len(words))
         assert plan
         try:
-            result = self.library.step_run(plan, 0, 1, ctypes.addressof(addresses), torch.get_num_threads())
+            result = self.library.step_run(plan, 0, 1, ctypes.addressof(addresses), self.threads)
         finally:
             self.library.step_free(plan)
         assert result in (-1, 0)

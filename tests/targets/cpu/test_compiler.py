@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
 
 from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.targets.cache import CACHE_VARIABLE, CompileCache
@@ -152,3 +152,26 @@ def test_one_artifact_gives_its_tokens_on_every_thread_count(cpu_artifact: Calla
         found.append(generate(artifact_runner(cpu_artifact("llama")), prompt, 8))
     for tokens, logits in found[1:]:
         assert tokens == found[0][0] and torch.equal(logits, found[0][1])
+
+
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+import optimum_neuron.runtime.threads
+from helpers import artifact_runner, generate, random_tokens
+torch.set_num_threads(2)
+tokens = generate(artifact_runner(Path(sys.argv[1])), random_tokens(21), 8)[0]
+if not os.fork():
+    signal.alarm(100)
+    os._exit(3 if generate(artifact_runner(Path(sys.argv[1])), random_tokens(21), 8)[0] == tokens else 4)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_with_threads_of_its_own(cpu_artifact: Callable[[str], Path]) -> None:
+    process = python_process(FORKS, cpu_artifact("llama"), Path(__file__).parents[2])
+    output, errors = process.communicate(timeout=200)
+    assert output.split() == ["3"], errors

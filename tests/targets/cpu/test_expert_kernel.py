@@ -17,7 +17,6 @@ from kernel_calls import (
     guarded,
     random,
     same_bits,
-    threads,
     with_dtypes,
 )
 from torch import Tensor
@@ -26,6 +25,7 @@ from optimum_neuron.targets.cpu.plan.encode import PlanError
 from optimum_neuron.targets.cpu.plan.program import Experts
 
 
+pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
 NAN = float("nan")
 
 
@@ -122,7 +122,7 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels, dtype: torch.dty
     index[:, 0] = 3  # one expert with more work than all others
     results = []
     for count in (1, 2, 3, 5):
-        with threads(count):
+        with kernels.with_threads(count):
             results.append(kernels.expert_linear(x, index, weight, None))
     assert all(same_bits(result, results[0]) for result in results[1:])
     assert same_bits(results[0][:3], row_by_row(kernels, x[:3], index[:3], weight, None))

@@ -21,7 +21,6 @@ from kernel_calls import (
     int32,
     random,
     same_bits,
-    threads,
     with_dtypes,
 )
 from torch import Tensor
@@ -35,6 +34,7 @@ from optimum_neuron.targets.cpu.plan.encode import PlanError
 from optimum_neuron.targets.cpu.plan.program import Layer, Linears
 
 
+pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -57,14 +57,16 @@ class TestLinears:
         weights = [random(size, columns, dtype=dtype) for size in outputs]
         biases = [random(size, dtype=dtype) if index % 2 == 0 else None for index, size in enumerate(outputs)]
         x = random(max(ROWS), columns, dtype=dtype)
+        exact, terms = [], []
+        for weight, bias in zip(weights, biases, strict=True):
+            exact.append(linear(x.double(), weight.double(), None if bias is None else bias.double()))
+            terms.append(linear(x.double().abs(), weight.double().abs()) + 1)
         for rows in ROWS:
             results = kernels.linears(x[:rows], weights, biases)
-            for result, weight, bias in zip(results, weights, biases, strict=True):
-                exact = linear(x[:rows].double(), weight.double(), None if bias is None else bias.double())
-                terms = linear(x[:rows].double().abs(), weight.double().abs()) + 1
-                assert result.dtype == dtype and result.shape == exact.shape
-                error = (result.double() - exact).abs()
-                assert (error <= terms * 2**-21 + exact.abs() * ROUNDING[dtype] * 1.001).all()
+            for result, wanted, sizes in zip(results, exact, terms, strict=True):
+                assert result.dtype == dtype and result.shape == wanted[:rows].shape
+                error = (result.double() - wanted[:rows]).abs()
+                assert (error <= sizes[:rows] * 2**-21 + wanted[:rows].abs() * ROUNDING[dtype] * 1.001).all()
 
     @with_dtypes
     @pytest.mark.parametrize(("columns", "outputs"), [(33, [5, 3]), (2050, [130, 7]), (1000, [1501, 1003])])
@@ -112,7 +114,7 @@ class TestLinears:
         for rows in (1, 70):
             results = []
             for count in (1, 2, 3):
-                with threads(count):
+                with kernels.with_threads(count):
                     results.append(kernels.linears(x[:rows], weights, [None, None]))
             assert all_same(results[0], results[1]) and all_same(results[0], results[2])
 
@@ -332,7 +334,7 @@ class TestAttend:
             positions = torch.randint(200, 400, (rows, tokens), dtype=torch.int32)
             results = []
             for count in (1, 2, 3):
-                with threads(count):
+                with kernels.with_threads(count):
                     results.append(kernels.attend(query, keys, values, None, positions, 0.125, sinks=torch.ones(6)))
             assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
@@ -405,7 +407,7 @@ class TestRows:
     def test_the_number_of_threads_changes_no_row(self, kernels: Kernels) -> None:
         source, index = torch.randn(50, 4099), torch.randint(0, 50, (300,))
         for count in (1, 2, 3):
-            with threads(count):
+            with kernels.with_threads(count):
                 assert same_bits(kernels.select(source, index), source[index])
 
     def test_rows_that_are_not_there_are_refused(self, kernels: Kernels) -> None:

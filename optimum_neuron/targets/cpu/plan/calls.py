@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from .builder import PlanBuilder, arguments
-from .elementwise import Join
 from .fusion import REGISTER_DTYPES, Pending
+from .join import Join
 from .pointwise import aten
 from .program import Attend, Experts, Layer, Linears, Operand, Select, WriteCache
 from .values import Stored, operand

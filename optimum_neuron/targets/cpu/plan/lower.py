@@ -221,7 +221,7 @@ def _view(builder: PlanBuilder, node: Node) -> bool:
     if not isinstance(source, Node):
         return False
     value = builder.values[source]
-    if isinstance(value, Known):
+    if isinstance(value, Known) or (node in builder.uses.written and _copies(builder, node, source)):
         return False
     if isinstance(value, Pending) and not value.group.closed and _keeps_order(builder, node, source):
         builder.share(node, source)
@@ -241,6 +241,13 @@ def _view(builder: PlanBuilder, node: Node) -> bool:
     else:
         builder.values[node] = [Stored(base.memory, each) for each in result]
     return True
+
+
+def _copies(builder: PlanBuilder, node: Node, source: Node) -> bool:
+    """Whether torch's result has memory of its own, as the strides there are others than in a plan."""
+    fake = builder.fake(source)
+    layout = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+    return _on_layout(builder, node, layout) is None
 
 
 def _keeps_order(builder: PlanBuilder, node: Node, source: Node) -> bool:
