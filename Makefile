@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
 # what needs torch-xla, and what depends on torch most
-TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,compile lint lowering run sdk) \
+TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,certificate compile lint lowering run sdk) \
   $(addprefix tests/graphs/test_,graphs.py sampling.py) tests/targets/test_targets.py tests/modeling/test_modeling.py
 # what depends on the kernels' instruction set; tests/targets/cpu tries each that the machine has
 TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \
@@ -24,7 +24,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-vllm lint format bench bench-serving bench-vllm clean
+.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm lint format bench bench-peers bench-serving bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test-neuron: ## run the tests of the Neuron target, in .venv-neuron (7 GB)
 	$(subst $(BIN),.venv-neuron/bin,$(PYTEST)) $(TESTS_ON_OLDEST_TORCH)
 
 # the extra [vllm] would bring vLLM's CUDA stack, and a torchvision with which transformers does not work on a CPU
+test-neuron-full: test-neuron ## the same by more architectures and numbers of ranks
+	$(subst $(BIN),.venv-neuron/bin,$(PYTEST)) -m full $(TESTS_ON_OLDEST_TORCH)
+
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
 	VLLM_NO_USAGE_STATS=1 $(subst $(BIN),.venv-vllm/bin,$(PYTEST)) tests/vllm
@@ -68,6 +71,10 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python -m benchmark.generate --artifacts build/artifacts --json build/benchmark/generate.json
+
+bench-peers: $(DEMO_MODEL) ## compare with other runtimes for a CPU, each in an environment of its own in build/peers (6.5 GB)
+	@$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python -m benchmark.peers --json build/benchmark/peers.json
 
 bench-serving: $(DEMO_MODEL) ## measure how long prompts stall decoding, by policy and in transformers
 	@$(BIN)/python -m pip install -q -e '.[bench]'

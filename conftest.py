@@ -8,6 +8,9 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Graphs of HLO are compiled for a few steps each: a quarter of the time without LLVM's optimizations. Where torch-xla is
+# installed, torch imports it, and XLA reads this then.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 import importlib.util
 from collections.abc import Iterator

@@ -2,12 +2,16 @@
 """Measurements of the runtime, and a simulation of what it would serve on Neuron. Run from the root of the repository.
 
     python -m benchmark.generate               generate() against transformers
+    python -m benchmark.generate.competing     the same beside a process that takes a core
+    python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
     python -m benchmark.http.serve             servers, driven by vLLM's own client
     python -m benchmark.vllm.overhead          where the time of vLLM's steps goes
     python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages
     python -m benchmark.kernels.dense          the cpu target's kernels against torch's operators
     python -m benchmark.kernels.experts        its kernel of experts against transformers' grouped_mm
+    python -m benchmark.kernels.sample         its kernel of sampling against transformers' warpers
+    python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
 
 Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to

@@ -25,14 +25,14 @@ def describe_machine() -> dict[str, Any]:
     import transformers
 
     import optimum_neuron
+    from optimum_neuron.targets.cores import usable_cpus
     from optimum_neuron.targets.cpu.host import instruction_set
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "kernels": instruction_set().name,
-        "cores": cores,
+        "cores": usable_cpus(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

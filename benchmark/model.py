@@ -16,10 +16,11 @@ import transformers
 import optimum_neuron
 from optimum_neuron import progress
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME
+from optimum_neuron.artifacts.partial import partial_folder
+from optimum_neuron.artifacts.user_cache import cache_folder
 from optimum_neuron.checkpoints.checkpoint import find_checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
-from optimum_neuron.targets.cache import cache_folder
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND, PLAN_SUFFIX
 
 
@@ -75,6 +76,25 @@ def load_transformers(model: str, dtype: str) -> Any:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with progress.stage("Loading the transformers model"):
         return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **options).eval()
+
+
+def plain_checkpoint(model: str, dtype: str, folder: Path) -> str:
+    """What other runtimes load: the checkpoint itself, or, for a GGUF file, a folder with its weights unpacked."""
+    if not model.endswith(".gguf"):
+        return str(Path(model).absolute()) if Path(model).exists() else model
+    path = folder / f"{Path(model).stem}-{dtype}"
+    if not path.is_dir():
+        loaded = load_transformers(model, dtype)
+        if hasattr(loaded.config, "quantization_config"):
+            del loaded.config.quantization_config  # it was unpacked
+        with partial_folder(folder, path.name) as unfinished:
+            checkpoint = unfinished / path.name
+            loaded.save_pretrained(checkpoint)
+            transformers.AutoTokenizer.from_pretrained(Path(model).parent, gguf_file=Path(model).name).save_pretrained(
+                checkpoint
+            )
+            checkpoint.rename(path)
+    return str(path)
 
 
 def default_model() -> str:

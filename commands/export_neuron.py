@@ -13,7 +13,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
-from optimum_neuron.config import DTYPES, TARGETS, TOPK_LIMIT, NeuronConfig
+from optimum_neuron.config import DTYPES, TARGETS, NeuronConfig
 
 
 TASKS = ("text-generation",)
@@ -70,6 +70,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 token=args.token,
                 trust_remote_code=args.trust_remote_code,
                 adapter=args.adapter,
+                certificate=args.certificate,
                 overwrite=args.overwrite,
             )
             _print_summary(path, time.perf_counter() - start)
@@ -172,14 +173,6 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
     )
     add_option(
         group,
-        "--max-topk",
-        type=int,
-        default=NeuronConfig.max_topk,
-        metavar="K",
-        help=f"largest top-k that a request may ask for, in tokens of the vocabulary, at most {TOPK_LIMIT}",
-    )
-    add_option(
-        group,
         "--output-logits",
         action="store_true",
         default=NeuronConfig.output_logits,
@@ -210,7 +203,21 @@ def _add_target_options(parser: ArgumentParser) -> None:
         type=int,
         default=NeuronConfig.tensor_parallel_size,
         metavar="DEVICES",
-        help="devices that share one copy of the model",
+        help="cores that share one copy of the model, as many as a host connects: inf2 1, 2, 4, 8, 24; trn1 1, 2, 8, 16, 32; "
+        "trn2 and trn3 1, 2, 4, 8, 16, 32, 64",
+    )
+    add_option(
+        group,
+        "--float32-reduce",
+        action="store_true",
+        help="have devices add their partial sums in float32: one rounding less per layer, twice the bytes between devices",
+    )
+    group.add_argument(
+        "--no-certificate",
+        dest="certificate",
+        action="store_false",
+        help="of graphs for devices: do not execute them on this CPU beside the model; `neuron inspect --verify` then has nothing "
+        "to repeat",
     )
 
 

@@ -15,7 +15,7 @@ from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 
-from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
+from optimum_neuron.cli import add_option, add_rank_options, console, explain, graph_table, reported_errors
 from optimum_neuron.errors import first_line
 
 
@@ -27,6 +27,24 @@ SAMPLING_RANGES = {
     "top_p": (sys.float_info.min, 1.0),
     "seed": (0, 2**32 - 1),
 }
+
+INSPECT_DESCRIPTION = """\
+Show the sizes, graphs and versions of an artifact. Nothing is loaded.
+
+--verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. The export wrote it
+after it had executed the graphs by XLA on its CPU, all ranks at once, beside the model itself: prompts in chunks among
+neighbours, decode steps, idle rows, copied slots, over slots full of history. This machine needs torch-xla, no device. It
+compares the digest of every graph, lints them, makes the same inputs again, executes the graphs, and compares with the
+numbers that the model gave: as "difference of bound", where the bound is 16 times what moving each module's results by
+a unit in the last place was measured to move, and as tokens that differ. Graphs in bfloat16 are also executed in
+float32, in which a mistake stands out from rounding. Of large models the first layers of each kind are lowered again
+and executed, with the artifact's weights. The exit code is 1 where anything but a version differs."""
+
+INSPECT_EXAMPLES = """\
+examples:
+  optimum-cli neuron inspect llama-trn2/
+  optimum-cli neuron inspect llama-trn2/ --verify
+"""
 
 GENERATE_DESCRIPTION = """\
 Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
@@ -48,12 +66,19 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.description = "Show the sizes, graphs and versions of an artifact. Nothing is loaded."
+        explain(parser, INSPECT_DESCRIPTION, INSPECT_EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        parser.add_argument("--verify", action="store_true", help="repeat what its certificate says, on this CPU")
+        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
     def run(self) -> None:
         with reported_errors():
-            _inspect(self.args.artifact)
+            if self.args.trust_remote_code and not self.args.verify:
+                raise ValueError("--trust-remote-code is for --verify: nothing else of an artifact is run here")
+            if not self.args.verify:
+                _inspect(self.args.artifact)
+            elif not _verify(self.args.artifact, trust_remote_code=self.args.trust_remote_code):
+                raise SystemExit(1)
 
 
 class NeuronGenerateCommand(BaseOptimumCLICommand):
@@ -82,6 +107,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
             parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only"
         )
         parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")
+        add_rank_options(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
@@ -119,14 +145,32 @@ def _inspect(folder: Path) -> None:
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)
     data = artifact.manifest["target_data"]
-    if "provider" in data:  # compiled for a device
-        facts.add_row("compiled by", data["provider"])
+    if "lnc" in data:  # compiled for a device
         for name, version in data.get("versions", {}).items():
             facts.add_row(f"compiled with {name}", version)
         facts.add_row("logical NeuronCore", f"{data.get('lnc')} physical")
     terminal = console()
     terminal.print(facts)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
+
+
+def _verify(folder: Path, *, trust_remote_code: bool) -> bool:
+    """Prints what was certified beside what is so here; whether all of it holds."""
+    from rich.table import Table
+
+    from optimum_neuron.artifacts.artifact import Artifact
+
+    artifact = Artifact.open(folder)
+
+    from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
+
+    lines = verify_certificate(artifact, trust_remote_code=trust_remote_code)
+    table = Table("", "certified", "here", "", title=f"certificate of {folder}", title_justify="left")
+    for line in lines:
+        note = "same" if line.holds and line.certified == line.found else "holds" if line.holds else "DIFFERS"
+        table.add_row(line.subject, line.certified, line.found, note)
+    console().print(table)
+    return all(line.holds for line in lines)
 
 
 def _generate(args: Namespace) -> None:
@@ -144,7 +188,12 @@ def _generate(args: Namespace) -> None:
 
     start = time.perf_counter()
     # This verifies all files, before any code among them runs.
-    model = NeuronModelForCausalLM.from_pretrained(args.artifact, trust_remote_code=args.trust_remote_code)
+    model = NeuronModelForCausalLM.from_pretrained(
+        args.artifact,
+        trust_remote_code=args.trust_remote_code,
+        rank_python=args.rank_python,
+        rank_timeout=args.rank_timeout,
+    )
     tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
     load_seconds = time.perf_counter() - start
     if args.seed is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_option, add_rank_options, console, explain, reported_errors, write_json
 
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
         explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
         add_option(parser, "--runs", type=int, metavar="RUNS", default=20, help="timed runs of each graph")
+        add_rank_options(parser)
         parser.add_argument(
             "--json", type=Path, metavar="FILE", help="write everything, with the devices and the artifact's sizes"
         )
@@ -69,8 +70,9 @@ def _check(args: Namespace) -> bool:
     artifact = Artifact.open(args.artifact)
 
     from optimum_neuron.acceptance.checks import check_artifact
+    from optimum_neuron.targets.rank_options import RankOptions
 
-    report = check_artifact(artifact, args.runs)
+    report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout))
     _print(report, str(args.artifact))
     if args.json is not None:
         write_json(args.json, report.to_dict())

@@ -20,12 +20,13 @@ the model's config is read: no weights, and no Neuron software or device.
 Memory, per core: weights and KV cache to the byte; the most that a step needs for its activations; and a reserve for the
 code of each graph. The KV cache has batch_size + 1 rows, the last one for padding, and key/value heads are repeated where
 there are more cores than heads.
-Speed: the peak is a roofline, which nothing exceeds: a decode step reads all weights and the cache once at full bandwidth;
-a chunk of a prompt takes its arithmetic at full rate. The expected speed has the efficiency that published runs reached on
-the same chips.
+Speed: "at most" is a roofline, which nothing exceeds: a decode step reads all weights and the cache once at full bandwidth;
+a chunk of a prompt takes its arithmetic at full rate. The ranges are what published runs of other software let expect: they
+hold four of five runs of models and groups of cores that their constants were not fitted to. Prices are not known here:
+what is recommended first is the host with the least device memory that holds the model.
 
-Sizes mean what they mean in optimum-cli export neuron. Without --tensor-parallel-size, all sizes that fit a host are
-compared: cores that share one copy of the model. A core is a logical NeuronCore, of which trn2 and trn3 chips have four."""
+Sizes mean what they mean in optimum-cli export neuron. Without --tensor-parallel-size, all sizes that the topology of a host
+takes are compared: cores that share one copy of the model. A core is a logical NeuronCore, of which trn2 and trn3 chips have four."""
 
 EXAMPLES = """\
 examples:
@@ -86,10 +87,10 @@ def add_model_options(group: Any, *, required: bool) -> None:
 def _add_hardware_options(group: Any) -> None:
     group.add_argument(
         "--target",
-        choices=NEURON_TARGETS,
+        choices=("auto", *NEURON_TARGETS),
         nargs="+",
         default=list(NEURON_TARGETS),
-        help="chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3 (default: all)",
+        help="chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)",
     )
     add_option(
         group,
@@ -147,14 +148,15 @@ def given_options(args: Namespace) -> dict[str, Any]:
 
 def _estimate(args: Namespace) -> None:
     from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
-    from optimum_neuron.targets.neuron.estimate.report import check_plot, plot, print_report, to_json
+    from optimum_neuron.targets.neuron.estimate.plot import check_plot, plot
+    from optimum_neuron.targets.neuron.estimate.report import print_report, to_json
 
     if args.plot is not None:
         check_plot(args.plot)
     report = estimate_model(
         args.model,
         given_options(args),
-        list(dict.fromkeys(args.target)),
+        args.target,
         tensor_parallel_size=args.tensor_parallel_size,
         context_length=args.context_length,
         revision=args.revision,

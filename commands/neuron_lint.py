@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +16,25 @@ from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
 if TYPE_CHECKING:
+    from optimum_neuron.targets.neuron.graph_io import GraphIO
+    from optimum_neuron.targets.neuron.lint.cost import GraphCost
     from optimum_neuron.targets.neuron.lint.lint import Finding
 
 DESCRIPTION = """\
-Check a model's graphs against what the Neuron compiler and device take: operators, types, shapes, top-k, indices, constants,
+Check a model's graphs against what the Neuron compiler and device take: operators, sorts, types, shapes, indices, constants,
 memory shared by states, collectives. It needs no Neuron software: graphs are lowered on this machine, from the config
 alone. Where neuronx-cc is on PATH, its own list of operators is used.
 
-Exporting for a Neuron target does the same and stops at the first error. The exit code is 1 where there is one."""
+Exporting for a Neuron target does the same and stops at the first error. The exit code is 1 where there is one.
+
+--cost counts what one run of each graph has to do on one core: what it reads and writes of device memory (READ ONCE is what its
+weights, inputs and cache alone would take), what of them it transposes, products, collectives, and the time that
+memory and products leave possible. It is a bound, not an estimate: see optimum-cli neuron estimate."""
 
 EXAMPLES = """\
 examples:
   optimum-cli neuron lint artifact/
+  optimum-cli neuron lint artifact/ --cost
   optimum-cli neuron lint --model meta-llama/Llama-3.1-8B --target trn2 --tensor-parallel-size 8 --sequence-length 4096
 """
 
@@ -46,8 +54,21 @@ class NeuronLintCommand(BaseOptimumCLICommand):
         add_option(
             group, "--tensor-parallel-size", type=int, metavar="CORES", help="cores that share one copy (default: 1)"
         )
+        add_option(
+            group,
+            "--float32-reduce",
+            action="store_true",
+            default=None,
+            help="cores add their partial sums in float32",
+        )
         parser.add_argument(
-            "--target", choices=HLO_TARGETS, help="whose rules (default: the artifact's; for a model trn2; hlo: all)"
+            "--target",
+            choices=("auto", *HLO_TARGETS),
+            help="whose rules (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)",
+        )
+
+        parser.add_argument(
+            "--cost", action="store_true", help="also count what each graph moves and computes on a core"
         )
 
     def run(self) -> None:
@@ -67,28 +88,66 @@ def _lint(args: Namespace) -> bool:
         raise ValueError(f"{args.artifact} has its own {next(iter(options))}; give sizes with --model only")
     config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
-    from optimum_neuron.artifacts.artifact import Artifact
     from optimum_neuron.targets.neuron.lowering.requirements import check_reading
 
     check_reading()
-    from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
+    from optimum_neuron.targets.neuron.lint.cost import graph_cost
+    from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint
 
-    operators = installed_operators()
-    if config is None:
-        findings = lint_artifact(Artifact.open(args.artifact), args.target, operators)
-    else:
-        from optimum_neuron.targets.neuron.lint.model import lint_model
-
-        findings = lint_model(
-            args.model,
-            config,
-            operators,
-            revision=args.revision,
-            token=args.token,
-            trust_remote_code=args.trust_remote_code,
-        )
+    operators, findings, costs = installed_operators(), [], []
+    target, graphs = _graphs(args, config)
+    for name, data, io in graphs:
+        findings += lint(name, data, io, target, operators)
+        if args.cost:
+            costs.append(graph_cost(name, data, io, target))
+    if costs:
+        _print_costs(costs, target)
     _print(findings)
     return any(finding.severity == "error" for finding in findings)
+
+
+def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable[tuple[str, bytes, GraphIO]]]:
+    """The target whose rules hold, and the name, HLO and description of each graph."""
+    if config is None:
+        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, artifact_target
+
+        artifact = Artifact.open(args.artifact)
+        return artifact_target(artifact, args.target), artifact_graphs(artifact)
+    from optimum_neuron.targets.neuron.lint.model import model_graphs
+    from optimum_neuron.targets.neuron.sdk.devices import resolve_lowered_target
+
+    lowered = model_graphs(
+        args.model, config, revision=args.revision, token=args.token, trust_remote_code=args.trust_remote_code
+    )
+    return resolve_lowered_target(config.target), ((graph.name, graph.hlo, graph.io) for graph in lowered)
+
+
+def _print_costs(costs: list[GraphCost], target: str) -> None:
+    from rich.table import Table
+
+    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
+    table = Table(
+        title=f"one run on one core of {target}; MB are 1e6 bytes", title_justify="left", padding=(0, 1, 0, 0)
+    )
+    table.add_column("graph", overflow="fold", ratio=1)
+    for name in ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cost in costs:
+        table.add_row(
+            cost.name,
+            *(_megabytes(size) for size in (cost.read, cost.needed, cost.written, cost.transposed)),
+            f"{cost.total_flops / 1e9:,.1f}",
+            str(sum(cost.collectives.values())),
+            _megabytes(cost.collective_bytes),
+            f"{cost.seconds(target) * 1e3:,.2f}" if target in CHIPS else "-",
+        )
+    console().print(table)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
 
 
 def _print(findings: list[Finding]) -> None:

@@ -50,6 +50,24 @@ def add_option(group: Any, flag: str, **settings: Any) -> None:
         group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
 
 
+def add_rank_options(parser: Any) -> None:
+    """Adds what is chosen of the processes that hold a Neuron device's ranks."""
+    add_option(
+        parser,
+        "--rank-python",
+        metavar="PYTHON",
+        help="on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md tells which), for "
+        "the processes that hold its ranks (default: OPTIMUM_NEURON_RANK_PYTHON, or this one)",
+    )
+    add_option(
+        parser,
+        "--rank-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="on a Neuron device, how long one step may take (default: NEURON_RT_EXEC_TIMEOUT, or 600)",
+    )
+
+
 def size_list(text: str) -> list[int]:
     """An argparse type: whole numbers separated by commas."""
     try:

@@ -16,8 +16,6 @@ HLO_TARGETS = ("hlo", *NEURON_TARGETS)
 TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-# The Neuron compiler accepts no larger top-k.
-TOPK_LIMIT = 256
 DEFAULT_CHUNK_LIMIT = 512
 DEFAULT_SMALLEST_CONTEXT = 256
 # Graphs count positions and tokens in int32.
@@ -56,9 +54,9 @@ class NeuronConfig:
             target, also where `dataclasses.replace` changes "auto" into what it stands for.
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
         on_device_sampling: the graphs return tokens; otherwise logits only.
-        max_topk: largest top-k that the on-device sampler can honour, at most 256.
         output_logits: the graphs return the logits of every row beside the tokens.
         tensor_parallel_size: devices that share one copy of the model.
+        float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
         target: where the graphs run.
 
     Raises:
@@ -75,17 +73,17 @@ class NeuronConfig:
     context_buckets: tuple[int, ...] = _DERIVED
     dtype: str = "auto"
     on_device_sampling: bool = True
-    max_topk: int = TOPK_LIMIT
     output_logits: bool = False
     tensor_parallel_size: int = 1
+    float32_reduce: bool = False
     target: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"):
+        for name in ("batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_size"):
             _check_size(name, getattr(self, name))
         if self.mixed_step is None:
             object.__setattr__(self, "mixed_step", self.batch_size > 1)
-        for name in ("mixed_step", "on_device_sampling", "output_logits"):
+        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
@@ -152,10 +150,10 @@ class NeuronConfig:
                 f"context_buckets={self.context_buckets} must end with sequence_length={length}; add {length} as the "
                 f"last bucket and nothing above it"
             )
-        if self.max_topk > TOPK_LIMIT:
+        if self.float32_reduce and self.tensor_parallel_size == 1:
             raise ValueError(
-                f"max_topk={self.max_topk} is above {TOPK_LIMIT}, the largest top-k of the on-device sampler; lower "
-                f"it, or sample on the host from logits with output_logits"
+                "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1: one device has no "
+                "partial sums; leave it out"
             )
 
     @property

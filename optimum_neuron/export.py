@@ -29,6 +29,7 @@ from .graphs.family import check_every_step_has_a_graph
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .runtime import golden
 from .targets import CompileJob, Target, get_target, resolve_target
+from .targets.threads import fit_threads
 from .version import __version__
 
 
@@ -52,6 +53,7 @@ def export_model(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     adapter: str | Path | Sequence[str | Path] | None = None,
+    certificate: bool = True,
     overwrite: bool = False,
 ) -> Path:
     """Exports a checkpoint of a causal language model to an artifact folder.
@@ -65,6 +67,7 @@ def export_model(
         trust_remote_code: run modeling code that the checkpoint brings.
         adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
             `revision` is not theirs.
+        certificate: of the hlo and Neuron targets: execute the lowered graphs on this CPU beside the model, and record the result.
         overwrite: replace an artifact that is already at `output`.
 
     Returns:
@@ -83,6 +86,9 @@ def export_model(
     config = dataclasses.replace(config, target=resolve_target(config.target))
     target = get_target(config.target)
     target.check(config)
+    if not certificate and config.target not in HLO_TARGETS:
+        raise ValueError(f"target={config.target!r} has no certificate to leave out; leave out certificate=False")
+    fit_threads()
     output = Path(output).expanduser().absolute()
     check_output(output, overwrite=overwrite)
     hub: dict[str, Any] = {
@@ -115,7 +121,7 @@ def export_model(
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)
     _check_disk(output, named_tensors(loaded))
-    return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, overwrite)
+    return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite)
 
 
 def _write(
@@ -127,6 +133,7 @@ def _write(
     graphs: tuple[GraphSpec, ...],
     target: Target,
     output: Path,
+    certificate: bool,
     overwrite: bool,
 ) -> Path:
     with write_artifact(output, overwrite=overwrite) as writer:
@@ -138,6 +145,11 @@ def _write(
         if config.target in HLO_TARGETS:
             with progress.stage("Recording golden tokens"):
                 golden.record(model, config, spec).write(writer.path)
+        if certificate and config.target in HLO_TARGETS:
+            from .targets.neuron.certificate.certify import certify
+
+            with progress.stage("Executing graphs beside the eager step"):
+                certify(model, job).write(writer.path)
         with progress.stage("Hashing files"):
             writer.commit(
                 {

@@ -17,7 +17,7 @@ EXPORT = (
 )
 GENERATE = ("neuron", "generate", "{artifact}", "--prompt", "Hi", "--max-new-tokens", "2")
 ESTIMATE = ("neuron", "estimate", "--model", "{checkpoint}", "--sequence-length", "64", "--target", "trn2")
-SIZES = ("batch-size", "sequence-length", "prefill-chunk-size", "ctx-batch-size", "max-topk", "tensor-parallel-size")
+SIZES = ("batch-size", "sequence-length", "prefill-chunk-size", "ctx-batch-size", "tensor-parallel-size")
 LISTS = ("prefill-chunk-buckets", "context-buckets")
 
 
@@ -67,7 +67,6 @@ CONTRADICTIONS = [
     _line((*EXPORT, "--context-buckets", "32"), REFUSED, "context_buckets=(32,) must end with sequence_length=64"),
     _line((*EXPORT, "--context-buckets", ""), REFUSED, "context_buckets=() must end with sequence_length=64"),
     _line((*EXPORT, "--prefill-chunk-buckets", "8"), REFUSED, "must all be smaller than prefill_chunk_size=8"),
-    _line((*EXPORT, "--max-topk", "257"), REFUSED, "max_topk=257 is above 256"),
     _line((*EXPORT, "--tensor-parallel-size", "2"), REFUSED, "tensor_parallel_size=2 needs as many devices"),
     _line((*EXPORT, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256", "lower --sequence-length"),
     _line((*EXPORT, "--target", "trn2"), REFUSED, "need torch-xla"),

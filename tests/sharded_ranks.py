@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.targets.neuron.sharding import (
     ShardPlan,
     apply_plan,
+    sample_own,
     shard_plan,
     sharded_ops,
     write_sharded_weights,
@@ -133,7 +136,9 @@ def run_steps(model: PreTrainedModel, ops: StepOps = DEFAULT_OPS) -> dict[str, T
         inputs = step_inputs(graph, decode, chunks)
         for tensor_spec, tensor in zip(graph.inputs(), inputs, strict=True):
             if tensor_spec.name.endswith("sampling_params"):
-                tensor[:] = torch.tensor([[20, 0.9, 0.0], [20, 0.9, 1.0], [20, 0.9, 1.0]])[: len(tensor)]
+                tensor[:] = torch.tensor([[20, 0.9, 0.0, 0.0], [20, 0.9, 1.0, 0.0], [20, 0.9, 1.0, 0.1]])[
+                    : len(tensor)
+                ]
             elif tensor_spec.name.endswith("uniforms"):
                 tensor.fill_(0.7)
         with torch.no_grad():
@@ -161,7 +166,8 @@ def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[Pre
     tensors = load_file(folder / rank_weights_name(rank, plan.world_size))
     tied = json.loads((folder / "tied.json").read_text())
     assign(model, tensors | {alias: tensors[stored] for alias, stored in tied.items()})
-    return model, sharded_ops(DEFAULT_OPS, model, plan)
+    # What a target does in a graph of its own, these steps do themselves.
+    return model, replace(sharded_ops(DEFAULT_OPS, model, plan), sample=partial(sample_own, model, plan))
 
 
 def _run_rank(rank: int, world_size: int, folder: Path, plans: dict[str, ShardPlan]) -> None:

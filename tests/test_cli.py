@@ -92,7 +92,7 @@ def test_help_names_every_option_in_one_spelling() -> None:
 
 def test_help_tells_the_defaults_of_the_config() -> None:
     text = " ".join(run_cli("export", "neuron", "--help").stdout.split())
-    for default in (NeuronConfig.sequence_length, NeuronConfig.max_topk, NeuronConfig.target):
+    for default in (NeuronConfig.sequence_length, NeuronConfig.target):
         assert f"(default: {default})" in text
 
 
@@ -143,7 +143,6 @@ def test_output_folder_behind_a_list_of_sizes_is_explained() -> None:
         (["--prefill-chunk-size", "-1"], ["prefill_chunk_size=-1", "at least 1"]),
         (["--prefill-chunk-size", "128", "--sequence-length", "64"], ["prefill_chunk_size=128", "sequence_length=64"]),
         (["--prefill-chunk-buckets=16,8"], ["prefill_chunk_buckets=(16, 8)", "(8, 16)"]),
-        (["--max-topk", "300"], ["max_topk=300", "256"]),
     ],
 )
 def test_bad_sizes_are_refused_in_one_line(options: list[str], fragments: list[str], tmp_path: Path) -> None:
@@ -165,8 +164,8 @@ def test_a_neuron_target_says_what_lowering_needs(tiny_checkpoint: Path, tmp_pat
 @pytest.mark.parametrize(
     "options",
     [
-        "--batch-size 4 --sequence-length 512 --prefill-chunk-buckets 32 64 --ctx-batch-size 2 --max-topk 8",
-        "--batch_size 4 --sequence_length 512 --prefill_chunk_buckets 32,64 --ctx_batch_size 2 --max_topk 8",
+        "--batch-size 4 --sequence-length 512 --prefill-chunk-buckets 32 64 --ctx-batch-size 2",
+        "--batch_size 4 --sequence_length 512 --prefill_chunk_buckets 32,64 --ctx_batch_size 2",
     ],
 )
 def test_both_spellings_give_the_same_config(
@@ -175,7 +174,7 @@ def test_both_spellings_give_the_same_config(
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "out", "--model", "m", *options.split())
     assert captured["config"] == NeuronConfig(
-        batch_size=4, sequence_length=512, prefill_chunk_buckets=(32, 64), ctx_batch_size=2, max_topk=8
+        batch_size=4, sequence_length=512, prefill_chunk_buckets=(32, 64), ctx_batch_size=2
     )
 
 
@@ -183,7 +182,8 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
     options = (
         "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
         "--adapter first --adapter org/second --sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
-        "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --max-topk 5 --output-logits"
+        "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --output-logits "
+        "--float32-reduce --no-certificate"
     )
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "folder", *options.split())
@@ -199,8 +199,8 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         tensor_parallel_size=2,
         target="trn1",
         on_device_sampling=False,
-        max_topk=5,
         output_logits=True,
+        float32_reduce=True,
     )
     assert captured == {
         "model": "org/name",
@@ -211,6 +211,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "token": "secret",
         "trust_remote_code": True,
         "adapter": ["first", "org/second"],
+        "certificate": False,
         "overwrite": True,
     }
 

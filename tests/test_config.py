@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, TOPK_LIMIT, NeuronConfig
+from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, NeuronConfig
 from optimum_neuron.graphs.spec import graph_specs
 
 
@@ -21,7 +21,6 @@ SIZE_OPTIONS = (
     "sequence_length",
     "prefill_chunk_size",
     "ctx_batch_size",
-    "max_topk",
     "tensor_parallel_size",
 )
 LIST_OPTIONS = ("prefill_chunk_buckets", "context_buckets")
@@ -45,7 +44,6 @@ def valid_options(draw: st.DrawFn) -> dict[str, Any]:
         "context_buckets": draw(st.sampled_from([None, (*buckets, sequence_length)])),
         "dtype": draw(st.sampled_from(DTYPES)),
         "on_device_sampling": draw(st.booleans()),
-        "max_topk": draw(st.integers(1, TOPK_LIMIT)),
         "output_logits": draw(st.booleans()),
         "tensor_parallel_size": draw(st.integers(1, 64)),
         "target": draw(st.sampled_from(TARGETS)),
@@ -63,9 +61,9 @@ def test_defaults_are_complete() -> None:
         "context_buckets": [1024],
         "dtype": "auto",
         "on_device_sampling": True,
-        "max_topk": 256,
         "output_logits": False,
         "tensor_parallel_size": 1,
+        "float32_reduce": False,
         "target": "auto",
     }
 
@@ -194,15 +192,18 @@ def test_sizes_that_are_no_whole_numbers_are_refused(name: str, value: object) -
     assert str(caught.value) == f"{name} must be a whole number, not {value!r}"
 
 
-@pytest.mark.parametrize(
-    "name", ["batch_size", "sequence_length", "ctx_batch_size", "max_topk", "tensor_parallel_size"]
-)
+@pytest.mark.parametrize("name", ["batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_size"])
 def test_sizes_without_a_derived_value_cannot_be_none(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a whole number, not None"):
         NeuronConfig(**{name: None})
 
 
-@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits"])
+def test_partial_sums_in_float32_need_devices_that_have_them() -> None:
+    with pytest.raises(ValueError, match="float32_reduce=True needs tensor_parallel_size=2 or more"):
+        NeuronConfig(float32_reduce=True)
+
+
+@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits", "float32_reduce"])
 @pytest.mark.parametrize("value", [1, "true", None])
 def test_switches_that_are_no_booleans_are_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):
@@ -251,7 +252,6 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
         ({"context_buckets": (256, 512)}, ["context_buckets=(256, 512)", "sequence_length=1024"]),
         ({"context_buckets": (256, 2048)}, ["context_buckets=(256, 2048)", "sequence_length=1024"]),
         ({"context_buckets": ()}, ["context_buckets=()", "sequence_length=1024"]),
-        ({"max_topk": 257}, ["max_topk=257", "256"]),
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"dtype": None}, ["dtype=None"]),
         ({"target": "trn9"}, ["target='trn9'", "cpu", *NEURON_TARGETS]),

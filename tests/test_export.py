@@ -25,7 +25,7 @@ from helpers import (
     random_tokens,
     tiny_config,
 )
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import LlamaConfig, T5Config
 
 import optimum_neuron.export
@@ -212,13 +212,11 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     assert not output.parent.exists()
 
 
-@pytest.mark.parametrize("of_safetensors", [False, True])
 def test_a_disk_that_fills_up_leaves_nothing_and_is_one_sentence(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, of_safetensors: bool
+    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
-    error = SafetensorError(f"I/O error: {text} (os error {number})") if of_safetensors else OSError(number, text)
-    monkeypatch.setattr("optimum_neuron.artifacts.weights.save_file", fail_with(error))
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("optimum_neuron.artifacts.weights.tensor_bytes", fail_with(error))
     with pytest.raises(OSError, match=r"^no space is left on the disk of .*out; free some, or name an output folder"):
         export_tiny(tiny_checkpoint, output)
     assert names(output.parent) == []

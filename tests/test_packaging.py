@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: complete, light to import, and enough for optimum-cli in an environment that knows no source tree."""
+"""The wheel: complete, light to import, and enough for optimum-cli and for kernels in an environment that knows no source tree."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 
 if sys.version_info >= (3, 11):
@@ -23,15 +25,19 @@ else:
 
 from optimum_neuron import __version__
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.cpu import native_build
+from optimum_neuron.targets.cpu.host import platform_sets
 
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["pyproject.toml", "README.md", "LICENSE", "commands", "optimum_neuron"]
+PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
+LIBRARIES = {f"optimum_neuron/targets/cpu/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
+BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a program without this process's import path; returns its stdout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    """Runs a program without this process's import path, `variables` in its environment; returns its stdout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -39,31 +45,46 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy: a `build` folder in the source tree would bring deleted files back."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
+def copy_project(folder: Path) -> Path:
+    """What a wheel is made of: a `build` folder in the source tree would bring deleted files back."""
+    for name in PROJECT:
         source, copy = ROOT / name, folder / "source" / name
         copy.parent.mkdir(exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, copy)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        folder,
-        folder / "source",
-        cwd=folder,
-    )
+    return folder / "source"
+
+
+def build_wheel(folder: Path, **variables: str) -> Path:
+    source = copy_project(folder)
+    command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    run(*command, cwd=folder, **variables)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def write_compiler(folder: Path, command: str) -> Path:
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with kernels, one for all processes of a run; they are not optimized, which halves the time to build them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel-with-kernels"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            folder = tmp_path_factory.mktemp("wheel")
+            compiler = write_compiler(folder, f'exec {native_build.compiler()} "$@" -O0')
+            built = build_wheel(folder, CXX=str(compiler))
+            shared.mkdir()
+            shutil.copy(built, shared)
+    (wheel,) = shared.glob("*.whl")
     return wheel
 
 
@@ -99,7 +120,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert run(sys.executable, "-c", program, cwd=ROOT) == "False\n"
 
 
-def test_wheel_holds_every_source_file(wheel: Path) -> None:
+def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimum_neuron").rglob("*.py")}
     native = {
@@ -109,7 +130,41 @@ def test_wheel_holds_every_source_file(wheel: Path) -> None:
     }
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
     assert native
-    assert package | native | commands == {name for name in names if ".dist-info/" not in name}
+    assert package | native | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
+
+
+def test_wheel_is_for_one_platform_and_every_python(wheel: Path) -> None:
+    assert re.search(rf"-py3-none-(linux|macosx)\w*_{platform.machine()}\.whl$", wheel.name)
+    archive = zipfile.ZipFile(wheel)
+    (text,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("dist-info/WHEEL"))
+    assert "Root-Is-Purelib: false" in text.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_libraries_bring_along_what_a_system_may_lack(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    for name in LIBRARIES:
+        data = archive.read(name)
+        assert b"step_run" in data and b"libc.so" in data
+        assert not [word for word in (b"libstdc++.so", b"libgcc_s.so", b"GLIBCXX", b".symtab") if word in data]
+
+
+@pytest.mark.parametrize("variables", [{"CXX": "no-such-compiler"}, {"OPTIMUM_NEURON_PURE_WHEEL": "1"}], ids=str)
+def test_wheel_without_libraries_runs_anywhere(variables: dict[str, str], tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, **variables)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_editable_install_builds_no_libraries(tmp_path: Path) -> None:
+    source, compiler = copy_project(tmp_path), write_compiler(tmp_path, "exit 1")
+    run(sys.executable, "-c", BUILD_EDITABLE, cwd=source, CXX=str(compiler))
+    assert list(source.glob("*.whl")) and not list(tmp_path.rglob("*.so"))
+
+
+def test_installed_wheel_needs_no_compiler(python: Path) -> None:
+    environment = python.parents[1]
+    run(python, ROOT / "tests" / "wheel_check.py", cwd=environment, PATH=str(python.parent))
 
 
 def test_wheel_states_version_and_license(wheel: Path) -> None:

@@ -97,9 +97,9 @@ def run(args: Namespace, folder: Path) -> Report:
     from optimum_neuron import progress
 
     from ..model import default_model, export
+    from ..systems import artifact_config, load_ours, load_peers
     from .measure import PromptSource, measure_case
     from .report import Report
-    from .systems import artifact_config, load_ours, load_peers
 
     model = args.model or default_model()
     longest = max(args.prompt_lengths)

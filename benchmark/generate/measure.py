@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from ..machine import OtherProcesses
-from .systems import OURS, System, compiled_frames
+from ..systems import OURS, Call, System, compiled_frames, timed_call
 
 
 @dataclass(frozen=True)
@@ -87,28 +86,6 @@ class Case:
         }
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of generate: seconds to the first token, seconds per further token, `[rows, new_tokens]`."""
-
-    first_token: float
-    step: float
-    tokens: Tensor
-
-
-class Clock(BaseStreamer):
-    """Notes when tokens arrive: generate() puts the prompt first, then the tokens of each step."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is left to show."""
-
-
 def measure_case(
     systems: Sequence[System], prompt_length: int, batch_size: int, new_tokens: int, rounds: int, prompts: PromptSource
 ) -> Case:
@@ -135,17 +112,6 @@ def measure_case(
     }
     agreement = {name: agree(calls[OURS], of_peer) for name, of_peer in calls.items() if name != OURS}
     return Case(batch_size, prompt_length, speeds, agreement, others.cores())
-
-
-def timed_call(system: System, prompts: Tensor, new_tokens: int) -> Call:
-    """Times one call through a streamer."""
-    clock = Clock()
-    start = time.perf_counter()
-    tokens = system.generate(prompts, new_tokens, clock)
-    arrived = clock.times[1:]
-    if len(arrived) != new_tokens:
-        raise RuntimeError(f"{system.name} streamed {len(arrived)} steps for {new_tokens} new tokens")
-    return Call(arrived[0] - start, (arrived[-1] - arrived[0]) / (new_tokens - 1), tokens)
 
 
 def _speed(calls: Sequence[Call], rows: int, prompt_length: int, warm_up: float, compiled: tuple[int, int]) -> Speed:

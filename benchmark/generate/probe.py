@@ -20,7 +20,7 @@ import torch
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.modeling import NeuronModelForCausalLM
 
-from .systems import System
+from ..systems import System
 
 
 def main(path: str, prompt_length: int, new_tokens: int) -> None:

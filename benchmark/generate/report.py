@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from ..output import console, drawing, make_table
+from ..systems import OURS
 from .measure import Case, Summary
-from .systems import OURS
 
 
 @dataclass(frozen=True)

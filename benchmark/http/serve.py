@@ -136,8 +136,8 @@ def prepare(args: Namespace, model: str, mix: Mix, folder: Path) -> tuple[Path, 
     """The artifact that both of ours serve, and all systems."""
     from optimum_neuron import progress
 
-    from ..model import export, serving_config
-    from .servers import all_chunks_system, our_system, plain_checkpoint, vllm_cpu_system
+    from ..model import export, plain_checkpoint, serving_config
+    from .servers import all_chunks_system, our_system, vllm_cpu_system
 
     config = serving_config(args.slots, mix.longest, args.chunk_size, args.dtype)
     with progress.stage("Exporting"):

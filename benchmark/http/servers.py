@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from optimum_neuron.artifacts.partial import partial_folder
-
 from .load import SERVED_NAME
 
 
@@ -60,27 +58,6 @@ def vllm_cpu_system(python: Path, checkpoint: str, dtype: str, slots: int, lengt
     if openmp.is_file():
         environment["LD_PRELOAD"] = str(openmp)
     return System(VLLM_CPU, tuple(command), environment)
-
-
-def plain_checkpoint(model: str, dtype: str, folder: Path) -> str:
-    """What vLLM's own backend loads: the checkpoint itself, or, for a GGUF file, a folder with its weights unpacked."""
-    if not model.endswith(".gguf"):
-        return str(Path(model).absolute()) if Path(model).exists() else model
-    path = folder / f"{Path(model).stem}-{dtype}"
-    if not path.is_dir():
-        from transformers import AutoTokenizer
-
-        from ..model import load_transformers
-
-        loaded = load_transformers(model, dtype)
-        if hasattr(loaded.config, "quantization_config"):
-            del loaded.config.quantization_config  # it was unpacked
-        with partial_folder(folder, path.name) as unfinished:
-            checkpoint = unfinished / path.name
-            loaded.save_pretrained(checkpoint)
-            AutoTokenizer.from_pretrained(Path(model).parent, gguf_file=Path(model).name).save_pretrained(checkpoint)
-            checkpoint.rename(path)
-    return str(path)
 
 
 class RunningServer:

@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,9 +62,10 @@ def run(
     description: str | None,
     table: Table,
     measure: Callable[[torch.dtype, int], list[Result]],
-    cells: Callable[[Result], tuple[str, ...]],
+    cells: Callable[[Result], Sequence[str]],
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> int:
-    """Runs a benchmark of kernels to its end, in bfloat16 and float32; returns the exit code.
+    """Runs a benchmark of kernels to its end; returns the exit code.
 
     Args:
         measure: gets a type and the number of pairs.
@@ -83,7 +84,7 @@ def run(
         _warn_if_torch_has_more(chosen)
         warn_if_busy()
         table.title = f"{table.title}, compiled for {chosen.name}"
-        results = [each for dtype in (torch.bfloat16, torch.float32) for each in measure(dtype, args.pairs)]
+        results = [each for dtype in dtypes for each in measure(dtype, args.pairs)]
         for each in results:
             table.add_row(*cells(each))
         console().print(table)

@@ -76,7 +76,8 @@ class _Interface:
 
 def _bind(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Run:
     interface = _Interface(_specs(inputs), _specs(outputs))
-    return BoundPlan(plan, cast("GraphSpec", interface), 0, tensors, allocate_arena([plan])).run
+    bound = BoundPlan(plan, cast("GraphSpec", interface), 0, tensors, allocate_arena([plan]))
+    return lambda given: bound.run(given, live=1)
 
 
 def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.sdk.hardware import LLAMA_8B_INF2, PublishedRun
+from optimum_neuron.targets.neuron.sdk.published_runs import LLAMA_8B_INF2, PublishedRun
 
 
 # What both kinds of steps of the published run take for the pass over the weights, as far as one can tell.
@@ -19,8 +19,8 @@ _WEIGHTS_MS = 20.0
 
 
 def _token_ms(run: PublishedRun) -> float:
-    assert run.chunk_ms is not None and run.chunk_size is not None  # it measured chunks
-    return (run.chunk_ms - _WEIGHTS_MS) / run.chunk_size
+    assert run.first_token_ms is not None and run.prompt_tokens is not None  # it measured chunks
+    return (run.first_token_ms / run.chunks - _WEIGHTS_MS) / run.prompt_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from ..runtime.runner import Chunk, GraphRunner
 from ..targets import get_target
 from ..targets.neuron.lowering.requirements import check_reading
 from ..targets.neuron.sdk.devices import find_devices
+from ..targets.rank_options import IN_ENVIRONMENT, RankOptions
 from .report import CheckError, Report
 
 
@@ -39,7 +40,7 @@ MONITOR = "neuron-monitor"
 MONITOR_LIMIT_S = 60.0
 
 
-def check_artifact(artifact: Artifact, runs: int) -> Report:
+def check_artifact(artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRONMENT) -> Report:
     """Runs all checks on an artifact of a Neuron target, or of hlo, on this machine.
 
     Args:
@@ -52,6 +53,8 @@ def check_artifact(artifact: Artifact, runs: int) -> Report:
         RuntimeError: this machine lacks what reads graphs in HLO.
     """
     golden = _check_asked(artifact, runs)
+    if artifact.target not in NEURON_TARGETS:
+        ranks.refuse(artifact.target)
     report = Report(
         {
             "torch": torch.__version__,
@@ -63,7 +66,7 @@ def check_artifact(artifact: Artifact, runs: int) -> Report:
     )
     report.run("compiler", lambda: _check_compiler(artifact))
     runners: list[GraphRunner] = []
-    loaded = report.run("load", lambda: _load(artifact, runners))
+    loaded = report.run("load", lambda: _load(artifact, runners, ranks))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
     no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model cannot share a prefix"
     for name, check, skipped in (
@@ -107,10 +110,10 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
     return {"graphs": len(artifact.graphs), "warnings": len(findings), "operators listed": len(operators or ())}
 
 
-def _load(artifact: Artifact, runners: list[GraphRunner]) -> dict[str, Any]:
+def _load(artifact: Artifact, runners: list[GraphRunner], ranks: RankOptions) -> dict[str, Any]:
     start = time.perf_counter()
     executable = get_target(artifact.target).load(
-        artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False
+        artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False, ranks=ranks
     )
     runners.append(GraphRunner(executable, artifact.config, artifact.graphs, artifact.model))
     loaded = time.perf_counter()

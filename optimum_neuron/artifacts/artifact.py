@@ -42,7 +42,7 @@ class ArtifactError(ValueError):
 class Artifact:
     """A folder whose manifest was read and whose files were checked for presence and size.
 
-    Contents are verified by `verify`, except the weights, which `read_weights` verifies while reading them.
+    Contents are verified by `verify`, except the weights, which `read_weights` verifies.
     """
 
     path: Path
@@ -213,5 +213,5 @@ def is_graph_file(name: str) -> bool:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a manifest name is that of a file of weights, which is verified while it is read."""
+    """Whether a manifest name is that of a file of weights, which is verified where it is read."""
     return name.startswith(WEIGHTS_FOLDER + "/")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the writer asks of a file system: to swap two folders in one step, to keep what is written, to name a full disk."""
+"""What is asked of a file system: to swap two folders in one step, to keep what is written, to tell of changes, to name a full disk."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ _RENAME_EXCHANGE = 2
 # A C library, kernel or file system without it (NFS has none), and sandboxes that forbid what they do not know.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 _MOUNTS = Path("/proc/self/mountinfo")
+# As in linux/magic.h: ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, overlayfs; and ZFS, bcachefs.
+_LOCAL = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xCA451A4E)
+_STATFS_LONGS = 32  # at least what struct statfs takes
 
 
 def exchange(left: Path, right: Path) -> bool:
@@ -45,6 +49,17 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_local(descriptor: int) -> bool:
+    """Whether an open file changes through this machine's kernel alone, which gives it a new ctime whenever it is written to.
+
+    False where that is not known: network file systems, FUSE, and other systems than Linux.
+    """
+    if sys.platform != "linux":
+        return False
+    libc, status = ctypes.CDLL(None), (ctypes.c_long * _STATFS_LONGS)()
+    return libc.fstatfs(descriptor, status) == 0 and status[0] & 0xFFFFFFFF in _LOCAL
 
 
 def is_mount_point(folder: Path) -> bool:

@@ -7,6 +7,7 @@ A check takes a value's name and the value, and raises a ValueError that says bo
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -93,6 +94,18 @@ def whole(least: int, most: int = LARGEST) -> Check:
             raise ValueError(f"{name} is {shown(value)}, not a whole number")
         if not least <= value <= most:
             raise ValueError(f"{name} is {shown(value)}, which is not within {least} and {most}")
+
+    return check
+
+
+def number(least: float | None = None) -> Check:
+    """A finite number, whole or not."""
+
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {shown(value)}, not a number")
+        if not math.isfinite(value) or (least is not None and value < least):
+            raise ValueError(f"{name} is {shown(value)}, which is not a finite number of at least {least}")
 
     return check
 

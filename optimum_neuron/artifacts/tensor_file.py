@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a safetensors file: which tensors it holds, and where; checked before a byte of them is used."""
+"""Safetensors files: written so that they can be mapped; their headers checked before a byte of a tensor is used."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from .artifact import ArtifactError
 from .schema import TEXT, Check, choice, listed, named, parse_object, record, shown, whole
@@ -23,9 +26,18 @@ DTYPES = {
 _LARGEST_HEADER = 100_000_000
 _MOST_DIMENSIONS = 16
 _LENGTH_BYTES = 8
+# Of the bytes behind a header: a page, so that vectors of a mapped file lie within cache lines.
+_ALIGNMENT = 4096
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST = 2**63 - 1
 _SIZE: Check = whole(0, _LARGEST)
 _ENTRY = record({"dtype": choice(DTYPES), "shape": listed(_SIZE), "data_offsets": listed(_SIZE)}, closed=True)
+
+
+class Readable(Protocol):
+    """A file, or memory that is read as one."""
+
+    def read(self, size: int, /) -> bytes: ...
 
 
 class Stored(Protocol):
@@ -47,6 +59,24 @@ class StoredTensor:
     stop: int
 
 
+def file_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The bytes before those of tensors, in the order in which these will follow: of falling item size, so that all are aligned."""
+    described: dict[str, object] = {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor as it stands in a file; in the tensor's own memory where that is contiguous."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """What a file holds by name, told by its header alone.
 
@@ -58,7 +88,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return parse_head(head, path)
 
 
-def read_head(file: BinaryIO, path: Path) -> bytes:
+def read_head(file: Readable, path: Path) -> bytes:
     """The bytes before those of tensors: the header's length, and the header.
 
     Raises:

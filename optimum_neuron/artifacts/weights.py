@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of an artifact: written with safetensors, read into one block of memory while their digest is checked."""
+"""Weights of an artifact: one safetensors file, mapped once its digest is checked; and the memory of its states."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
-import re
 import sys
 from collections.abc import Sequence
+from functools import partial
+from mmap import mmap
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..graphs.spec import TensorSpec
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
-from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
+from .filesystem import is_local
+from .pages import copied, has_huge_pages, mapped, zeroed
+from .tensor_file import StoredTensor, file_head, parse_head, read_head, stored_tensors, tensor_bytes
+from .verified import read_verified
 
 
 _ALIGNMENT = 64
-_PIECE = 8 << 20
+# Decoding from pages of 4 KB takes up to a fifth longer than from huge ones; the larger the weights, the less does it matter,
+# and the more does a copy cost.
+_LARGEST_COPY = 1 << 30
 _Stored = TypeVar("_Stored")
 
 
@@ -49,22 +52,18 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
             tied[name] = stored[key]
         else:
             stored[key] = name
-            unique[name] = tensor.contiguous()
-    _save(unique, folder / WEIGHTS_NAME)
-    return tied
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    path.touch()
-    mode = path.stat().st_mode
+            unique[name] = tensor
+    # Stable: within a type, tensors stand in the order of the model, in which steps read them.
+    names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
+    path = folder / WEIGHTS_NAME
     try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise OSError(f"{path} cannot be written ({error}); name another folder") from error
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    path.chmod(mode)  # safetensors keeps a file to its owner, whatever the umask; a server may run as another user
+        with path.open("wb") as file:
+            file.write(file_head((name, unique[name].dtype, tuple(unique[name].shape)) for name in names))
+            for name in names:
+                file.write(tensor_bytes(unique[name]))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write does not tell where
+    return tied
 
 
 def rank_weights_name(rank: int, world_size: int) -> str:
@@ -75,23 +74,35 @@ def rank_weights_name(rank: int, world_size: int) -> str:
 def read_weights(artifact: Artifact) -> dict[str, Tensor]:
     """All tensors of an artifact's one file of weights by name, tied names included, as views of one block of memory.
 
+    The block is the file, mapped: processes share it, and what one writes to a tensor is its own. It is a copy of a file that
+    other machines may write to, and of one of up to 1 GiB that the system would map in small pages.
+
     Raises:
         ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks.
     """
     path = artifact.file(WEIGHTS_NAME)
     with path.open("rb") as file:
-        head = read_head(file, path)
-        digest = hashlib.sha256(head)
-        size = path.stat().st_size - len(head)
-        block = _allocate(size)
-        view = memoryview(block.numpy().data)[:size]
-        for start in range(0, size, _PIECE):
-            piece = view[start : start + _PIECE]
-            file.readinto(piece)
-            digest.update(piece)
-    artifact.check_digest(WEIGHTS_NAME, digest.hexdigest())
+        memory, digest = _contents(file, artifact.sha256(WEIGHTS_NAME))
+    artifact.check_digest(WEIGHTS_NAME, digest)
+    head = read_head(memory, path)
+    block = torch.frombuffer(memory, dtype=torch.uint8)[len(head) :]
     tensors = {name: _view(block, stored) for name, stored in parse_head(head, path).items()}
     return _with_tied(tensors, artifact)
+
+
+def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
+    """All bytes of a file, and their sha256."""
+    descriptor = file.fileno()
+    size = os.fstat(descriptor).st_size
+    if size and is_local(descriptor):
+        return read_verified(descriptor, partial(_mapped_or_copied, file, size), expected)
+    memory = copied(file, size)
+    return memory, hashlib.sha256(memoryview(memory)[:size]).hexdigest()
+
+
+def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
+    memory = mapped(file.fileno(), size)
+    return memory if size > _LARGEST_COPY or has_huge_pages(memory) else copied(file, size)
 
 
 def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
@@ -162,11 +173,8 @@ def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
 
 
 def _allocate(size: int) -> Tensor:
-    """Zeroed bytes on huge pages where the system has them: fewer TLB misses when every weight is read each step."""
-    block = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)[:size]
+    """Zeroed bytes."""
+    return torch.frombuffer(zeroed(size), dtype=torch.uint8)[:size]
 
 
 def _aligned(size: int) -> int:
@@ -175,6 +183,6 @@ def _aligned(size: int) -> int:
 
 def _view(block: Tensor, stored: StoredTensor) -> Tensor:
     piece = block[stored.start : stored.stop]
-    # safetensors packs tensors of falling alignment, so only an odd-sized neighbour can leave one unaligned.
-    aligned = stored.start % stored.dtype.itemsize == 0
+    # Files of other writers may have heads of any length, and tensors in any order.
+    aligned = piece.storage_offset() % stored.dtype.itemsize == 0
     return (piece if aligned else piece.clone()).view(stored.dtype).view(stored.shape)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ from .files import (
     write_config,
 )
 from .gguf import TOKENS_KEY, GgufHeader, read_header
+from .gguf_reads import GgufReads
 from .hub import download, refuse_revision
 from .language_model import find_text_config, is_multimodal, multimodal_class, take_text_part
 from .quantized import dequantizing, refuse_quantized
@@ -126,7 +128,8 @@ class Checkpoint:
         # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
         attention = "eager" if multimodal or adapters else ATTENTION_NAME
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
-        read = read_model(auto, self.folder, self.source, attention, config, options)
+        with self._reading():
+            read = read_model(auto, self.folder, self.source, attention, config, options)
         model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
@@ -187,11 +190,19 @@ class Checkpoint:
         return None if self.gguf_file is None else read_header(self.folder / self.gguf_file)
 
     @cached_property
+    def _gguf_reads(self) -> GgufReads:
+        return GgufReads()
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.gguf_file is None else self._gguf_reads.shared()
+
+    @cached_property
     def _gguf_tokenizer(self) -> Any:
         """The tokenizer of a GGUF file that has one; it takes long to make."""
         if self._gguf is None or TOKENS_KEY not in self._gguf.values:
             return None
-        return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+        with self._reading():
+            return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
 
     def _check_weights(self) -> None:
         """Before any is read: whether they are all there, and as many as the config asks for."""
@@ -206,7 +217,8 @@ class Checkpoint:
         else:
             check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
         try:
-            return AutoConfig.from_pretrained(self.folder, **self._options())
+            with self._reading():
+                return AutoConfig.from_pretrained(self.folder, **self._options())
         except OSError as error:
             raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
         except Exception as error:  # of a class's own code, and of the checks that transformers has it make

@@ -129,7 +129,6 @@ class RequestFactory:
         choice = choose_how(
             processors,
             model.neuron_config,
-            model.artifact.model.vocab_size,
             do_sample=bool(config.do_sample),
             keep_scores=self.batching.return_logprobs,
             keep_logits=False,

@@ -95,7 +95,7 @@ class Engine:
                 f"{who} has eos_token_ids={sorted(request.eos_token_ids)}, and the model chooses tokens from 0 to {size - 1}; "
                 f"leave out the others"
             )
-        check_sampling(request, self.config, size)
+        check_sampling(request, self.config)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state; False where no such request is live."""

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..config import NeuronConfig
 from ..graphs.spec import GREEDY, SamplingParams
@@ -21,35 +27,32 @@ from .request import Request
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def check_sampling(request: Request, config: NeuronConfig, vocab_size: int) -> None:
+def check_sampling(request: Request, config: NeuronConfig) -> None:
     """Raises ValueError where neither the graphs nor the host could choose a request's tokens."""
-    top_k, top_p, temperature = request.sampling
+    top_k, top_p, temperature, min_p = request.sampling
     who = f"request {request.request_id!r}"
     # Written so that NaN is refused too.
     in_range = temperature == 0 or _COLDEST <= temperature <= _HOTTEST
-    if not (in_range and 0 <= top_p <= 1 and top_k >= 1):
+    if not (in_range and 0 <= top_p <= 1 and 0 <= min_p <= 1 and (top_k == 0 or top_k >= 1)):
         raise ValueError(
-            f"{who} has top_k={top_k}, top_p={top_p}, temperature={temperature}; top_k must be at least 1, top_p between 0 "
-            f"and 1, temperature 0 or between {_COLDEST:.3} and {_HOTTEST:.3}"
+            f"{who} has top_k={top_k}, top_p={top_p}, temperature={temperature}, min_p={min_p}; top_k must be at least 1, or 0 "
+            f"for none, top_p and min_p between 0 and 1, temperature 0 or between {_COLDEST:.3} and {_HOTTEST:.3}"
         )
     if request.seed is not None and (not isinstance(request.seed, int) or request.seed < 0):
         raise ValueError(f"{who} has seed={request.seed!r}; give a whole number of at least 0, or leave it out")
-    reason = _host_reason(request, config, vocab_size)
+    reason = _host_reason(request, config)
     if reason is not None and not config.returns_decode_logits:
         raise ValueError(
             f"{who} {reason}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
         )
 
 
-def _host_reason(request: Request, config: NeuronConfig, vocab_size: int) -> str | None:
+def _host_reason(request: Request, config: NeuronConfig) -> str | None:
     """Why the host chooses the request's tokens, or None where the graphs do."""
     if request.processors is not None:
         return "brings logits processors, which run on the host"
     if not config.on_device_sampling:
         return "needs the host, since the artifact was exported without on-device sampling"
-    limit = min(config.max_topk, vocab_size)
-    if request.sampling.temperature > 0 and request.sampling.top_k > limit:
-        return f"has top_k={request.sampling.top_k}, above the max_topk={limit} of the on-device sampler"
     return None
 
 
@@ -67,10 +70,10 @@ class RequestSampler:
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
         self.slot = -1
-        self.on_host = _host_reason(request, config, vocab_size) is not None
+        self.on_host = _host_reason(request, config) is not None
         # Where nothing is drawn, top_k and top_p have no meaning, and need not be numbers that a graph can take.
         draws = not self.on_host and request.sampling.temperature > 0
-        self.sampling = request.sampling if draws else GREEDY
+        self.sampling = request.sampling.in_float32() if draws else GREEDY
         self.uniforms = UniformStream(seed) if draws else None
         self.logprob: float | None = None
         if self.on_host:
@@ -102,8 +105,10 @@ def _warpers(sampling: SamplingParams, vocab_size: int) -> LogitsProcessorList:
     warpers = LogitsProcessorList()
     if sampling.temperature > 0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_k < vocab_size:
+        if 0 < sampling.top_k < vocab_size:
             warpers.append(TopKLogitsWarper(int(sampling.top_k)))
         if sampling.top_p < 1:
             warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+        if sampling.min_p > 0:
+            warpers.append(MinPLogitsWarper(float(sampling.min_p)))
     return warpers

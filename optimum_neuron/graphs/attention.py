@@ -85,13 +85,22 @@ class AttentionRows:
     position_ids: Tensor
     seq_ids: Tensor | None
     context_length: int
-    masks: dict[Window, Tensor] = field(default_factory=dict)
-    columns: dict[Window, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
+    columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
+    past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
+    parts: dict[tuple[int, int], AttentionRows] = field(default_factory=dict)
 
-    def visible(self, sliding_window: Window) -> Tensor:
-        """`[rows, tokens, context_length]`: which cache columns a token may see. Built once per window and step."""
-        if sliding_window not in self.masks:
-            columns = torch.arange(self.context_length, dtype=torch.int32)
+    @property
+    def decodes(self) -> bool:
+        """Whether these are decode rows: row i is slot i, with one token."""
+        return self.seq_ids is None
+
+    def visible(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
+        """`[rows, tokens, stop - start]`: which of these cache columns a token may see. Built once per window and step."""
+        stop = self.context_length if stop is None else stop
+        key = (sliding_window, start, stop)
+        if key not in self.masks:
+            columns = torch.arange(start, stop, dtype=torch.int32)
             positions = self.position_ids[:, :, None]
             visible = columns <= positions
             if isinstance(sliding_window, AttentionChunk):
@@ -99,18 +108,37 @@ class AttentionRows:
                 visible = visible & (columns >= first)
             elif sliding_window is not None:
                 visible = visible & (columns > positions - sliding_window)
-            self.masks[sliding_window] = visible
-        return self.masks[sliding_window]
+            self.masks[key] = visible
+        return self.masks[key]
 
-    def seen(self, sliding_window: Window) -> Tensor:
-        """`[rows, context_length]`: which cache columns any token of a row may see."""
-        if sliding_window not in self.columns:
-            self.columns[sliding_window] = self.visible(sliding_window).any(1)
-        return self.columns[sliding_window]
+    def seen(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
+        """`[rows, stop - start]`: which of these cache columns any token of a row may see."""
+        stop = self.context_length if stop is None else stop
+        key = (sliding_window, start, stop)
+        if key not in self.columns:
+            self.columns[key] = self.visible(sliding_window, start, stop).any(1)
+        return self.columns[key]
+
+    def earlier(self, sliding_window: Window, start: int, stop: int) -> Tensor:
+        """`visible` without each token's own column: what it may see of the cache as it was before the step."""
+        key = (sliding_window, start, stop)
+        if key not in self.past:
+            columns = torch.arange(start, stop, dtype=torch.int32)
+            self.past[key] = self.visible(*key) & (columns < self.position_ids[:, :, None])
+        return self.past[key]
+
+    def part(self, start: int, stop: int) -> AttentionRows:
+        """The same rows, of which only these tokens attend."""
+        key = (start, stop)
+        if key not in self.parts:
+            self.parts[key] = AttentionRows(self.position_ids[:, start:stop], self.seq_ids, self.context_length)
+        return self.parts[key]
 
 
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
 CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]
+# The same of decode rows, from the cache as it was before the step and the rows' own `[rows, kv_heads, dim]` key and value.
+DecodeAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Whether a call's attention reads no key that a token does not see, so that what is written need not be marked.
 ReadsVisible = Callable[[AttentionCall, Tensor, Tensor], bool]
 # As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the row and column of each token.
@@ -125,6 +153,7 @@ class CachedAttention:
         write_rows, write_columns: `[tokens]`, where each token of the step goes in the cache.
         groups: the row groups, in the order of their tokens in the step.
         attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
+        attend_decode: how decode rows attend without what the step writes; None: as the others.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
     """
 
@@ -133,21 +162,15 @@ class CachedAttention:
     write_columns: Tensor
     groups: list[AttentionRows]
     attend_cache: CacheAttention
+    attend_decode: DecodeAttention | None
     write_cache: CacheWrite
     reads_visible: ReadsVisible
     by_itself: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
-    def _write(
-        self, layer_idx: int, key: Tensor, value: Tensor, call: AttentionCall | None = None
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.layer(self.calls.number(layer_idx))
-        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        if call is None or not self.reads_visible(call, keys, values):
-            key, value = kv_cache.whole_or_nan(key, value)
-        self.write_cache(keys, key, self.write_rows, self.write_columns)
-        self.write_cache(values, value, self.write_rows, self.write_columns)
-        return keys, values
+    def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        for cache, each in zip((keys, values), states, strict=True):
+            self.write_cache(cache, each, self.write_rows, self.write_columns)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots.
@@ -156,7 +179,8 @@ class CachedAttention:
         for a token that is not, also for those that see it, and for all that nobody in the step sees.
         """
         context = self.groups[0].context_length
-        states = self._write(layer_idx, key, value)
+        states = self.cache.layer(self.calls.number(layer_idx))
+        self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
         slots = states[0].shape[0] - 1
         keys, values = (kv_cache.read(each, None, slots, context) for each in states)
         mine = self.write_rows == torch.arange(slots, dtype=torch.int32)[:, None]
@@ -180,15 +204,35 @@ class CachedAttention:
         return torch.where(torch.cat(rows), 0.0, fill).to(dtype)[None, None]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        keys, values = self._write(call.layer_idx, call.key, call.value, call)
+        keys, values = self.cache.layer(self.calls.number(call.layer_idx))
+        states = _by_token(call.key), _by_token(call.value)
+        if not self.reads_visible(call, keys, values):
+            states = kv_cache.whole_or_nan(*states)
+        apart = [group for group in self.groups if self.attend_decode is not None and group.decodes]
         outputs, start = [], 0
-        for group in self.groups:
-            rows, tokens = group.position_ids.shape
-            stop = start + rows * tokens
-            query = call.query[0, :, start:stop].unflatten(1, (rows, tokens)).transpose(0, 1)
-            outputs.append(self.attend_cache(call, group, query, keys, values).flatten(0, 1))
+        for group in apart:  # decode rows come first in a step
+            stop = start + group.position_ids.numel()
+            key, value = (each[start:stop] for each in states)
+            assert self.attend_decode is not None
+            outputs.append(self.attend_decode(call, group, self._query(call, group, start), keys, values, key, value))
             start = stop
-        return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+        self._write(states, keys, values)
+        for group in self.groups[len(apart) :]:
+            outputs.append(self.attend_cache(call, group, self._query(call, group, start), keys, values))
+            start += group.position_ids.numel()
+        flat = [output.flatten(0, 1) for output in outputs]
+        return torch.cat(flat)[None] if len(flat) > 1 else flat[0][None]
+
+    @staticmethod
+    def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
+        """`[rows, heads, tokens, key_dim]` of a group whose first token has this index in the step."""
+        rows, tokens = group.position_ids.shape
+        return call.query[0, :, start : start + rows * tokens].unflatten(1, (rows, tokens)).transpose(0, 1)
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """`[1, kv_heads, tokens, dim]` as it is written: `[tokens, kv_heads, dim]`."""
+    return states[0].transpose(0, 1)
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -249,50 +293,3 @@ def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
     weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     return weights.to(values.dtype).flatten(2, 3) @ values
-
-
-def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins attention over two disjoint sets of keys into attention over both.
-
-    A side that saw no key has a log-sum-exp of minus infinity; plus infinity and NaN count as that too. Whatever its
-    output holds is not looked at, so the other side comes back to the bit; two such sides give 0 and minus infinity.
-    The rule is that of the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867).
-
-    Args:
-        out_a, out_b: `[..., value_dim]`, normalized outputs of each side.
-        lse_a, lse_b: `[...]` float32, natural logarithms of the sums of exponentials of each side's scores.
-
-    Returns:
-        The joint output, in the type of `out_a`, and its log-sum-exp in float32.
-    """
-    empty = -torch.inf
-    lse_a, lse_b = (torch.where(lse.isfinite(), lse.float(), empty) for lse in (lse_a, lse_b))
-    largest = torch.maximum(lse_a, lse_b)
-    reference = torch.where(largest == empty, 0.0, largest)  # -inf - (-inf) is NaN
-    weight_a, weight_b = torch.exp(lse_a - reference), torch.exp(lse_b - reference)
-    total = weight_a + weight_b
-    seen = total > 0
-    divisor = torch.where(seen, total, 1.0)
-    joint = sum(
-        torch.where(weight[..., None] > 0, out.float(), 0.0) * (weight / divisor)[..., None]
-        for out, weight in ((out_a, weight_a), (out_b, weight_b))
-    )
-    assert isinstance(joint, Tensor)
-    return joint.to(out_a.dtype), torch.where(seen, reference + torch.log(divisor), empty)
-
-
-def visible_groups(position_ids: Tensor, ratio: int, groups: int) -> Tensor:
-    """Which compressed keys a token may see, where one key stands for `ratio` consecutive positions.
-
-    A token sees the groups that end at or before its own position: `(position + 1) // ratio` of them. The bound is each
-    token's own, never that of its chunk, so what a token sees does not depend on how its prompt was cut.
-
-    Args:
-        position_ids: `[rows, tokens]`; an idle row has -1 and sees nothing.
-        groups: compressed keys that the cache has room for.
-
-    Returns:
-        `[rows, tokens, groups]`, bool.
-    """
-    complete = torch.div(position_ids + 1, ratio, rounding_mode="floor")
-    return torch.arange(groups, dtype=torch.int32) < complete[:, :, None]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
 
 
@@ -84,7 +85,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
     call = AttentionCall(
-        layer_idx=module.layer_idx,
+        layer_idx=plain_index(module.layer_idx),
         query=query,
         key=key,
         value=value,

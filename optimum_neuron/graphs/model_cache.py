@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
+from .layer_index import plain_index
 
 
 class KeyStore(Protocol):
@@ -57,7 +58,7 @@ class StepCache:
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        return (key, value) if self._keys is None else self._keys.store(layer_idx, key, value)
+        return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Never, for a layer's code: it then hands over all inputs, whatever their number."""
@@ -72,7 +73,7 @@ class StepCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> ConvolutionInput:
-        return ConvolutionInput(conv_states, partial(self._convolutions.convolve, layer_idx, state_idx))
+        return ConvolutionInput(conv_states, partial(self._convolutions.convolve, plain_index(layer_idx), state_idx))
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import kv_cache
-from .attention import CacheAttention, CacheWrite, ReadsVisible, attend_cache
+from .attention import CacheAttention, CacheWrite, DecodeAttention, ReadsVisible, attend_cache
+from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
 from .interface import AttentionCall
 from .sampling import sample
 
 
-# From `logits [rows, vocab]`, `sampling_params [rows, 3]`, `uniforms [rows]` and max_topk to `tokens [rows]` int32.
-Sampler = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# From `logits [rows, vocab]`, `sampling_params [rows, 4]` and `uniforms [rows]` to `tokens [rows]` int32.
+Sampler = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _as_they_are(logits: Tensor) -> Tensor:
-    return logits
+def _as_they_are(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
@@ -32,22 +33,27 @@ class StepOps:
     """How a step attends, writes the cache, computes experts and chooses tokens; the defaults are the reference.
 
     Attributes:
-        attend_cache: attention of one row group over a layer's cache.
+        attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
+        attend_decode: attention of decode rows over a layer's cache before the step and over their own tokens, so that nothing
+            of it waits for the write; None: they attend as chunk rows do.
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         experts: a layer's routed experts, of those layers that use transformers' experts interface.
         sample: the on-device sampler, from what the model's head returns.
         full_logits: the logits of the whole vocabulary, from what the model's head returns.
+        output_rows: the tokens that reach the head, `[rows]` int32, as they are: marks them for a compiler.
     """
 
     attend_cache: CacheAttention = attend_cache
+    attend_decode: DecodeAttention | None = None
     write_cache: CacheWrite = kv_cache.write
     reads_visible: ReadsVisible = _reads_all
     experts: Experts = dense_experts
     sample: Sampler = sample
     full_logits: Callable[[Tensor], Tensor] = _as_they_are
+    output_rows: Callable[[Tensor], Tensor] = _as_they_are
 
 
 DEFAULT_OPS = StepOps()
 # For step modules that run as they are. No graph can contain it.
-EAGER_OPS = StepOps(experts=active_experts)
+EAGER_OPS = StepOps(experts=active_experts, sample=sample_by_sorting)

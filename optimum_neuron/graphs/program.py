@@ -3,30 +3,68 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
+from .expand import expand
 from .kv_cache import KVCache
 from .ops import DEFAULT_OPS, StepOps
-from .spec import GraphSpec
+from .repeated_layers import few_layers
+from .scores import Scores
+from .spec import SAMPLING_PARAMS, UNIFORMS, GraphSpec
 from .step import StepModule, example_inputs
 
 
+logger = logging.getLogger(__name__)
+
+
 def export_graph(
-    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS
+    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
 ) -> torch.export.ExportedProgram:
     """The step graph as one `torch.export` program, the source of every compiled target.
 
-    Parameters and buffers are named `model.*`, KV state `kv_cache.*`.
+    Parameters and buffers are named `model.*`, KV state `kv_cache.*`, logits that are left for a sampler `scores.*`.
 
     Raises:
         RuntimeError: an input has no user in the exported graph, so that it would be silently ignored.
     """
-    module = StepModule(model, cache, spec, ops).eval()
-    with torch.no_grad():
-        program = torch.export.export(module, example_inputs(spec.inputs()), strict=False)
-    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    for argument, tensor in zip(program.graph_signature.user_inputs, spec.inputs(), strict=True):
-        if not placeholders[argument].users:
-            raise RuntimeError(f"graph {spec.name}: input {tensor.name} has no user after export")
+    module = StepModule(model, cache, spec, ops, scores).eval()
+    program = _trace(module)
+    _check_inputs(program, module)
     return program
+
+
+def export_layers_once(
+    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
+) -> torch.export.ExportedProgram:
+    """The same program in less time: of layers that are the same, and are shown to be, a few are traced.
+
+    Raises:
+        RuntimeError: as `export_graph`.
+    """
+    module = StepModule(model, cache, spec, ops, scores).eval()
+    try:
+        with few_layers(model) as layers:
+            program = _trace(module)
+        if not layers.is_refused:
+            expand(program, layers)
+            _check_inputs(program, module)
+            return program
+    except Exception as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
+        logger.debug("graph %s: all layers are traced (%s: %s)", spec.name, type(error).__name__, error)
+    return export_graph(model, cache, spec, ops, scores)
+
+
+def _trace(module: StepModule) -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(module, example_inputs(module.spec.inputs()), strict=False)
+
+
+def _check_inputs(program: torch.export.ExportedProgram, module: StepModule) -> None:
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    others = () if module.scores is None else (SAMPLING_PARAMS, UNIFORMS)  # a sampler's
+    for argument, tensor in zip(program.graph_signature.user_inputs, module.spec.inputs(), strict=True):
+        if not placeholders[argument].users and tensor.name.split(".")[1] not in others:
+            raise RuntimeError(f"graph {module.spec.name}: input {tensor.name} has no user after export")

@@ -1,38 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
 """The on-device sampler: from logits and per-row parameters to tokens. Randomness comes from outside, one number a row.
 
-Written with what every target can lower: no cumulative sum, no sort but top-k, no 64-bit index.
+Written with what every target can lower: no sort, no top-k, no cumulative sum, no integer that float32 cannot hold. A token's
+weight is a whole number, so that sums are exact: no target's order of summation, and no cut of the vocabulary, changes a token.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-
-TOP_K, TOP_P, TEMPERATURE = range(3)
-# A difference of two scores whose exponential is exactly 0 in float32.
-_NO_WEIGHT = -3e4
+from .exact_sums import blocks, is_less, padded, pick, take, to_digits, to_float, total, widened
 
 
-def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, max_topk: int) -> Tensor:
+TOP_K, TOP_P, TEMPERATURE, MIN_P = range(4)
+# The weight of the best token; one of a 2^-36th of its probability or less counts for nothing.
+WHOLE = 2.0**36
+_WEIGHT_DIGITS = 3
+# exp(-x) = 2^-n * exp(-r) with x = n * ln 2 + r. The two parts of ln 2 have few bits, so that their products are exact.
+_PER_LN_2, _LN_2, _LN_2_REST = 1.44269504, 0.6931381225585938, 9.05798515304923e-06
+# exp(-r) * 2^23 for r in 0..ln 2, by whole coefficients of r, -r^2, ...; relative error 1e-7 before rounding.
+_SERIES = (49538.0, 334538.0, 1392892.0, 4193494.0, 8388566.0, 8388608.0)
+_WEIGHTLESS, _HALVING_BITS = 40.0, 6  # a distance at which a weight is 0, and n small enough for exact products
+_UNREACHABLE = 2.0**25
+# The numbers of float32 in their order, by sign and exponent (512 of them) and mantissa; how each is found, from its highest digit.
+_EXPONENTS = 256
+_EXPONENT_STEPS = ((64.0, 8), (8.0, 8), (1.0, 8))
+_MANTISSA_STEPS = ((2.0**20, 8), (2.0**16, 16), (2.0**12, 16), (2.0**8, 16), (2.0**4, 16), (1.0, 16))
+_LOWEST = torch.finfo(torch.float32).min
+
+# From `[rows, n]` of this rank to `[rows, ranks, n]` of all.
+Gather = Callable[[Tensor], Tensor]
+
+
+def _alone(own: Tensor) -> Tensor:
+    return own[:, None]
+
+
+def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
     """Chooses one token per row.
 
-    Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k and top-p are applied in
-    transformers' order, and the token is drawn by inverse CDF: the first kept token, in order of falling probability,
-    whose cumulative probability exceeds `uniform * total`.
+    Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in
+    transformers' order, over the whole vocabulary. All tokens that tie with the last one kept stay. The token is drawn by
+    inverse CDF: the first one, in order of token ids, at which the sum of kept weights exceeds `uniform * total`.
+
+    Where the largest logit, or that over the temperature, is not finite, nothing is drawn: the argmax is taken.
 
     Args:
         logits: `[rows, vocab]` float32.
-        sampling_params: `[rows, 3]` float32: top_k, top_p, temperature; top_k is in 1..max_topk.
+        sampling_params: `[rows, 4]` float32: top_k (below 1: none), top_p, temperature, min_p.
         uniforms: `[rows]` float32 in [0, 1).
-        max_topk: candidates considered, the largest top_k.
 
     Returns:
         `[rows]` int32.
     """
-    scores, candidates = torch.topk(logits, min(max_topk, logits.shape[-1]), dim=-1)
-    return choose(scores, candidates.to(torch.int32), first_largest(logits), sampling_params, uniforms)
+    return sample_shard(logits, sampling_params, uniforms, 0, logits.shape[-1], _alone)
+
+
+def sample_shard(
+    logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor | int, vocab_size: int, gather: Gather
+) -> Tensor:
+    """`sample` where each rank has the logits of its own part of the vocabulary.
+
+    Args:
+        logits: `[rows, columns]` float32.
+        first: the token of this rank's first column; ranks are in the order of their tokens.
+        vocab_size: columns of tokens from here on are padding.
+        gather: brings all ranks' numbers together.
+
+    Returns:
+        `[rows]` int32, the same on all ranks.
+    """
+    temperature = sampling_params[:, TEMPERATURE]
+    real = _real(logits, first, vocab_size)
+    logits = torch.where(real, logits, _LOWEST)
+    largest, greedy_token = _best(logits, first, vocab_size, gather)
+    greedy = temperature <= 0
+    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    best = largest / divisor
+    weights = kept_weights(logits / divisor, best, real, sampling_params, gather)
+    drawn = draw_tokens(weights, uniforms, first, gather)
+    drawable = (best.abs() <= -_LOWEST)[:, 0]
+    return torch.where(greedy | ~drawable, greedy_token, drawn).to(torch.int32)
+
+
+def largest_of_shard(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> Tensor:
+    """What `sample_shard` chooses at temperature 0."""
+    logits = torch.where(_real(logits, first, vocab_size), logits, _LOWEST)
+    return _best(logits, first, vocab_size, gather)[1].to(torch.int32)
+
+
+def _real(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
+    """`[columns]` bool: which columns are tokens."""
+    return torch.arange(logits.shape[-1], dtype=torch.int32) + first < vocab_size
+
+
+def kept_weights(
+    scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = _alone
+) -> Tensor:
+    """The weight of each token, as digits of a whole number; 0 where top-k, top-p and min-p leave it out.
+
+    Args:
+        scores: `[rows, columns]` float32, logits over the temperature.
+        best: `[rows, 1]`, the largest of all ranks.
+        real: `[columns]` bool, which columns are tokens.
+
+    Returns:
+        `[digits, rows, size]` float32, padded for sums.
+    """
+    top_k, top_p, min_p = (sampling_params[:, i] for i in (TOP_K, TOP_P, MIN_P))
+    scores = padded(scores, _LOWEST)
+    kept = (padded(real.float(), 0.0) > 0).expand(scores.shape)
+    wanted = torch.where(top_k < 1, _UNREACHABLE, top_k)[:, None]
+    kept = kept & _largest(scores, kept.float()[None], wanted, gather)
+    weights = weights_of(best - scores)
+    digits = torch.where(kept, to_digits(weights, _WEIGHT_DIGITS).movedim(-1, 0), 0.0)
+    kept = _largest(scores, digits, _nucleus(top_p, _sum(total(digits), gather)), gather)
+    return torch.where(kept & (weights >= min_p[:, None] * WHOLE), digits, 0.0)
 
 
 def first_largest(logits: Tensor) -> Tensor:
@@ -45,41 +132,111 @@ def first_largest(logits: Tensor) -> Tensor:
     return torch.where(less, size, index).amin(-1, keepdim=True)
 
 
-def choose(
-    scores: Tensor, candidates: Tensor, greedy_tokens: Tensor, sampling_params: Tensor, uniforms: Tensor
-) -> Tensor:
-    """Draws one of the candidates, or takes the greedy token where the temperature is 0 or the largest score not finite.
+def _best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> tuple[Tensor, Tensor]:
+    """The largest logit of all ranks `[rows, 1]`, and its token `[rows]` float32."""
+    token = (first_largest(logits) + first).clamp(max=vocab_size - 1)  # of NaN alone, padding may count as the largest
+    ranks = gather(torch.cat([logits.amax(-1, keepdim=True), token.float()], dim=-1))
+    rank = first_largest(ranks[..., 0])
+    return ranks[..., 0].amax(-1, keepdim=True), take(ranks[..., 1:], rank[:, 0].float())[:, 0]
+
+
+def _ordered(place: int) -> tuple[float, float, float]:
+    """Of the place-th sign and exponent in the order of float32, from -inf to inf: `size`, `first` and `slope`.
+
+    Its numbers are `size * (first + slope * mantissa)`, in their order from mantissa 0 to 2^23 - 1; each product is exact.
+    """
+    exponent = place - _EXPONENTS if place >= _EXPONENTS else _EXPONENTS - 1 - place
+    size = math.ldexp(1.0, max(exponent, 1) - 127) if exponent < _EXPONENTS - 1 else math.inf
+    lead = min(exponent, 1)
+    return (size, lead, 2.0**-23) if place >= _EXPONENTS else (-size, lead + 1 - 2.0**-23, -(2.0**-23))
+
+
+_ORDERED = [_ordered(place) for place in range(2 * _EXPONENTS)]
+_SMALLEST = [size * first if first else 0.0 for size, first, _ in _ORDERED]
+
+
+def weights_of(distances: Tensor) -> Tensor:
+    """`exp(-distance) * 2^36` in whole numbers, float32; at most a few units of the last place off.
+
+    No sum follows a product that is rounded, and so no compiler can make one operation of the two, which changes bits.
 
     Args:
-        scores: `[rows, k]` float32, the largest logits of each row, falling.
-        candidates: `[rows, k]` int32, their tokens.
-        greedy_tokens: `[rows, 1]` int32.
-        sampling_params, uniforms: as in `sample`.
-
-    Returns:
-        `[rows]` int32.
+        distances: not negative.
     """
-    top_k, top_p, temperature = (sampling_params[:, i, None] for i in (TOP_K, TOP_P, TEMPERATURE))
-    greedy = temperature <= 0
-    rank = torch.arange(scores.shape[-1], dtype=torch.float32)
-    scores = scores / torch.where(greedy, 1.0, temperature)
-    # Candidates that are tied with the last one within top_k stay, as in transformers; beside NaN, all: nothing is drawn.
-    within = ~(scores < torch.where(rank < top_k, scores, scores[:, :1]).amin(-1, keepdim=True))
-    weights = torch.exp(torch.where(within, scores - scores[:, :1], _NO_WEIGHT))
-    total = weights.sum(-1, keepdim=True)
-    probs = weights / total
-    # A token is kept while the probability before it is below top_p, so the first one always is (also at top_p = 0).
-    kept = (rank == 0) | ((_cumulative(probs) - probs < top_p) & within)
-    cumulative = _cumulative(torch.where(kept, probs, 0.0))
-    beyond = cumulative <= uniforms[:, None] * cumulative[:, -1:]
-    # Rounding can leave the last kept token short of the total: never step past it.
-    index = torch.minimum(beyond.float().sum(-1, keepdim=True), kept.float().sum(-1, keepdim=True) - 1)
-    drawn = torch.where(rank == index, candidates, 0).amax(-1, keepdim=True)
-    # Logits with NaN or infinity leave nothing to draw from, and which of them comes first is up to the target.
-    return torch.where(greedy | total.isnan(), greedy_tokens, drawn)[:, 0]
+    distances = distances.clamp(max=_WEIGHTLESS)
+    halvings = (distances * _PER_LN_2).floor()
+    rest = (distances - halvings * _LN_2 - halvings * _LN_2_REST).clamp(min=0.0)
+    series = torch.full_like(rest, _SERIES[0])
+    for coefficient in _SERIES[1:]:
+        series = coefficient - (series * rest).floor()
+    power = torch.full_like(rest, 2.0**13)
+    for bit in reversed(range(_HALVING_BITS)):
+        has = halvings >= 2.0**bit
+        halvings = halvings - torch.where(has, 2.0**bit, 0.0)
+        power = power * torch.where(has, 2.0 ** -(2**bit), 1.0)
+    return (series * power).floor()
 
 
-def _cumulative(probs: Tensor) -> Tensor:
-    """Running sum as a product with a triangle of ones: the Neuron compiler takes no cumsum."""
-    order = torch.arange(probs.shape[-1], dtype=torch.int32)
-    return probs @ (order[:, None] <= order[None, :]).to(probs.dtype)
+def _sum(own: Tensor, gather: Gather) -> Tensor:
+    """`[rows, ..., digits]` of all ranks, from this rank's."""
+    return gather(own.flatten(1)).sum(1).unflatten(-1, own.shape[1:])
+
+
+def _nucleus(top_p: Tensor, whole: Tensor) -> Tensor:
+    """`[rows, digits]`: the sum of weights that the tokens within top-p reach; 1 at least, so that there is one."""
+    wanted = to_digits((top_p * to_float(whole)).ceil().clamp(min=1.0), whole.shape[-1])
+    # All tokens at top_p = 1, also where rounding makes the product less than the whole.
+    return torch.where(top_p[:, None] < 1, wanted, _UNREACHABLE)
+
+
+def _largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
+    """`[rows, size]` bool: the fewest tokens of the largest scores whose numbers add up to `target`, with all ties.
+
+    The smallest of their scores is found digit by digit. Where all of them do not add up to it, all stay.
+
+    Args:
+        scores: `[rows, size]`.
+        digits: `[digits, rows, size]`, a number per token.
+        target: `[rows, digits]`, with a digit more, unless that is one.
+    """
+
+    def found(lowest: Tensor) -> Tensor:
+        """`[rows, 1]`: how many of `[rows, n]` scores, in their order, are not too high."""
+        counted = scores[:, None] >= lowest[..., None]
+        sums = _sum(total(torch.where(counted, digits[:, :, None], 0.0)), gather)
+        return (~is_less(sums, target[:, None])).float().sum(-1, keepdim=True)
+
+    smallest, places = torch.tensor(_SMALLEST)[None, :, None], torch.tensor(_ORDERED)[None]
+    exponent = mantissa = torch.zeros_like(scores[:, :1])
+    for unit, count in _EXPONENT_STEPS:
+        tried = exponent + unit * torch.arange(1, count, dtype=torch.float32)
+        exponent = exponent + unit * found(take(smallest, tried.flatten()).unflatten(0, (-1, count - 1))[..., 0])
+    size, first, slope = take(places, exponent[:, 0])[:, None].unbind(-1)
+    for unit, count in _MANTISSA_STEPS:
+        tried = mantissa + unit * torch.arange(1, count, dtype=torch.float32)
+        mantissa = mantissa + unit * found(size * (first + slope * tried))
+    return scores >= size * (first + slope * mantissa)
+
+
+def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = _alone) -> Tensor:
+    """`[rows]` float32: each row's token, by inverse CDF in the order of tokens.
+
+    Args:
+        weights: `[digits, rows, size]`, as of `kept_weights`.
+        uniforms, first, gather: as in `sample_shard`.
+    """
+    ranks = gather(total(weights))
+    end = ranks.sum(1)
+    target = to_digits((uniforms * to_float(end)).floor(), end.shape[-1])
+    last = torch.cat([end[:, :-1], end[:, -1:] - 1], dim=-1)
+    target = torch.where(is_less(target, end)[:, None], target, last)  # rounding may reach the end
+    rank, base = pick(ranks, torch.zeros_like(end), target)
+    token = torch.zeros_like(rank)
+    parts = blocks(weights).movedim(0, -1)  # [rows, blocks, groups, 16, 16, digits]
+    while parts.ndim > 2:
+        sums = parts.flatten(2, -2).sum(2) if parts.ndim > 3 else parts
+        index, base = pick(widened(sums), base, target)
+        token = token * parts.shape[1] + index
+        chosen = torch.arange(parts.shape[1], dtype=torch.int32) == index[:, None]
+        parts = torch.where(chosen.unflatten(-1, (-1, *[1] * (parts.ndim - 2))), parts, 0.0).sum(1)
+    return take(gather((token + first)[:, None]), rank)[:, 0]

@@ -12,14 +12,21 @@ from ..config import NeuronConfig
 
 GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
+# What inputs of a group's sampler are called.
+SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
 
 
 class SamplingParams(NamedTuple):
-    """How the on-device sampler chooses: one row of `sampling_params`, in its order. Temperature 0 is greedy."""
+    """How the on-device sampler chooses: one row of `sampling_params`, in its order. At temperature 0 it is greedy, top_k 0 is none."""
 
-    top_k: float = 1
+    top_k: float = 0
     top_p: float = 1.0
     temperature: float = 0.0
+    min_p: float = 0.0
+
+    def in_float32(self) -> SamplingParams:
+        """The same, whole: no vocabulary has so many tokens that float32 could not tell two numbers of them apart."""
+        return self._replace(top_k=min(self.top_k, 2**24))
 
 
 GREEDY = SamplingParams()
@@ -118,7 +125,6 @@ class GraphSpec:
     context_length: int
     on_device_sampling: bool
     decode_logits: bool
-    max_topk: int
 
     @property
     def name(self) -> str:
@@ -133,6 +139,11 @@ class GraphSpec:
     @property
     def has_chunk(self) -> bool:
         return self.kind != "token_generation"
+
+    @property
+    def tokens(self) -> int:
+        """How many a step has room for: decode rows', then chunk rows'."""
+        return self.batch_size * self.has_decode + self.ctx_batch_size * self.chunk_size * self.has_chunk
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """All inputs, in the order in which a compiled graph takes them."""
@@ -150,10 +161,7 @@ class GraphSpec:
         ]
         if group == CHUNK:  # decode row i is slot i: an input that says so would have no user in the graph
             specs.append(TensorSpec(f"{group}.seq_ids", (rows,), "int32"))
-        if self.on_device_sampling:
-            specs.append(TensorSpec(f"{group}.sampling_params", (rows, 3), "float32"))
-            specs.append(TensorSpec(f"{group}.uniforms", (rows,), "float32"))
-        return specs
+        return [*specs, *sampler_inputs(group, rows)] if self.on_device_sampling else specs
 
     def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
         """All outputs, in the order in which a compiled graph returns them; their shapes never depend on the step."""
@@ -171,6 +179,14 @@ class GraphSpec:
     def returns_logits(self, group: str) -> bool:
         """Chunk rows always return logits, so that a host can choose the first token of any request."""
         return group == CHUNK or self.decode_logits
+
+
+def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
+    """What a group's sampler takes beside logits."""
+    return (
+        TensorSpec(f"{group}.{SAMPLING_PARAMS}", (rows, len(SamplingParams._fields)), "float32"),
+        TensorSpec(f"{group}.{UNIFORMS}", (rows,), "float32"),
+    )
 
 
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
@@ -199,7 +215,6 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
         context_length=context_length,
         on_device_sampling=config.on_device_sampling,
         decode_logits=config.returns_decode_logits,
-        max_topk=config.max_topk,
     )
 
 

@@ -20,6 +20,7 @@ from .interface import attending
 from .kv_cache import KVCache, write_indices
 from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
+from .scores import Scores
 from .spec import GraphSpec, TensorSpec
 
 
@@ -27,8 +28,8 @@ class RowGroup(NamedTuple):
     """Inputs of one group of rows; the fields that a graph does not use are None.
 
     `input_ids` and `position_ids` are `[rows, tokens]` int32. A short chunk repeats its last token and position. An
-    idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. `sampling_params [rows, 3]`
-    float32 are top_k, top_p and temperature; `uniforms [rows]` float32.
+    idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. `sampling_params [rows, 4]`
+    float32 are top_k, top_p, temperature and min_p; `uniforms [rows]` float32.
     """
 
     input_ids: Tensor
@@ -45,13 +46,22 @@ class StepModule(nn.Module):
         model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
         cache: shared by all graphs of the model.
         ops: how the step attends, writes, computes experts and samples; a target may replace the reference.
+        scores: where logits are left for a sampler in a graph of its own; None: the step itself samples.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        spec: GraphSpec,
+        ops: StepOps = DEFAULT_OPS,
+        scores: Scores | None = None,
+    ) -> None:
         super().__init__()
         self.ops = ops
         self.model = model
         self.kv_cache = cache
+        self.scores = scores
         self.spec = spec
         self._needs = CacheNeeds.of(model)
         set_experts(model)
@@ -95,11 +105,12 @@ class StepModule(nn.Module):
             write_columns,
             rows_of_groups,
             self.ops.attend_cache,
+            self.ops.attend_decode,
             self.ops.write_cache,
             self.ops.reads_visible,
             self._needs.by_itself,
         )
-        return attention, torch.cat(last_tokens), torch.cat(actual_tokens)
+        return attention, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
 
     def _logits(
         self,
@@ -129,7 +140,9 @@ class StepModule(nn.Module):
     def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
         outputs = []
         if group.sampling_params is not None and group.uniforms is not None:
-            outputs.append(self.ops.sample(logits, group.sampling_params, group.uniforms, self.spec.max_topk))
+            outputs.append(self.ops.sample(logits, group.sampling_params, group.uniforms))
+            if self.scores is not None:
+                self.scores.keep(name, logits, group.position_ids[:, 0] >= 0)
         if self.spec.returns_logits(name):
             outputs.append(self.ops.full_logits(logits))
         return outputs

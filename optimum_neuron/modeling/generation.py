@@ -139,7 +139,6 @@ class Generation(GenerationMixin):
         choice = choose_how(
             logits_processor,
             self.neuron_config,
-            model.vocab_size,
             do_sample=generation_config.do_sample,
             keep_scores=as_dict and generation_config.output_scores,
             keep_logits=as_dict and generation_config.output_logits,

@@ -28,6 +28,7 @@ from ..runtime.process import OwnProcess
 from ..runtime.runner import GraphRunner
 from ..runtime.threads import end_idle_workers
 from ..targets import Executable, get_target
+from ..targets.rank_options import RankOptions
 from .generation import Generation
 from .module import Module, make_known
 
@@ -88,6 +89,8 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         trust_remote_code: bool = False,
         adapter: str | Path | Sequence[str | Path] | None = None,
         deterministic: bool = False,
+        rank_python: str | Path | None = None,
+        rank_timeout: float | None = None,
         **options: Any,
     ) -> NeuronModelForCausalLM:
         """Loads an artifact, or exports a checkpoint first.
@@ -103,6 +106,10 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
+            rank_python: for a Neuron device, the interpreter that holds its ranks, of an environment with numpy and a
+                runtime; None for what OPTIMUM_NEURON_RANK_PYTHON names, or this one. NEURON.md tells what goes together.
+            rank_timeout: for a Neuron device, the seconds that one step may take; None for what NEURON_RT_EXEC_TIMEOUT
+                says, or 600.
             options: fields of `NeuronConfig`, for an export.
 
         Raises:
@@ -115,6 +122,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
         if isinstance(options.get("dtype"), torch.dtype):
             options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+        ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
         wanted = NeuronConfig.from_dict(options) if config is None else config
         hub: dict[str, Any] = {
             "revision": revision,
@@ -131,6 +139,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
                 trust_remote_code=trust_remote_code,
                 adapter=adapter,
                 deterministic=deterministic,
+                ranks=ranks,
                 **hub,
             )
         artifact, from_hub = found
@@ -145,6 +154,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
             trust_native_code=trust_remote_code or not from_hub,
             trust_remote_code=trust_remote_code,
             deterministic=deterministic,
+            ranks=ranks,
         )
 
     @classmethod
@@ -155,6 +165,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         *,
         trust_remote_code: bool,
         deterministic: bool,
+        ranks: RankOptions,
         **options: Any,
     ) -> NeuronModelForCausalLM:
         from ..export import export_model
@@ -169,6 +180,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
                 trust_native_code=True,
                 trust_remote_code=trust_remote_code,
                 deterministic=deterministic,
+                ranks=ranks,
             )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -178,14 +190,20 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
 
     @classmethod
     def _load(
-        cls, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool, deterministic: bool
+        cls,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        deterministic: bool,
+        ranks: RankOptions,
     ) -> NeuronModelForCausalLM:
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
         generation_config = read_generation_config(artifact, config)
         executable = get_target(artifact.target).load(
-            artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code
+            artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
         )
         return cls(
             artifact,

@@ -40,7 +40,7 @@ class DecodeRows(NamedTuple):
     """One token for each active slot. All arrays have a row per slot.
 
     `token_ids [batch_size]` int32 are the tokens to process, `active [batch_size]` bool leaves the other slots alone,
-    `sampling_params [batch_size, 3]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
+    `sampling_params [batch_size, 4]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
     [0, 1); both are ignored without on-device sampling.
     """
 
@@ -87,6 +87,8 @@ class _GroupInputs:
         """Cuts chunks into rows; returns the row of each chunk's last token."""
         assert self.seq_ids is not None
         self.position_ids.fill(IDLE)
+        if self.sampling_params is not None:
+            self.sampling_params[:] = GREEDY
         size = self.input_ids.shape[1]
         row, last_rows = 0, []
         for chunk in chunks:

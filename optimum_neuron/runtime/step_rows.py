@@ -77,7 +77,7 @@ class StepRows(Generic[R]):
         self._decode = DecodeRows(
             token_ids=np.zeros(slots, np.int32),
             active=np.zeros(slots, bool),
-            sampling_params=np.zeros((slots, 3), np.float32),
+            sampling_params=np.zeros((slots, len(SamplingParams._fields)), np.float32),
             uniforms=np.zeros(slots, np.float32),
         )
 
@@ -113,7 +113,9 @@ class StepRows(Generic[R]):
         rows = self._decode
         # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
         chunks = [
-            Chunk(part.request.slot, part.token_ids, part.request.sampling, _draw(part.request) if part.ends else 0.0)
+            Chunk(part.request.slot, part.token_ids, part.request.sampling, _draw(part.request))
+            if part.ends
+            else Chunk(part.request.slot, part.token_ids)
             for part in parts
         ]
         rows.active.fill(False)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,7 +22,7 @@ from ..graphs.spec import GREEDY, SamplingParams
 
 
 # The warpers that the on-device sampler implements, in the order in which it applies them.
-_ON_DEVICE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+_ON_DEVICE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 @dataclass
@@ -80,7 +81,6 @@ class HostChoice:
 def choose_how(
     processors: LogitsProcessorList,
     config: NeuronConfig,
-    vocab_size: int,
     *,
     do_sample: bool,
     keep_scores: bool,
@@ -91,9 +91,9 @@ def choose_how(
     Raises:
         ValueError: the host would have to choose, and the graphs return no logits.
     """
-    obstacle = _obstacle(processors, config, vocab_size, do_sample, keep_scores, keep_logits)
+    obstacle = _obstacle(processors, config, do_sample, keep_scores, keep_logits)
     if obstacle is None:
-        return OnDeviceChoice(_sampling_params(processors, vocab_size, do_sample))
+        return OnDeviceChoice(_sampling_params(processors, do_sample))
     if not config.returns_decode_logits:
         raise ValueError(
             f"{obstacle}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
@@ -104,7 +104,6 @@ def choose_how(
 def _obstacle(
     processors: LogitsProcessorList,
     config: NeuronConfig,
-    vocab_size: int,
     do_sample: bool,
     keep_scores: bool,
     keep_logits: bool,
@@ -122,11 +121,6 @@ def _obstacle(
     for processor in processors:
         if vars(processor) != vars(_plain(processor)):
             return f"{type(processor).__name__} with {_options(processor)} is applied to logits on the host"
-    params = _sampling_params(processors, vocab_size, do_sample)
-    limit = min(config.max_topk, vocab_size)
-    if params.top_k > limit:
-        asked = f"top_k={params.top_k}" if TopKLogitsWarper in kinds else "sampling without top_k"
-        return f"{asked} considers more than max_topk={limit} tokens, which the on-device sampler cannot"
     return None
 
 
@@ -136,23 +130,27 @@ def _plain(processor: LogitsProcessor) -> LogitsProcessor:
         return TemperatureLogitsWarper(processor.temperature)
     if isinstance(processor, TopKLogitsWarper):
         return TopKLogitsWarper(processor.top_k)
-    assert isinstance(processor, TopPLogitsWarper)
-    return TopPLogitsWarper(processor.top_p)
+    if isinstance(processor, TopPLogitsWarper):
+        return TopPLogitsWarper(processor.top_p)
+    assert isinstance(processor, MinPLogitsWarper)
+    return MinPLogitsWarper(processor.min_p)
 
 
 def _options(processor: LogitsProcessor) -> str:
     return ", ".join(f"{name}={value}" for name, value in vars(processor).items())
 
 
-def _sampling_params(processors: LogitsProcessorList, vocab_size: int, do_sample: bool) -> SamplingParams:
+def _sampling_params(processors: LogitsProcessorList, do_sample: bool) -> SamplingParams:
     if not do_sample:
         return GREEDY
-    top_k, top_p, temperature = vocab_size, 1.0, 1.0
+    params = SamplingParams(temperature=1.0)
     for processor in processors:
         if isinstance(processor, TemperatureLogitsWarper):
-            temperature = processor.temperature
+            params = params._replace(temperature=processor.temperature)
         elif isinstance(processor, TopKLogitsWarper):
-            top_k = min(processor.top_k, vocab_size)
+            params = params._replace(top_k=processor.top_k)
         elif isinstance(processor, TopPLogitsWarper):
-            top_p = processor.top_p
-    return SamplingParams(top_k, top_p, temperature)
+            params = params._replace(top_p=processor.top_p)
+        elif isinstance(processor, MinPLogitsWarper):
+            params = params._replace(min_p=processor.min_p)
+    return params.in_float32()

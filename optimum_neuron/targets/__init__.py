@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import HLO_TARGETS, NeuronConfig
+from .rank_options import IN_ENVIRONMENT, RankOptions
 
 
 if TYPE_CHECKING:
@@ -70,8 +71,19 @@ class Target(Protocol):
     def compile(self, job: CompileJob) -> dict[str, Any]:
         """Writes compiled graphs; returns what `load` wants to find in the manifest's `target_data`."""
 
-    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
-        """Loads the graphs of an artifact; native code only where it is trusted, else it is compiled again here."""
+    def load(
+        self,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        ranks: RankOptions = IN_ENVIRONMENT,
+    ) -> Executable:
+        """Loads the graphs of an artifact; native code only where it is trusted, else it is compiled again here.
+
+        Args:
+            ranks: of the processes that hold a device's ranks; a target that has none refuses any choice.
+        """
 
 
 def check_one_device(config: NeuronConfig) -> None:

@@ -12,49 +12,19 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import huggingface_hub.constants
-
 from ..artifacts.filesystem import explained_full_disk
 from ..artifacts.partial import partial_folder
+from ..artifacts.user_cache import CACHE_VARIABLE, cache_folder, untrusted
 
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "OPTIMUM_NEURON_CACHE"
 _RECORD, _CODE = "entry.json", "code"
 _PIECE = 1 << 20
-
-
-def cache_folder(kind: str) -> Path:
-    """A folder that is kept between exports, made if need be, below OPTIMUM_NEURON_CACHE or else the Hub's home.
-
-    What is in it runs as native code: it has to belong to this user or to root, and nobody else may write to it.
-
-    Raises:
-        OSError: it cannot be made.
-        PermissionError: it is not to be trusted.
-    """
-    default = Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron"
-    root = Path(os.environ.get(CACHE_VARIABLE) or default)
-    for folder in (root, root / kind):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"the compile cache {folder} cannot be made ({error.strerror}); set {CACHE_VARIABLE} to a folder of your own"
-            ) from error
-        problem = _foreign(folder.stat())
-        if problem:
-            raise PermissionError(
-                f"the compile cache {folder} {problem}, and this process would run what it holds; set {CACHE_VARIABLE} to "
-                f"a folder that only you can write to, or make this one so if you trust its files"
-            )
-    return root / kind
 
 
 class CompileCache:
@@ -186,15 +156,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _check_owner(path: Path) -> None:
-    problem = _foreign(path.lstat())
+    problem = untrusted(path.lstat())
     if problem:
         raise _BrokenError(f"{path.name} {problem}")
-
-
-def _foreign(status: os.stat_result) -> str | None:
-    """Why a file or folder is not to be trusted."""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(status.st_mode):
-        return "can be changed by other users"
-    return None

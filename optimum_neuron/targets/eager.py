@@ -20,6 +20,8 @@ from ..graphs.kv_cache import KVCache, copy_slot
 from ..graphs.ops import EAGER_OPS
 from ..graphs.step import StepModule
 from . import CompileJob, check_one_device
+from .rank_options import IN_ENVIRONMENT, RankOptions
+from .threads import fit_threads
 
 
 # Where several threads share a few rows, the matrix product of float32 sums some rows in another order than others,
@@ -101,7 +103,16 @@ class EagerTarget:
     def compile(self, job: CompileJob) -> dict[str, Any]:
         return {}
 
-    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> EagerExecutable:
+    def load(
+        self,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        ranks: RankOptions = IN_ENVIRONMENT,
+    ) -> EagerExecutable:
+        ranks.refuse(artifact.target)
+        fit_threads()
         artifact.verify()
         states, layout = artifact.states(), read_layout(artifact)
         check_memory(states)

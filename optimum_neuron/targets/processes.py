@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from .cores import usable_cpus
+
 
 _GUARD = Path(__file__).with_name("guard.py")
 
@@ -102,11 +104,11 @@ def run_jobs(jobs: Iterable[Callable[[], None]], threads: int, end_processes: Ca
 
 
 def parallel_jobs(jobs: int, memory_per_job: int) -> int:
-    """How many of `jobs` may run at once, by this machine's cores and free memory; at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many of `jobs` may run at once, by the CPUs that this process may use and free memory; at least one."""
+    cpus = usable_cpus()
     memory = _available_memory()
-    fitting = cores if memory is None else memory // memory_per_job
-    return max(1, min(jobs, cores, fitting))
+    fitting = cpus if memory is None else memory // memory_per_job
+    return max(1, min(jobs, cpus, fitting))
 
 
 def _available_memory() -> int | None:

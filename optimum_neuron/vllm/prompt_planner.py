@@ -17,8 +17,8 @@ from ..engine.request import Request, RequestState
 from ..engine.slots import SlotTable
 
 
-# Steps in a row in which short prompts may go before a long one: it takes every other step at least.
-MAX_BYPASS = 1
+# Steps in a row in which short prompts or decodes alone may go before a long prompt: it takes every third step at least.
+MAX_BYPASS = 2
 # Stands for the tokens of a prompt that declines to reuse any: no slot holds it.
 _NO_TOKEN = np.iinfo(np.int32).max
 
@@ -47,14 +47,21 @@ class PromptPlanner:
         self._states: WeakKeyDictionary[VllmRequest, RequestState] = WeakKeyDictionary()
 
     def plan(
-        self, requests: Sequence[VllmRequest], slots: SlotTable, tokens: int, tokens_per_prompt: int
+        self,
+        requests: Sequence[VllmRequest],
+        slots: SlotTable,
+        tokens: int,
+        tokens_per_prompt: int,
+        *,
+        decodes_first: bool,
     ) -> dict[str, int]:
-        """How many tokens of which prompt the next step takes in, at least one; to be called once for each step.
+        """How many tokens of which prompt the next step takes in; to be called once for each step.
 
         Args:
             requests: those with prompt tokens to compute, at least one, in vLLM's order. The first has a slot or finds one.
             slots: what slots hold, and which are free for those that have none.
             tokens, tokens_per_prompt: prompt tokens that the step has room for, and that one prompt may take of it.
+            decodes_first: where no prompt would end in the step, none gets a token of it, as often as one may be passed over.
         """
         states = [self._state(request) for request in requests]
         if self._by_priority:
@@ -63,6 +70,9 @@ class PromptPlanner:
             self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
         )
         plan = plan_chunks(states, slots, limits)
+        if decodes_first and states[0].bypassed < MAX_BYPASS and not any(chunk.is_last for chunk in plan.chunks):
+            states[0].bypassed += 1
+            return {}
         planned = {chunk.request_id: chunk.count for chunk in plan.chunks}
         for state in states:
             if state.request.request_id in planned:

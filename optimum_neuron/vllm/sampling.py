@@ -24,10 +24,7 @@ def check_request(params: SamplingParams, config: NeuronConfig) -> None:
         raise ValueError("watermarking is not supported by this runner; leave it out")
     reason = host_reason(params, config)
     if reason is not None and not config.returns_decode_logits:
-        raise ValueError(
-            f"{reason}, and this artifact returns no logits; export it with --output-logits, or "
-            f"send temperature=0, or top_k between 1 and {config.max_topk}"
-        )
+        raise ValueError(f"{reason}, and this artifact returns no logits; export it with --output-logits")
 
 
 def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
@@ -40,7 +37,8 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,
         "repetition_penalty": params.repetition_penalty != 1,
-        "min_p": params.min_p != 0,
+        # vLLM takes the nucleus of what min_p leaves, the graphs the other way round.
+        "min_p beside top_p": params.min_p != 0 and params.top_p < 1,
         "min_tokens": params.min_tokens > 0,
         "logit_bias": bool(params.logit_bias),
         "allowed_token_ids": bool(params.allowed_token_ids),
@@ -51,9 +49,6 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
     for name, wanted in asked.items():
         if wanted:
             return f"{name} needs logits on the host"
-    if params.temperature >= GREEDY_TEMPERATURE and not 1 <= params.top_k <= config.max_topk:
-        what = f"top_k={params.top_k}" if params.top_k > 0 else "sampling without top_k"
-        return f"{what} considers more than max_topk={config.max_topk} tokens, which the on-device sampler cannot"
     return None
 
 
@@ -61,4 +56,4 @@ def on_device_params(params: SamplingParams) -> OnDeviceParams:
     """A request's row of the graphs' sampling parameters, where `host_reason` is None."""
     if params.temperature < GREEDY_TEMPERATURE:
         return GREEDY
-    return OnDeviceParams(params.top_k, params.top_p, params.temperature)
+    return OnDeviceParams(max(params.top_k, 0), params.top_p, params.temperature, params.min_p).in_float32()

@@ -64,7 +64,9 @@ class StepScheduler(SlotScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         decodes = sum(not request.is_prefill_chunk for request in self.running)
-        planned = self._plan(min(self._most - decodes, self._chunk_tokens))
+        # The client of a request that ended often sends its next one at once: it need not wait for a long prompt's chunk.
+        decodes_first = bool(decodes and self.finished_req_ids)
+        planned = self._plan(min(self._most - decodes, self._chunk_tokens), decodes_first)
         output = self._schedule(decodes, planned, throttle_prefills)
         self._was_refused = not planned.keys() <= output.num_scheduled_tokens.keys()
         return output
@@ -75,7 +77,7 @@ class StepScheduler(SlotScheduler):
         self.max_num_scheduled_tokens = decodes + sum(planned.values())
         return super().schedule(throttle_prefills)
 
-    def _plan(self, tokens: int) -> dict[str, int]:
+    def _plan(self, tokens: int, decodes_first: bool) -> dict[str, int]:
         if tokens < 1:
             return {}
         places = self._places()
@@ -85,7 +87,8 @@ class StepScheduler(SlotScheduler):
             prompts += self._ready()
         if not prompts:
             return {}
-        return self._planner.plan(prompts, self._slots.table(places), tokens, self._tokens_per_prompt())
+        slots, most = self._slots.table(places), self._tokens_per_prompt()
+        return self._planner.plan(prompts, slots, tokens, most, decodes_first=decodes_first)
 
     def _places(self) -> int:
         """Requests that may start or go on beside those that run."""

@@ -25,7 +25,7 @@ from optimum_neuron.runtime.runner import GraphRunner
 
 
 SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)
-HOST_SAMPLED = SamplingParams(top_k=VOCAB, temperature=1.5)
+WIDE_SAMPLED = SamplingParams(temperature=1.5)
 POLICIES = ("mixed", "alternate")
 
 
@@ -102,7 +102,7 @@ def plain(number: int, length: int, new_tokens: int = 9) -> Request:
     how: list[dict[str, Any]] = [
         {},
         {"sampling": SAMPLED},
-        {"sampling": HOST_SAMPLED},
+        {"sampling": WIDE_SAMPLED},
         {"processors": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])},
     ]
     prompt = np.concatenate([random_tokens(17, seed=7), random_tokens(length, seed=number)])

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron.graphs import kv_cache
-from optimum_neuron.graphs.attention import AttentionRows, attend_cache, merge_attention_states, visible_groups
+from optimum_neuron.graphs.attention import AttentionRows, attend_cache
+from optimum_neuron.graphs.attention_parts import merge_attention_states, visible_groups
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.masks import AttentionChunk, Window
-from optimum_neuron.targets.neuron.lowering import ops as neuron
+from optimum_neuron.targets.neuron.lowering import attention as neuron
 
 
-NOTHING = (-math.inf, math.inf, math.nan)
+# A log-sum-exp of no keys: exactly, and as masks leave it.
+NOTHING = (-math.inf, neuron.MASKED, neuron.MASKED + 128.0)
 ROWS, HEADS, DIM = 3, 2, 8
 
 
@@ -65,16 +67,22 @@ def test_an_empty_side_leaves_the_other_to_the_bit_whatever_it_holds(nothing: fl
             assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
 
 
-@pytest.mark.parametrize("one", NOTHING)
-@pytest.mark.parametrize("other", NOTHING)
-def test_two_empty_sides_give_zero_and_stay_empty(one: float, other: float) -> None:
-    garbage = torch.full((ROWS, HEADS, DIM), math.nan)
-    out, lse = merge_attention_states(
-        garbage, torch.full((ROWS, HEADS), one), garbage, torch.full((ROWS, HEADS), other)
-    )
+def test_two_empty_sides_give_zero_and_stay_empty() -> None:
+    garbage, nothing = torch.full((ROWS, HEADS, DIM), math.nan), torch.full((ROWS, HEADS), -math.inf)
+    out, lse = merge_attention_states(garbage, nothing, garbage, nothing)
     assert (out == 0).all() and (lse == -math.inf).all()
     again, _ = merge_attention_states(out, lse, torch.ones(ROWS, HEADS, DIM), torch.zeros(ROWS, HEADS))
     assert (again == 1).all()
+
+
+def test_a_side_that_saw_what_is_not_finite_stays_so() -> None:
+    out, lse = torch.randn(ROWS, HEADS, DIM), torch.randn(ROWS, HEADS)
+    broken = lse.clone()
+    broken[1, 0] = math.nan
+    for sides in ((out, lse, out, broken), (out, broken, out, lse)):
+        joint, joint_lse = merge_attention_states(*sides)
+        assert joint[1, 0].isnan().all() and joint_lse[1, 0].isnan()
+        assert joint.isnan().sum() == DIM and joint_lse.isnan().sum() == 1
 
 
 def test_merging_can_be_exported() -> None:
@@ -112,8 +120,27 @@ def test_what_a_token_sees_of_compressed_keys_does_not_depend_on_its_chunk(ratio
 
 KINDS = {"plain": {}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}}
 COLUMNS = 40
+
+
+def in_blocks(attend: Callable) -> Callable:
+    """The same attention, of so few scores at a time that it takes a token and eight columns of each row."""
+
+    def attend_in_blocks(*arguments: object) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(neuron, "COLUMNS", 8)
+            patch.setattr(neuron, "SCORES_LIMIT", 4 * 8 * 16)
+            output: Tensor = attend(*arguments)
+        return output
+
+    return attend_in_blocks
+
+
 with_attention = [
-    pytest.mark.parametrize("attention", [attend_cache, neuron.attend_cache], ids=["reference", "neuron"]),
+    pytest.mark.parametrize(
+        "attention",
+        [attend_cache, neuron.attend_cache, in_blocks(neuron.attend_cache)],
+        ids=["reference", "neuron", "blocks"],
+    ),
     pytest.mark.parametrize("kind", KINDS),
     pytest.mark.parametrize("window", [None, 6, AttentionChunk(8)], ids=["all", "window", "block"]),
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str),
@@ -196,3 +223,112 @@ def test_what_is_written_of_a_token_is_finite_or_nan_throughout(dtype: torch.dty
     value[4, 0, 3], value[4, 1, 3] = math.inf, -math.inf
     for kept, written in zip((key, value), kv_cache.whole_or_nan(key, value), strict=True):
         assert written[1:5].isnan().all() and torch.equal(written[[0, 5]], kept[[0, 5]])
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of outputs of at most about 4."""
+    return 1e-5 if dtype == torch.float32 else 0.05 if dtype == torch.bfloat16 else 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, 6, AttentionChunk(8)], ids=["all", "window", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_in_blocks_equals_the_reference(kind: str, window: Window, dtype: torch.dtype) -> None:
+    layer = Layer(kind, window, dtype, 12)
+    expected = layer.attend(attend_cache, layer.keys, layer.values)[:3]
+    for attention in (neuron.attend_cache, in_blocks(neuron.attend_cache)):
+        found = layer.attend(attention, layer.keys, layer.values)[:3]
+        torch.testing.assert_close(found, expected, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "columns", "expected"),
+    [
+        (4, 1, 4096, (1, 4096)),
+        (4, 512, 4096, (512, 1024)),
+        (4, 2048, 4096, (1024, 512)),
+        (32, 2048, 32768, (128, 512)),
+        (32, 1000, 600, (125, 512)),
+        (128, 1, 32768, (1, 16384)),
+    ],
+)
+def test_scores_of_a_block_keep_to_the_limit(heads: int, tokens: int, columns: int, expected: tuple[int, int]) -> None:
+    length, width = neuron.score_block(heads, tokens, columns)
+    assert (length, width) == expected
+    assert 4 * heads * length * width <= neuron.SCORES_LIMIT == 8 << 20 and tokens % length == 0
+
+
+class Decode:
+    """A layer's cache of four slots and the trash row, a token that is not yet in it for each slot; the last one is idle."""
+
+    def __init__(self, kind: str, window: Window, dtype: torch.dtype, value_dim: int) -> None:
+        positions = [25, 0, COLUMNS - 1, -1]
+        self.query = torch.randn(4, 4, 1, 16).to(dtype)
+        self.cache = [torch.randn(5, 2, COLUMNS, dim).to(dtype) for dim in (16, value_dim)]
+        self.own = [torch.randn(4, 2, dim).to(dtype) for dim in (16, value_dim)]
+        self.positions = torch.tensor(positions, dtype=torch.int32)
+        self.group = AttentionRows(self.positions[:, None], None, COLUMNS)
+        options: dict = {"softcap": None, "sinks": None} | KINDS[kind]
+        self.call = AttentionCall(0, self.query, *self.own, 0.25, window, **options)
+        # Without its own column: what the step writes there, it does not read.
+        columns = torch.arange(COLUMNS)
+        self.earlier = self.group.visible(window)[:, 0] & (columns < self.positions[:, None])
+
+    def written(self) -> list[Tensor]:
+        """The cache with the tokens in it."""
+        written = [each.clone() for each in self.cache]
+        for each, own in zip(written, self.own, strict=True):
+            for row in range(3):
+                each[row, :, self.positions[row]] = own[row]
+        return written
+
+    def reference(self) -> Tensor:
+        return attend_cache(self.call, self.group, self.query, *self.written())
+
+    def attend(self, attention: Callable, cache: list[Tensor], own: list[Tensor]) -> Tensor:
+        output: Tensor = attention(self.call, self.group, self.query, *cache, *own)
+        return output
+
+
+def with_decode(test: Callable) -> Callable:
+    decode = [neuron.attend_decode, in_blocks(neuron.attend_decode)]
+    for mark in (pytest.mark.parametrize("attention", decode, ids=["neuron", "blocks"]), *with_attention[1:]):
+        test = mark(test)
+    return test
+
+
+@with_decode
+def test_decode_rows_need_nothing_of_what_the_step_writes(
+    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
+) -> None:
+    layer = Decode(kind, window, dtype, value_dim)
+    found = layer.attend(attention, layer.cache, layer.own)
+    torch.testing.assert_close(found[:3], layer.reference()[:3], atol=tolerance(dtype), rtol=tolerance(dtype))
+    for canary in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
+        kept = torch.cat([layer.earlier, torch.zeros(1, COLUMNS, dtype=torch.bool)])[:, None, :, None]
+        unseen = [torch.where(kept, each, canary) for each in layer.cache]
+        again = layer.attend(attention, unseen, layer.own)
+        assert torch.equal(again, found) and found.isfinite().all()
+
+
+@with_decode
+def test_a_broken_token_reaches_the_decode_rows_that_see_it_alone(
+    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
+) -> None:
+    layer = Decode(kind, window, dtype, value_dim)
+    expected = layer.attend(attention, layer.cache, layer.own)
+    for row in range(3):  # its own token
+        own = [each.clone() for each in layer.own]
+        for each in own:
+            each[row] = math.nan
+        found = layer.attend(attention, layer.cache, own)
+        others = torch.arange(4) != row
+        assert found[row].isnan().all() and torch.equal(found[others], expected[others])
+    for row, column in ((0, 24), (0, 10), (2, 38)):
+        cache = [each.clone() for each in layer.cache]
+        for each in cache:
+            each[row, :, column] = math.nan
+        found = layer.attend(attention, cache, layer.own)
+        others = torch.arange(4) != row
+        assert found[row].isnan().all() == layer.earlier[row, column]
+        assert torch.equal(found[others], expected[others])

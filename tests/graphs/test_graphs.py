@@ -160,7 +160,7 @@ def test_an_input_that_a_graph_would_ignore_stops_the_export(
 ) -> None:
     config = tiny_config()
     cache = KVCache(state_specs(config, tiny_specs["llama"]))
-    ops = StepOps(sample=lambda logits, params, uniforms, max_topk: logits[:, 0] + params[:, 0])
+    ops = StepOps(sample=lambda logits, params, uniforms: logits[:, 0] + params[:, 0])
     with pytest.raises(RuntimeError, match=r"graph token_generation_context64: input decode.uniforms has no user"):
         export_graph(tiny_models["llama"], cache, graph_specs(config)[0], ops)
 

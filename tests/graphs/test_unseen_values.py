@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, CodeGenConfig, Llama4TextConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.spec import ModelSpec
 from optimum_neuron.runtime.runner import Chunk, GraphRunner
+from optimum_neuron.targets.cpu.live_tokens import LiveTokens
 
 
 BROKEN = 77  # a token whose row of the embedding is not finite
@@ -133,8 +134,12 @@ def test_a_neighbor_that_is_not_finite_changes_no_bit(
 
 @with_runners
 def test_idle_rows_leave_finite_numbers_whatever_they_find(
-    name: str, runner_of: Callable[[str], GraphRunner], models: dict[str, tuple[nn.Module, ModelSpec]]
+    name: str,
+    runner_of: Callable[[str], GraphRunner],
+    models: dict[str, tuple[nn.Module, ModelSpec]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(LiveTokens, "__call__", lambda self, inputs: 1 << 40)  # else the cpu target leaves most out
     runner, spec = runner_of(name), models[name.split("-")[0]][1]
     runner.reset_all()
     fill_unseen(runner, spec, torch.nan)

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from helpers import folder_bytes
 
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE, cache_folder
 from optimum_neuron.targets import cache as cache_module
-from optimum_neuron.targets.cache import CACHE_VARIABLE, CompileCache, cache_folder
+from optimum_neuron.targets.cache import CompileCache
 
 
 KEY, OTHER = "0" * 64, "1" * 64

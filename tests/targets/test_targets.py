@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
+from optimum_neuron.artifacts.user_cache import cache_folder
 from optimum_neuron.graphs.spec import GraphSpec, ModelSpec
 from optimum_neuron.runtime.runner import SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
-from optimum_neuron.targets.cache import cache_folder
-from optimum_neuron.targets.cpu import compiler, library, loader
+from optimum_neuron.targets.cpu import compiler, loader, native_build
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 from optimum_neuron.targets.eager import _EqualRows
 
@@ -137,7 +137,7 @@ def with_another_format(path: Path) -> None:
 
 OTHER_VERSIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "packages": (as_an_earlier_version, r"\.pt2, which this version does not run"),
-    "format": (with_another_format, "has the format 99, and this version reads 1"),
+    "format": (with_another_format, "has the format 99, and this version reads"),
 }
 
 
@@ -216,7 +216,7 @@ def test_a_second_export_compiles_nothing_again(
     cache = cache_folder(CACHE_KIND)
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
     monkeypatch.setattr(compiler, "_compile", forbidden)
-    monkeypatch.setattr(library, "build", forbidden)
+    monkeypatch.setattr(native_build, "build", forbidden)
     again = export_tiny(tiny_checkpoints["llama"], tmp_path / "again", target="cpu")
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == before
     assert folder_bytes(again / "graphs") == folder_bytes(cpu_artifact("llama") / "graphs")
@@ -228,7 +228,7 @@ def test_other_sizes_types_and_models_do_compile(
     cache, code = tmp_path / "cache", set(folder_bytes(artifact / "graphs").values())
     (cache / CACHE_KIND).mkdir(parents=True)
     for entry in cache_folder(CACHE_KIND).iterdir():
-        if code & set(folder_bytes(entry).values()):
+        if (entry / "code.json").read_bytes() in code:  # its constants may be those of other sizes too
             shutil.copytree(entry, cache / CACHE_KIND / entry.name)
     monkeypatch.setenv("OPTIMUM_NEURON_CACHE", str(cache))
     asked: list[str] = []

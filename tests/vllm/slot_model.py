@@ -94,7 +94,7 @@ def next_logits(tokens: np.ndarray) -> Tensor:
 
 def choose(logits: Tensor, sampling: SamplingParams = GREEDY, uniform: float = 0.0) -> int:
     """What the on-device sampler takes."""
-    return int(sample(logits[None], torch.tensor([sampling]), torch.tensor([uniform]), VOCAB)[0])
+    return int(sample(logits[None], torch.tensor([sampling]), torch.tensor([uniform]))[0])
 
 
 def answer(

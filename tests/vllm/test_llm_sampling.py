@@ -28,13 +28,13 @@ ON_DEVICE: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 1},
     {"temperature": 1.5, "top_k": 200, "seed": 2},
     {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "seed": 3},
-    {"temperature": 0.3, "top_k": 256, "seed": 0},
-    {"temperature": 1.0, "top_k": 1, "seed": 4},
+    {"temperature": 0.3, "min_p": 0.05, "seed": 0},
+    {"temperature": 1.0, "seed": 4},
 ]
 ON_HOST: list[dict[str, Any]] = [
-    {"temperature": 0.9, "top_k": 1000, "seed": 1},
-    {"temperature": 1.2, "seed": 2},
-    {"temperature": 1.0, "top_k": 50, "min_p": 0.05, "seed": 3},
+    {"temperature": 0.9, "top_k": 1000, "repetition_penalty": 1.1, "seed": 1},
+    {"temperature": 1.2, "logit_bias": {5: 1.0}, "seed": 2},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "seed": 3},
     {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 1.0, "seed": 4},
     {"temperature": 0.7, "top_k": 20, "logprobs": 3, "seed": 5},
 ]
@@ -66,7 +66,9 @@ def test_seeded_tokens_of_the_graphs_are_those_of_our_engine(export_text: Callab
     engine = Engine(artifact_runner(export_text()), vocab_size=VOCAB)
     answers: dict[str, list[int]] = {}
     for index, (prompt, params) in enumerate(zip(PROMPTS, ON_DEVICE, strict=True)):
-        sampling = OnDevice(params["top_k"], params.get("top_p", 1.0), params["temperature"])
+        sampling = OnDevice(
+            params.get("top_k", 0), params.get("top_p", 1.0), params["temperature"], params.get("min_p", 0.0)
+        )
         engine.add_request(
             Request(
                 request_id=str(index),
@@ -143,9 +145,7 @@ def test_parameters_that_leave_one_token_are_greedy(llm: LLM, model: Any) -> Non
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs needs logits on the host"),
-    ({"temperature": 1.0}, "sampling without top_k considers more than max_topk=256 tokens"),
-    ({"temperature": 1.0, "top_k": 257}, "top_k=257 considers more than max_topk=256 tokens"),
-    ({"temperature": 1.0, "top_k": 5, "min_p": 0.1}, "min_p needs logits on the host"),
+    ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, "min_p beside top_p needs logits on the host"),
     ({"presence_penalty": 0.1}, "presence_penalty needs logits on the host"),
     ({"frequency_penalty": 0.1}, "frequency_penalty needs logits on the host"),
     ({"repetition_penalty": 1.1}, "repetition_penalty needs logits on the host"),
@@ -167,10 +167,9 @@ def test_what_an_artifact_without_logits_cannot_honour_is_refused_and_others_are
         with pytest.raises(VLLMValidationError, match=re.escape(reason)) as refusal:
             ask(llm, [PROMPTS[1]], 5, **params)
         assert "export it with --output-logits" in str(refusal.value), params
-        assert "temperature=0, or top_k between 1 and 256" in str(refusal.value), params
     assert not llm.llm_engine.has_unfinished_requests()
     assert ask(llm, [PROMPTS[0]], 5)[0] == expected
-    assert len(ask(llm, [PROMPTS[0]], 5, temperature=1.0, top_k=256)[0]) == 5
+    assert len(ask(llm, [PROMPTS[0]], 5, temperature=1.0)[0]) == 5
 
 
 def test_what_no_artifact_can_honour_is_refused(llm: LLM) -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...errors import first_line
@@ -18,6 +19,7 @@ from ..experts import no_experts, routing, set_experts
 from ..interface import attending
 from ..masks import UnsupportedModelError
 from ..model_cache import CacheNeeds
+from ..one_thread import one_thread
 from ..spec import ModelSpec
 from ..step import accepts
 from .parity import check_layers, check_result, comparable
@@ -33,16 +35,28 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         ValueError: the model cannot run as step graphs; the reason is named.
     """
     try:
-        spec = _record(model)
-        check_layers(model, spec)
-        check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+        with one_thread():
+            spec = _record(model)
+            check_layers(model, spec)
+            check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
     except UnsupportedModelError as error:
         raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
     return spec
 
 
+class _NoProducts(TorchFunctionMode):
+    """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return _zeros(*args, **kwargs or {}) if func is nn.functional.linear else func(*args, **kwargs or {})
+
+
+def _zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return input.new_zeros((*input.shape[:-1], weight.shape[0]))
+
+
 def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, token_id: int = 0) -> ModelSpec:
-    """Runs a token with attention and experts that only look on: what each layer keeps, and the size of the vocabulary.
+    """Runs a token with attention, experts and linear layers that only look on: what each layer keeps, and the vocabulary's size.
 
     Args:
         call: runs the model; by default the model itself.
@@ -57,7 +71,7 @@ def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, t
     if cache is not None:
         kwargs["past_key_values"] = cache
     kwargs |= {"input_ids": token, "position_ids": position, "use_cache": False}
-    with torch.inference_mode(), attending(recorder), routing(no_experts):
+    with torch.inference_mode(), attending(recorder), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
     return ModelSpec(vocab_size, tuple(recorder.layers), tuple(recorder.convolutions), num_embeddings=vocab_size)

@@ -139,13 +139,14 @@ def _rounding(model: PreTrainedModel, reference: Callable[[], Tensor], expected:
     """How far logits move where every layer's results are off by a unit in their last place, routing to experts included."""
     moved = []
     for seed in range(_DRAWS):
-        with _shaken(model, seed):
+        with shaken(model, seed):
             moved.append(float(_differences(reference(), expected).median()))
     return max(moved)
 
 
 @contextmanager
-def _shaken(model: nn.Module, seed: int) -> Iterator[None]:
+def shaken(model: nn.Module, seed: int) -> Iterator[None]:
+    """Has the results of all innermost modules off by up to a unit in their last place: what rounding may do to a model."""
     generator = torch.Generator().manual_seed(seed)
 
     def shake(module: nn.Module, inputs: object, output: object) -> Tensor | None:

@@ -13,6 +13,8 @@ from ...artifacts.weights import named_tensors, write_weights
 from ...config import NeuronConfig
 from .. import CompileJob, Executable, check_one_device
 from ..cache import CompileCache
+from ..rank_options import IN_ENVIRONMENT, RankOptions
+from ..threads import fit_threads
 from . import library
 from .compiler import CACHE_KIND, compile_graphs
 from .layout import use_natural_layout
@@ -34,5 +36,14 @@ class CpuTarget:
     def compile(self, job: CompileJob) -> dict[str, Any]:
         return compile_graphs(job)
 
-    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
+    def load(
+        self,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        ranks: RankOptions = IN_ENVIRONMENT,
+    ) -> Executable:
+        ranks.refuse(artifact.target)
+        fit_threads()
         return load_executable(artifact, trusted=trust_native_code, trust_remote_code=trust_remote_code)

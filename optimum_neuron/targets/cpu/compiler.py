@@ -21,13 +21,15 @@ from ... import progress
 from ...artifacts.artifact import WEIGHTS_NAME
 from ...artifacts.skeleton import assign, empty_model
 from ...graphs.kv_cache import KVCache
-from ...graphs.program import export_graph
+from ...graphs.one_thread import one_thread
+from ...graphs.program import export_layers_once
 from ...graphs.spec import GraphSpec, state_specs
 from .. import CompileJob
 from ..cache import CompileCache
 from . import library
 from .layout import use_natural_layout
 from .operators import OPS
+from .plan.live import leave_out_dead
 from .plan.lower import lower
 from .plan_file import Facts, write_plan
 
@@ -56,7 +58,7 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     )
     if missing:
         model, states = _load(job)
-        with cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
+        with one_thread(), cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
             for spec in missing:
                 _compile(model, states, spec, job, scratch)
                 cache.store(keys[spec.name], scratch, spec.name, folder)
@@ -76,8 +78,9 @@ def _load(job: CompileJob) -> tuple[nn.Module, KVCache]:
 
 def _compile(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob, scratch: Path) -> None:
     try:
-        program = export_graph(model, states, spec, OPS)
+        program = export_layers_once(model, states, spec, OPS)
         plan, constants = lower(program)
+        plan = leave_out_dead(plan, spec.tokens, rows_are_tokens=not spec.has_chunk)
     except Exception as error:  # of whatever the model's code does
         raise RuntimeError(f"graph {spec.name} could not be compiled: {type(error).__name__}: {error}") from error
     known: dict[str, Tensor] = {**program.state_dict, **program.constants}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instruction set the kernels are compiled for: the best that this machine has, or the one that OPTIMUM_NEURON_CPU names."""
+"""Which instruction set the kernels are compiled for: the best tried one that this machine has, or what OPTIMUM_NEURON_CPU names."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +21,16 @@ class InstructionSet:
 
     Attributes:
         flags: of the compiler.
-        needs: what a machine must have, as in /proc/cpuinfo.
+        needs: what a machine must have, by Linux's names in /proc/cpuinfo.
         torch: variables that hold torch's own operators to it, for processes that play such a machine.
+        untried: no machine ran it yet, only an emulation: it is used where OPTIMUM_NEURON_CPU names it.
     """
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
     torch: tuple[tuple[str, str], ...] = ()
+    untried: bool = False
 
 
 def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...]:
@@ -36,21 +40,44 @@ def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...
 # Levels 3 and 4 of the x86-64 psABI.
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
+_AVX512_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+_AMX = frozenset({"amx_tile", "amx_bf16"})
+# Linux gives a process tile registers only when it asks (Documentation/arch/x86/xstate.rst).
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The best first.
 _X86_64 = (
-    InstructionSet("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_BF16 | _AMX, untried=True),
+    InstructionSet("avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, _torch("avx512", "AVX512_CORE_BF16", "AVX512")),
     InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512")),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2")),
     InstructionSet("baseline", (), frozenset(), _torch("default", "SSE41", "SSE4_2")),
 )
+# SVE is left out: where its vectors are longer than NEON's, there are fewer units for them.
+_AARCH64 = (
+    InstructionSet(
+        "neon_bf16", ("-march=armv8.2-a+bf16",), frozenset({"asimd", "asimdrdm", "atomics", "bf16", "crc32", "dcpop"})
+    ),
+    InstructionSet("neon", ("-march=armv8-a",), frozenset()),
+)
 _OTHERS = (InstructionSet("baseline", (), frozenset()),)
+_KNOWN = {"x86_64": _X86_64, "amd64": _X86_64, "aarch64": _AARCH64, "arm64": _AARCH64}
+# macOS has no /proc/cpuinfo. All of its arm64 machines have what is needed beside bfloat16, which those before the M2 lack.
+_MACOS = {"asimd", "asimdrdm", "atomics", "crc32", "dcpop"}
+_MACOS_BF16 = b"hw.optional.arm.FEAT_BF16"
+
+
+def platform_sets() -> tuple[InstructionSet, ...]:
+    """Those of this kind of CPU, the best first."""
+    return _KNOWN.get(platform.machine().lower(), _OTHERS)
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those that this machine has, the best first."""
-    known = _X86_64 if platform.machine() in ("x86_64", "AMD64") else _OTHERS
+    """Those that this machine has and lets this process use, the best first."""
     has = _machine_flags()
-    return tuple(each for each in known if each.needs <= has)
+    if has >= _AMX and not _may_use_tiles():
+        has -= _AMX
+    return tuple(each for each in platform_sets() if each.needs <= has)
 
 
 def instruction_set() -> InstructionSet:
@@ -62,7 +89,7 @@ def instruction_set() -> InstructionSet:
     available = {each.name: each for each in instruction_sets()}
     name = os.environ.get(CPU_VARIABLE, "")
     if not name:
-        return next(iter(available.values()))
+        return next(each for each in available.values() if not each.untried)
     if name not in available:
         raise ValueError(
             f"{CPU_VARIABLE}={name!r} is not an instruction set of this machine; choose one of {', '.join(available)}, or "
@@ -72,6 +99,8 @@ def instruction_set() -> InstructionSet:
 
 
 def _machine_flags() -> frozenset[str]:
+    if sys.platform == "darwin":
+        return frozenset(_MACOS | {"bf16"} if _sysctl(_MACOS_BF16) else _MACOS)
     if not _CPUINFO.is_file():
         return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -79,3 +108,23 @@ def _machine_flags() -> frozenset[str]:
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for the tile registers of AMX, for all threads of this process and of those that it forks."""
+    numbers = (ctypes.c_long(each) for each in (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA))
+    return _syscall(*numbers) == 0
+
+
+def _syscall(*numbers: ctypes.c_long) -> int:
+    function = ctypes.CDLL(None).syscall
+    function.restype = ctypes.c_long
+    return int(function(*numbers))
+
+
+def _sysctl(name: bytes) -> int:
+    """A number that macOS knows of the machine; 0 where it does not know the name."""
+    value = ctypes.c_int(0)
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return value.value

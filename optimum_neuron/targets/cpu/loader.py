@@ -23,6 +23,7 @@ from ..recompile import compiled_again
 from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, compile_graphs
 from .executable import BoundPlan, CpuExecutable
 from .layout import use_natural_layout
+from .live_tokens import LiveTokens
 from .memory import allocate_arena
 from .plan.program import Plan
 from .plan_file import Facts, OldPlanError, read_plan
@@ -104,7 +105,8 @@ def _bind(artifact: Artifact, find: _Find) -> CpuExecutable:
         plan = plans[spec.name]
         own = _constants(find(spec.name + CONSTANTS_SUFFIX)) if _has_constants(plan) else {}
         with _naming(find(spec.name + PLAN_SUFFIX)):
-            bound[spec.name] = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena)
+            bound_plan = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena)
+        bound[spec.name] = bound_plan, LiveTokens(spec)
     return CpuExecutable(bound, states)
 
 

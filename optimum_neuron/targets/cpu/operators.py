@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step attends, writes its cache and computes experts on the cpu target: operators that a plan has kernels for.
+"""How a step attends, writes its cache, computes experts and chooses tokens on the cpu target: operators that a plan has kernels for.
 
 In a traced graph they are one node each. Called on tensors they compute nothing: a plan alone runs them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ _library.define(
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor rows, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("output_rows(Tensor rows) -> Tensor")
+_library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
 
 
 def _attended(
@@ -52,7 +56,22 @@ def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) ->
     return x.new_empty((*index.shape, weight.shape[1]))
 
 
-for _name, _shapes in (("attend", _attended), ("write_cache", _written), ("expert_linear", _projected)):
+def _marked(rows: Tensor) -> Tensor:
+    return torch.empty_like(rows)
+
+
+def _chosen(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+_SHAPES: dict[str, Any] = {
+    "attend": _attended,
+    "write_cache": _written,
+    "expert_linear": _projected,
+    "output_rows": _marked,
+    "sample": _chosen,
+}
+for _name, _shapes in _SHAPES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 
@@ -101,4 +120,23 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
 
 
-OPS = StepOps(attend_cache=_attend, write_cache=_write_cache, reads_visible=is_taken, experts=_grouped_experts)
+def _output_rows(rows: Tensor) -> Tensor:
+    """Tells a plan which tokens reach the model's head: what no other token's rows need can be left out."""
+    marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
+    return marked
+
+
+def _sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """A drop-in for `sample` that chooses the same tokens, and reads a greedy row's logits once."""
+    tokens: Tensor = getattr(torch.ops, NAMESPACE).sample(logits, sampling_params, uniforms)
+    return tokens
+
+
+OPS = StepOps(
+    attend_cache=_attend,
+    write_cache=_write_cache,
+    reads_visible=is_taken,
+    experts=_grouped_experts,
+    sample=_sample,
+    output_rows=_output_rows,
+)

@@ -31,7 +31,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 1
+FORMAT = 3
 _FILE = record(
     {
         "format": whole(1),
@@ -140,8 +140,8 @@ def _build(kind: Any, value: Any) -> Any:
     """
     if kind is Any:
         return _argument(value)
-    if kind is program.Step:
-        return _build(_step_kind(value), {name: each for name, each in value.items() if name != "kind"})
+    if kind is program.Step or kind in get_args(program.Step):
+        return _build_step(kind, value)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _build_one_of(arguments, value)
@@ -154,10 +154,7 @@ def _build(kind: Any, value: Any) -> Any:
         fits = isinstance(value, origin)
         built = _argument(value)
     elif is_dataclass(kind):
-        make: Any = kind
-        hints = _hints(make)
-        fits = isinstance(value, dict) and value.keys() == hints.keys()
-        built = make(**{name: _build(hint, value[name]) for name, hint in hints.items()}) if fits else None
+        fits, built = _build_members(kind, value)
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         built = value
@@ -174,11 +171,23 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _step_kind(value: Any) -> Any:
-    kinds = {kind.__name__: kind for kind in get_args(program.Step)}
-    if not isinstance(value, dict) or value.get("kind") not in kinds:
+def _build_step(kind: Any, value: Any) -> Any:
+    """A step, which says of which kind it is."""
+    kinds = {each.__name__: each for each in get_args(program.Step) if kind in (program.Step, each)}
+    found = kinds.get(value.get("kind")) if isinstance(value, dict) and type(value.get("kind")) is str else None
+    fits, built = False, None
+    if found is not None:
+        fits, built = _build_members(found, {name: each for name, each in value.items() if name != "kind"})
+    if not fits:
         raise ValueError(f"it has the step {shown(value)}")
-    return kinds[value["kind"]]
+    return built
+
+
+def _build_members(make: Any, value: Any) -> tuple[bool, Any]:
+    """Whether a value has the members of a dataclass, and it."""
+    hints = _hints(make)
+    fits = isinstance(value, dict) and value.keys() == hints.keys()
+    return fits, make(**{name: _build(hint, value[name]) for name, hint in hints.items()}) if fits else None
 
 
 def _build_one_of(kinds: tuple[Any, ...], value: Any) -> Any:

@@ -3,24 +3,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from ...artifacts.artifact import Artifact, ArtifactError
 from ...artifacts.schema import first_difference, shown
 from ...artifacts.tensor_file import Stored
-from ...graphs.spec import GraphSpec, TensorSpec
-from .graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding
+from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec, sampler_inputs
+from .graph_io import CACHE, COPY_SLOT, SAMPLERS, SCORES, GraphIO, InputBinding, OutputBinding
 
 
 _HEADS = 1  # dimension of a state of which a rank has its part
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
-    """The graphs that an artifact has: its steps, and where slots share prefixes the one that copies them."""
-    steps = tuple(spec.name for spec in artifact.graphs)
+    """The graphs that an artifact has: its steps, what draws tokens, and where slots share prefixes what copies them."""
     copies = artifact.config.batch_size > 1 and artifact.model.reuses_prefixes
-    return (*steps, COPY_SLOT) if copies else steps
+    return (
+        *(spec.name for spec in artifact.graphs),
+        *(SAMPLERS.values() if artifact.config.on_device_sampling else ()),
+        *((COPY_SLOT,) if copies else ()),
+    )
+
+
+def score_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
+    """The logits that steps leave for samplers, as a rank has them."""
+    config = artifact.config
+    rows = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size} if config.on_device_sampling else {}
+    columns = -(-artifact.model.vocab_size // config.tensor_parallel_size)
+    return tuple(TensorSpec(SCORES + group, (count, columns), "float32") for group, count in rows.items())
 
 
 def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
@@ -30,7 +41,7 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
         ArtifactError: something differs; the graph is named.
     """
     specs = {spec.name: spec for spec in artifact.graphs}
-    states: list[dict[str, InputBinding]] = []
+    caches: list[list[InputBinding]] = []
     for name, io in graphs.items():
         try:
             _check_names(io)
@@ -38,9 +49,13 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
                 raise ValueError(f"it is for {io.world_size} ranks, not {artifact.config.tensor_parallel_size}")
             if name in specs:
                 _check_step(io, specs[name], artifact.model.vocab_size)
-            _check_states(io, artifact.states())
-            states.append({each.name: each for each in io.inputs if each.role == "state"})
-            if states[-1] != states[0]:
+            scores = _scores_of(name, specs.get(name), score_states(artifact))
+            if name in SAMPLERS.values():
+                _check_sampler(io, scores)
+                continue
+            _check_states(io, (*artifact.states(), *scores))
+            caches.append([each for each in _states(io) if each.name.startswith(CACHE)])
+            if caches[-1] != caches[0]:
                 raise ValueError("its states are not those of the other graphs")
         except ValueError as error:
             raise ArtifactError(
@@ -82,9 +97,32 @@ def _check_step(io: GraphIO, spec: GraphSpec, vocab_size: int) -> None:
     _check_same("returns", [each for each in io.outputs if each.alias_of is None], spec.outputs(vocab_size))
 
 
+def _check_sampler(io: GraphIO, scores: Sequence[TensorSpec]) -> None:
+    """It reads scores, and returns a token for each of their rows."""
+    (score,) = scores
+    group, rows = score.name.removeprefix(SCORES), score.shape[0]
+    _check_same("reads", _states(io), scores)
+    _check_same("takes", [each for each in io.inputs if each.role == "input"], sampler_inputs(group, rows))
+    returned = [each for each in io.outputs if each.alias_of is None]
+    _check_same("returns", returned, [TensorSpec(f"{group}.tokens", (rows,), "int32")])
+    _check_same("updates", [each for each in io.outputs if each not in returned], [])
+
+
+def _states(io: GraphIO) -> list[InputBinding]:
+    return sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
+
+
+def _scores_of(graph: str, spec: GraphSpec | None, scores: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Those of the groups of rows that a graph has."""
+    groups = [group for group, sampler in SAMPLERS.items() if sampler == graph]
+    if spec is not None:
+        groups = [group for group, present in ((DECODE, spec.has_decode), (CHUNK, spec.has_chunk)) if present]
+    return [each for each in scores if each.name.removeprefix(SCORES) in groups]
+
+
 def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:
     """All states are parameters, and each one's new value is a result."""
-    given = sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
+    given = _states(io)
     expected = sorted(specs, key=lambda each: each.name)
     if io.world_size > 1:
         expected = [_part(each, binding) for each, binding in zip(expected, given, strict=False)] + expected[
@@ -98,8 +136,12 @@ def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:
 
 
 def _part(spec: TensorSpec, binding: InputBinding) -> TensorSpec:
-    """What a rank has of a state: some of its heads."""
-    if len(binding.shape) != len(spec.shape) or not 1 <= binding.shape[_HEADS] <= spec.shape[_HEADS]:
+    """What a rank has of a cache's state: some of its heads."""
+    if (
+        not spec.name.startswith(CACHE)
+        or len(binding.shape) != len(spec.shape)
+        or not 1 <= binding.shape[_HEADS] <= spec.shape[_HEADS]
+    ):
         return spec
     return TensorSpec(spec.name, (*spec.shape[:_HEADS], binding.shape[_HEADS], *spec.shape[_HEADS + 1 :]), spec.dtype)
 

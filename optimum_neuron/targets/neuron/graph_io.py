@@ -7,14 +7,21 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ...artifacts.schema import TEXT, choice, listed, optional, record, text, whole
+from ...graphs.spec import CHUNK, DECODE
 
 
 Role = Literal["weight", "state", "input"]
 DTYPES = (
     "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-# The one graph that is no step: see slot_copy.py.
+# What devices have in place of other types. A gather's indices are made unsigned; that does not outlast further operators on
+# every way to a device.
+NARROW = {"int64": "int32", "float64": "float32", "uint32": "int32"}
+# The graphs that are no steps: see slot_copy.py, and by group of rows sampler_graph.py.
 COPY_SLOT = "copy_slot"
+SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
+# How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has.
+CACHE, SCORES = "kv_cache.", "scores."
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ... import progress
 from ...artifacts.artifact import GRAPHS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from ...artifacts.tensor_file import stored_tensors
 from ...artifacts.weights import (
     allocate_states,
     check_memory,
@@ -19,17 +20,18 @@ from ...artifacts.weights import (
     rank_weights_name,
     read_layout,
     read_weights,
-    write_weights,
 )
 from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
 from .. import CompileJob, Executable, check_one_device
 from ..cache import CompileCache
+from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
-from .graph_checks import check_graphs, check_weights, graph_names
+from .graph_checks import check_graphs, check_weights, graph_names, score_states
 from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
 from .graph_io import GraphIO
 from .lowering.requirements import check_lowering
+from .sdk.hardware import check_parallel_size
 from .sdk.runtime_errors import INVALID, NeuronRuntimeError
 
 
@@ -43,48 +45,58 @@ class NeuronTarget:
     """Compiling needs torch-xla, and for a device its compiler; only running needs the device."""
 
     def check(self, config: NeuronConfig) -> None:
+        check_parallel_size(config.target, config.tensor_parallel_size)
         check_lowering()
         if config.target in NEURON_TARGETS:
             from .compile.compiler import CACHE_KIND, check_environment
-            from .compile.providers import choose_provider
 
-            check_environment(choose_provider(config.target), config.target)
+            check_environment(config.target)
             CompileCache(CACHE_KIND)
         else:
             check_one_device(config)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        if config.tensor_parallel_size == 1:
-            return write_weights(named_tensors(model), folder)
-        from .sharding import shard_plan, write_sharded_weights
+        from .lowering.rank_model import find_layout
+        from .sharding import shard_plan, whole_plan, write_sharded_weights
 
-        return write_sharded_weights(named_tensors(model), shard_plan(model, config.tensor_parallel_size), folder)
+        ranks = config.tensor_parallel_size
+        plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
+        return write_sharded_weights(named_tensors(model), plan, folder, find_layout(model, plan, config))
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         folder, target = job.folder / GRAPHS_FOLDER, job.config.target
         graphs = lower_and_check(job)
+        _check_stored(job, graphs)
         for graph in graphs:
             write_graph(graph, folder)
         if target not in NEURON_TARGETS:
             return {}
         from .compile.compiler import compile_graphs
-        from .compile.providers import choose_provider
 
-        return compile_graphs(choose_provider(target), graphs, target, folder)
+        return compile_graphs(graphs, target, folder)
 
-    def load(self, artifact: Artifact, *, trust_native_code: bool, trust_remote_code: bool) -> Executable:
+    def load(
+        self,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        ranks: RankOptions = IN_ENVIRONMENT,
+    ) -> Executable:
+        if artifact.target not in NEURON_TARGETS:
+            ranks.refuse(artifact.target)
         if trust_native_code:
             artifact.verify()
-            return _load(artifact, artifact.path, artifact.manifest["target_data"])
+            return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
         if artifact.config.tensor_parallel_size == 1:
             check_memory(artifact.states())
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
-            return _load(artifact, folder, data)
+            return _load(artifact, folder, data, ranks)
 
 
-def _load(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
+def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:
     if artifact.target in NEURON_TARGETS:
-        return _load_on_device(artifact, folder, data)
+        return _load_on_device(artifact, folder, data, ranks)
     return _load_on_cpu(artifact, folder)
 
 
@@ -112,6 +124,14 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
     return lowered
 
 
+def _check_stored(job: CompileJob, graphs: list[LoweredGraph]) -> None:
+    """Raises ValueError where the weights, which all ranks have alike, are not what a graph takes."""
+    path = job.folder / rank_weights_name(0, job.config.tensor_parallel_size)
+    stored = stored_tensors(path)
+    tied = {alias: stored[name] for alias, name in job.tied_weights.items() if name in stored}
+    check_weights(path.name, stored | tied, (graph.io for graph in graphs))
+
+
 def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     check_lowering()
     from .run.hlo_executor import HloExecutable, HloProgram
@@ -119,7 +139,13 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
-    return HloExecutable(programs, read_weights(artifact), allocate_states(artifact.states()))
+    states = allocate_states((*artifact.states(), *score_states(artifact)))
+    return HloExecutable(programs, _calls(artifact), read_weights(artifact), states)
+
+
+def _calls(artifact: Artifact) -> dict[str, tuple[str, ...]]:
+    """The inputs of each step by name, in the order in which an executable takes them."""
+    return {spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs}
 
 
 def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
@@ -146,7 +172,7 @@ def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
     return described
 
 
-def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> Executable:
+def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], options: RankOptions) -> Executable:
     from .run.load_plan import LoadPlan
     from .run.runtimes import load_graphs
 
@@ -155,22 +181,20 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any]) -> E
     with progress.stage("Verifying weights"):
         for name in weights:
             artifact.check_digest(name, file_sha256(artifact.file(name)))
-    lacking = sorted({"provider", "lnc"} - data.keys())
-    if lacking:
-        raise ArtifactError(f"target_data of {artifact.path} lacks {', '.join(lacking)}; export the model again")
+    if "lnc" not in data:
+        raise ArtifactError(f"target_data of {artifact.path} lacks lnc; export the model again")
     plan = LoadPlan(
         folder=folder / GRAPHS_FOLDER,
         target=artifact.target,
-        provider=data["provider"],
         lnc=data["lnc"],
         graphs=_read_graphs(artifact, folder),
-        calls={spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs},
+        calls=_calls(artifact),
         weights=tuple(artifact.file(name) for name in weights),
         tied_weights=artifact.tied_weights,
     )
     try:
         with progress.stage("Loading graphs onto the device"):
-            return load_graphs(plan)
+            return load_graphs(plan, options)
     except NeuronRuntimeError as error:
         if error.code == INVALID:
             _forget_code(plan.folder)

@@ -8,22 +8,25 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from emulated_amx import AMX
+from emulation import EMULATED, EmulatedLibrary, emulator
 from filelock import FileLock
 from torch import Tensor, nn
 
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.graphs.spec import TensorSpec
-from optimum_neuron.targets.cache import CACHE_VARIABLE
 from optimum_neuron.targets.cpu import library
 from optimum_neuron.targets.cpu.executable import BoundPlan
 from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_sets
 from optimum_neuron.targets.cpu.memory import allocate_arena
 from optimum_neuron.targets.cpu.plan.encode import encode
+from optimum_neuron.targets.cpu.plan.live import leave_out_dead
 from optimum_neuron.targets.cpu.plan.lower import lower
 from optimum_neuron.targets.cpu.plan.program import (
     Attend,
@@ -34,6 +37,7 @@ from optimum_neuron.targets.cpu.plan.program import (
     Map,
     Operand,
     Plan,
+    Sample,
     Select,
     Step,
     TorchCall,
@@ -123,8 +127,13 @@ def check_guards(tensor: Tensor) -> None:
 class Kernels:
     """The kernels of one instruction set, as functions of tensors, with threads of their own."""
 
-    def __init__(self, name: str, compiled: ctypes.CDLL) -> None:
-        self.name, self.library, self.threads = name, compiled, 2
+    def __init__(self, name: str, library: Callable[[Sequence[Buffer]], Any]) -> None:
+        """Kernels of a library.
+
+        Args:
+            library: its C functions, for plans over such buffers.
+        """
+        self.name, self.library, self.threads = name, library, 2
 
     @contextmanager
     def with_threads(self, count: int) -> Iterator[None]:
@@ -145,12 +154,13 @@ class Kernels:
         addresses = (ctypes.c_void_p * len(tensors.held))(
             *(each.untyped_storage().data_ptr() for each in tensors.held)
         )
-        plan = self.library.step_plan(words.ctypes.data, len(words))
+        library = self.library(tensors.buffers)
+        plan = library.step_plan(words.ctypes.data, len(words))
         assert plan
         try:
-            result = self.library.step_run(plan, 0, 1, ctypes.addressof(addresses), self.threads)
+            result = library.step_run(plan, 0, 1, ctypes.addressof(addresses), 1, self.threads)
         finally:
-            self.library.step_free(plan)
+            library.step_free(plan)
         assert result in (-1, 0)
         if result == 0:
             raise RefusedError
@@ -220,13 +230,24 @@ class Kernels:
         tensors = Tensors()
         self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
 
+    def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
+        tensors, output = Tensors(), guarded((len(logits),), torch.int32)
+        self.run(Sample(*(tensors(each) for each in (logits, params, uniforms, output))), tensors)
+        check_guards(output)
+        return output
+
 
 @cache
 def load_kernels(name: str) -> Kernels:
     """Those of one instruction set; of the processes of a test run, one builds them."""
     with FileLock(f"{os.environ[CACHE_VARIABLE]}-{name}.lock"), pytest.MonkeyPatch.context() as patch:
+        if name in EMULATED:
+            return Kernels(name, partial(EmulatedLibrary, emulator(name)))
+        if name == AMX.name:
+            patch.setattr(library, "instruction_set", lambda: AMX)
         patch.setenv(CPU_VARIABLE, name)
-        return Kernels(name, library.load.__wrapped__())
+        compiled = library.load.__wrapped__()
+        return Kernels(name, lambda buffers: compiled)
 
 
 class _Function(nn.Module):
@@ -253,20 +274,28 @@ class _Interface:
 
 
 class Planned:
-    """A function of tensors as a plan, called with tensors of the same shapes and types."""
+    """A function of tensors as a plan, called with tensors of the same shapes and types.
 
-    def __init__(self, kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+    Args:
+        tokens: rows of each of its outputs, of which a run can leave out the last.
+    """
+
+    def __init__(
+        self, kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor], tokens: int = 0
+    ) -> None:
         module = function if isinstance(function, nn.Module) else _Function(function)
         with torch.no_grad():
             program = torch.export.export(module, tuple(inputs), strict=False)
         self.plan: Plan
         self.plan, constants = lower(program)
+        self.plan = leave_out_dead(self.plan, tokens, rows_are_tokens=True)
         output = next(node for node in program.graph_module.graph.nodes if node.op == "output")
         interface = _Interface([_spec(each) for each in inputs], [_spec(node.meta["val"]) for node in output.args[0]])
         tensors = constants | {name: each.detach() for name, each in module.state_dict().items()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "load", lambda: kernels.library)
-            self._bound = BoundPlan(self.plan, interface, 0, tensors, allocate_arena([self.plan]))
+            patch.setattr(library, "load", lambda: kernels.library(self.plan.buffers))
+            self._arena = allocate_arena([self.plan])
+            self._bound = BoundPlan(self.plan, interface, 0, tensors, self._arena)
 
     @property
     def operators(self) -> set[str]:
@@ -277,9 +306,11 @@ class Planned:
     def calls_torch(self) -> list[str]:
         return [step.operator for step in self.plan.steps if isinstance(step, TorchCall)]
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+    def __call__(self, *inputs: Tensor, live: int = 1 << 40) -> list[Tensor]:
+        """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""
+        self._arena.fill_(0xFF)
         with torch.no_grad():
-            return self._bound.run([each.contiguous() for each in inputs])
+            return self._bound.run([each.contiguous() for each in inputs], live)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
 
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.targets.cache import CACHE_VARIABLE, CompileCache
-from optimum_neuron.targets.cpu import compiler, library
+from optimum_neuron.targets.cache import CompileCache
+from optimum_neuron.targets.cpu import compiler, library, native_build
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 from optimum_neuron.targets.cpu.host import instruction_set
+from optimum_neuron.targets.processes import Processes
 
 
 GRAPHS = sorted(graph.name for graph in graph_specs(tiny_config()))
@@ -90,17 +94,53 @@ def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.mark.usefixtures("empty_library")
 def test_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    build = library.build
+    build = native_build.build
 
     def record(output: Path, *others: object) -> None:
         built.append(output.name)
         build(output, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(library, "build", record)
+    monkeypatch.setattr(native_build, "build", record)
     for _ in range(2):
         library.load()
         library.load.cache_clear()
     assert built == ["kernels.so"]
+
+
+def test_a_wheels_library_is_used_where_it_was_built_from_these_sources(
+    empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = instruction_set()
+    sources = Path(shutil.copytree(native_build.SOURCES, tmp_path / "native"))
+    monkeypatch.setattr(native_build, "SOURCES", sources)
+    monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "prebuilt")
+    (tmp_path / "prebuilt").mkdir()
+    prebuilt = tmp_path / "prebuilt" / native_build.prebuilt_name(chosen)
+    (tmp_path / "stub.cpp").write_text('extern "C" long step_interface() { return 77; }', encoding="ascii")
+    native_build._run(
+        Processes(),
+        [str(native_build.compiler()), "-shared", "-fPIC", str(tmp_path / "stub.cpp"), "-o", str(prebuilt)],
+    )
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="have the interface 77, and this version calls"):
+        library.load()
+    with (sources / "pool.h").open("a", encoding="ascii") as file:
+        file.write("// changed")
+    with pytest.raises(RuntimeError, match="has no kernels built from its sources"):
+        library.load()
+
+
+@pytest.mark.parametrize("fact", ["machine", "flags", "name", "platform"])
+def test_a_library_is_for_one_machine_and_one_set_of_flags(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = instruction_set()
+    before = native_build.key(chosen)
+    if fact == "machine":
+        monkeypatch.setattr(native_build.platform, "machine", lambda: "another")
+    elif fact == "platform":
+        monkeypatch.setattr(native_build.sys, "platform", "another")
+    else:
+        chosen = replace(chosen, **{fact: ("-mother",) if fact == "flags" else "another"})  # type: ignore[arg-type]
+    assert native_build.key(chosen) != before
 
 
 @pytest.mark.usefixtures("empty_library")
@@ -108,7 +148,10 @@ def test_without_a_compiler_an_export_says_so_before_it_starts(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"compiles its kernels once, and found no g\+\+ or clang\+\+; install one"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"has no kernels built from its sources, and found no g\+\+ or clang\+\+ to build them; install",
+    ):
         export_tiny(tiny_checkpoint, tmp_path / "out" / "artifact", target="cpu")
     assert not (tmp_path / "out").exists()
 
@@ -124,9 +167,9 @@ def test_kernels_that_do_not_compile_are_not_kept(
 ) -> None:
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "source.cpp").write_text(text, encoding="ascii")
-    monkeypatch.setattr(library, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     with pytest.raises(RuntimeError, match=rf"failed on the CPU kernels:[\s\S]*{words}"):
-        library.build(tmp_path / "kernels.so", instruction_set())
+        native_build.build(tmp_path / "kernels.so", instruction_set())
     with pytest.raises(RuntimeError, match="failed on the CPU kernels"):
         library.load()
     assert not list((tmp_path / "cache").rglob("*.so"))
@@ -139,7 +182,7 @@ def test_a_library_of_another_interface_is_refused(
     (tmp_path / "sources" / "source.cpp").write_text(
         'extern "C" long step_interface() { return 99; }', encoding="ascii"
     )
-    monkeypatch.setattr(library, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     with pytest.raises(RuntimeError, match="have the interface 99, and this version calls"):
         library.load()
 

@@ -29,6 +29,11 @@ pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
 NAN = float("nan")
 
 
+@pytest.fixture
+def kernels(linear_kernels: Kernels) -> Kernels:
+    return linear_kernels
+
+
 def row_by_row(kernels: Kernels, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the dense kernel makes of each row alone, and zero where an index is none of an expert."""
     output = torch.zeros((*index.shape, weight.shape[1]), dtype=x.dtype)

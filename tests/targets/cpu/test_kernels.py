@@ -49,6 +49,10 @@ ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 25, 32, 72, 145)
 
 
 class TestLinears:
+    @pytest.fixture
+    def kernels(self, linear_kernels: Kernels) -> Kernels:
+        return linear_kernels
+
     @with_dtypes
     @pytest.mark.parametrize(("columns", "outputs"), LINEARS)
     def test_linears_match_float64(
@@ -106,6 +110,16 @@ class TestLinears:
         (whole,) = best_kernels.linears(x, [weight], [bias])
         (part,) = best_kernels.linears(x[first:stop], [weight[begin:]], [bias[begin:]])
         assert same_bits(part, whole[first:stop, begin:])
+
+    @pytest.mark.parametrize("beside", [1.0, 0.0])
+    def test_every_number_of_float16_is_what_it_is(self, kernels: Kernels, beside: float) -> None:
+        numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+        for place in range(4):
+            x, weight = torch.zeros(1, 32).half(), torch.full((len(numbers), 32), beside).half()
+            x[0, place], weight[:, place] = 1, numbers
+            torch.testing.assert_close(
+                kernels.linears(x, [weight], [None])[0][0], numbers, rtol=0, atol=0, equal_nan=True
+            )
 
     @with_dtypes
     def test_the_number_of_threads_changes_no_bit_of_linears(self, kernels: Kernels, dtype: torch.dtype) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,12 +46,12 @@ def test_the_best_instruction_set_of_a_machine_is_used(monkeypatch: pytest.Monke
     assert host.instruction_set().name == "avx2"
 
 
-@pytest.mark.parametrize(("machine", "flags"), [("aarch64", {"asimd", "bf16"}), ("x86_64", set()), ("riscv64", set())])
-def test_every_machine_has_an_instruction_set(machine: str, flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("machine", "name"), [("aarch64", "neon"), ("x86_64", "baseline"), ("riscv64", "baseline")])
+def test_every_machine_has_an_instruction_set(machine: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.platform, "machine", lambda: machine)
-    monkeypatch.setattr(host, "_machine_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(host, "_machine_flags", frozenset)
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
-    assert host.instruction_set().name == "baseline"
+    assert host.instruction_set().name == name
 
 
 def test_what_a_machine_has_is_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -61,6 +64,65 @@ def test_what_a_machine_has_is_read_from_the_system(monkeypatch: pytest.MonkeyPa
     assert host._machine_flags() == {"fpu", "avx2"}
     cpuinfo.write_text("processor : 0\nFeatures : asimd bf16\n")
     assert host._machine_flags() == {"asimd", "bf16"}
+
+
+@pytest.mark.parametrize(("flags", "names"), [("fp asimd evtstrm crc32", ["neon"]), ("bf16", ["neon"]), (None, [])])
+def test_bfloat16_of_an_arm_cpu_is_used_where_it_has_all_that_its_compiler_assumes(
+    flags: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = next(each.needs for each in host._AARCH64 if each.name == "neon_bf16")
+    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(host, "_machine_flags", lambda: needs if flags is None else frozenset(flags.split()))
+    assert [each.name for each in host.instruction_sets()] == (names or ["neon_bf16", "neon"])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_tile_registers_are_used_where_linux_gives_them_and_the_variable_names_them(
+    given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def syscall(*numbers: ctypes.c_long) -> int:
+        asked.append([each.value for each in numbers])
+        return 0 if given else -1
+
+    needs = next(each.needs for each in host._X86_64 if each.name == "amx_bf16")
+    monkeypatch.setattr(host, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(host.sys, "platform", "linux")
+    monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(host, "_syscall", syscall)
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    host._CPUINFO.write_text(f"flags : fpu {' '.join(needs)} amx_int8\n")
+    assert host.instruction_set().name == "avx512_bf16"
+    assert asked == [[158, 0x1023, 18]]  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    monkeypatch.setenv(CPU_VARIABLE, "amx_bf16")
+    if given:
+        assert host.instruction_set().name == "amx_bf16"
+    else:
+        with pytest.raises(ValueError, match="is not an instruction set of this machine; choose one of avx512_bf16"):
+            host.instruction_set()
+    monkeypatch.delenv(CPU_VARIABLE)
+    host._CPUINFO.write_text(f"flags : fpu {' '.join(needs - {'amx_bf16'})}\n")
+    assert host.instruction_set().name == "avx512_bf16"
+    assert len(asked) == 2
+
+
+_GETPID = {"x86_64": 39, "aarch64": 172}
+
+
+@pytest.mark.skipif(sys.platform != "linux" or host.platform.machine() not in _GETPID, reason="calls Linux by number")
+def test_a_system_call_answers_as_linux_has_it() -> None:
+    assert host._syscall(ctypes.c_long(_GETPID[host.platform.machine()])) == os.getpid()
+    assert host._syscall(ctypes.c_long(1 << 20)) == -1
+
+
+@pytest.mark.parametrize(("bf16", "best"), [(1, "neon_bf16"), (0, "neon")])
+def test_a_mac_is_asked_for_what_it_has(bf16: int, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(host.sys, "platform", "darwin")
+    monkeypatch.setattr(host, "_sysctl", {b"hw.optional.arm.FEAT_BF16": bf16}.__getitem__)
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    assert host.instruction_set().name == best
 
 
 @pytest.mark.usefixtures("older_cpu", "reloaded")

@@ -17,10 +17,10 @@ from tampering import MANIFEST, WEIGHTS, read_json, write
 from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import ArtifactError
-from optimum_neuron.graphs.spec import ConvolutionState, LayerCache, ModelSpec, graph_specs
+from optimum_neuron.graphs.spec import ConvolutionState, LayerCache, ModelSpec, SamplingParams, graph_specs
 from optimum_neuron.targets.cpu import loader, plan_file
 from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, TorchCall
-from optimum_neuron.targets.cpu.plan_file import Facts, OldPlanError, read_plan, write_plan
+from optimum_neuron.targets.cpu.plan_file import FORMAT, Facts, OldPlanError, read_plan, write_plan
 
 
 SPEC = graph_specs(tiny_config(target="cpu"))[0]
@@ -107,10 +107,10 @@ def test_a_damaged_plan_is_refused(path: Path, damage: Callable[[bytes], bytes],
         read_plan(path, SPEC, FACTS, TENSORS)
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, FORMAT - 1, FORMAT + 1, "1", None])
 def test_a_plan_of_another_format_is_told_from_a_damaged_one(path: Path, found: object) -> None:
     path.write_bytes(json.dumps(read_json(path) | {"format": found}).encode())
-    with pytest.raises(OldPlanError, match="this version reads 1"):
+    with pytest.raises(OldPlanError, match=f"this version reads {FORMAT}"):
         read_plan(path, SPEC, FACTS, TENSORS)
 
 
@@ -198,6 +198,15 @@ def test_no_value_in_a_plan_reaches_beyond_its_buffers(artifact: Path) -> None:
     assert refused > len(chosen) // 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, [], None, 3, "Other"], ids=str)
+def test_a_step_of_no_kind_is_refused(kind: Any, artifact: Path) -> None:
+    content = read_json(artifact / GRAPH)
+    write(artifact, GRAPH, signed(changed(content, ("steps", 0, "kind"), kind)))
+    with pytest.raises(ArtifactError, match="it has the step"):
+        artifact_runner(artifact)
+
+
 @pytest.fixture(scope="module")
 def without_code(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact of the cpu target whose graphs are still to be compiled."""
@@ -212,9 +221,34 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def transpose_head(path: Path) -> None:
+def transpose_embeddings(path: Path) -> None:
     data = (path / WEIGHTS).read_bytes()
     write(path, WEIGHTS, data.replace(b"[300,64]", b"[64,300]", 1))
+
+
+def give_an_earlier_sampler(manifest: dict[str, Any]) -> None:
+    manifest["config"]["max_topk"] = 256
+    for graph in manifest["graphs"].values():
+        for each in graph["inputs"]:
+            if each["name"].endswith(".sampling_params"):
+                each["shape"][1] = 3
+
+
+@pytest.mark.slow
+def test_an_artifact_with_an_earlier_sampler_is_compiled_again(
+    artifact: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling = SamplingParams(top_k=299, temperature=1.0)
+    asked = random_tokens(9), 4, sampling, [0.2, 0.9, 0.5, 0.7]
+    expected, _ = generate(artifact_runner(artifact), *asked)
+    for path in (artifact / "graphs").glob("*.json"):
+        write(artifact, f"graphs/{path.name}", json.dumps(read_json(path) | {"format": FORMAT - 1}).encode())
+    edit(artifact, give_an_earlier_sampler)
+    assert generate(artifact_runner(artifact), *asked)[0] == expected
+    assert f"it has the format {FORMAT - 1}" in caplog.text
+    edit(artifact, lambda manifest: manifest["config"].pop("max_topk"))
+    with pytest.raises(ArtifactError, match=r"shape\[1\] 3, .* ask for 4; export the model again"):
+        artifact_runner(artifact)
 
 
 UNCOMPILABLE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -222,7 +256,7 @@ UNCOMPILABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit(path, lambda m: m["model"]["layers"][1].update(kv_heads=4)),
         r"says layers\[1\]\.kv_heads=4, and the model of config\.json has 2",
     ),
-    "weights": (transpose_head, r"lm_head\.weight as torch\.float32 \[64, 300\], and the model"),
+    "weights": (transpose_embeddings, r"embed_tokens\.weight as torch\.float32 \[64, 300\], and the model"),
     "type": (lambda path: edit(path, lambda m: m["config"].update(dtype="bfloat16")), r"says dtype='bfloat16'"),
     "no model": (lambda path: write(path, "config.json", b"{}"), r"config\.json cannot be read"),
     "tied": (

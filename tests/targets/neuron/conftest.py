@@ -3,15 +3,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import export_tiny
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 
-collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["compile", "lint", "lowering", "run", "sdk"]
+collect_ignore = (
+    [] if importlib.util.find_spec("torch_xla") else ["certificate", "compile", "lint", "lowering", "run", "sdk"]
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lowered_once() -> Iterator[None]:
+    """Graphs of one model at one config are lowered once, for whatever target; test_lowering.py shows that they come out the same."""
+    if collect_ignore:
+        yield
+        return
+    from optimum_neuron.targets.neuron.lowering import lower_all, rank_model, weight_uses
+
+    graphs: dict[Any, list[Any]] = {}
+    layouts: dict[Any, Any] = {}
+    lower, find_layout = lower_all.lower_all, rank_model.find_layout
+
+    def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
+        # What tests change of a model's code or of the lowering, too.
+        changed = (LlamaMLP.forward, rank_model.NEURON_OPS, weight_uses.use_stored_weights)
+        return (model_config, dataclasses.replace(config, target="hlo"), *others, changed)
+
+    def lower_once(folder: Path, config: NeuronConfig, tied: Mapping[str, str], **options: bool) -> Iterator[Any]:
+        found = key((folder / "config.json").read_text(), config, tuple(tied.items()), *options.values())
+        if found not in graphs:
+            graphs[found] = list(lower(folder, config, tied, **options))
+        return iter(graphs[found])
+
+    def find_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
+        found = key(model.config.to_json_string(), config, str(model.dtype))
+        if found not in layouts:
+            layouts[found] = find_layout(model, plan, config)
+        return layouts[found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_all, "lower_all", lower_once)
+        patch.setattr(rank_model, "find_layout", find_once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +67,9 @@ def hlo_artifact(
 
     def export(name: str) -> Path:
         if name not in made:
-            made[name] = export_tiny(sharp_checkpoints[name], tmp_path_factory.mktemp("hlo") / name, target="hlo")
+            made[name] = export_tiny(
+                sharp_checkpoints[name], tmp_path_factory.mktemp("hlo") / name, target="hlo", certificate=True
+            )
         return made[name]
 
     return export

@@ -15,10 +15,18 @@ from helpers import tiny_config
 
 from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
 from optimum_neuron.artifacts.manifest import describe_graph
-from optimum_neuron.graphs.spec import GraphSpec, LayerCache, ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import (
+    GraphSpec,
+    LayerCache,
+    ModelSpec,
+    TensorSpec,
+    graph_specs,
+    sampler_inputs,
+    state_specs,
+)
 from optimum_neuron.targets.neuron.graph_checks import check_graphs, check_weights, graph_names
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, GraphIO
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS, GraphIO
 
 
 CONFIG, MODEL = tiny_config(target="hlo"), ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
@@ -37,7 +45,10 @@ ARTIFACT = Artifact(
 
 def described(spec: GraphSpec) -> dict[str, Any]:
     """What is written beside a graph."""
-    states = [dataclasses.asdict(each) for each in state_specs(CONFIG, MODEL)]
+    groups = ["decode"] * spec.has_decode + ["chunk"] * spec.has_chunk
+    rows = {"decode": CONFIG.batch_size, "chunk": CONFIG.ctx_batch_size}
+    scores = [TensorSpec(f"scores.{group}", (rows[group], 300), "float32") for group in groups]
+    states = [dataclasses.asdict(each) for each in (*state_specs(CONFIG, MODEL), *scores)]
     document = {
         "inputs": [dataclasses.asdict(each) | {"role": "input"} for each in spec.inputs()]
         + [each | {"role": "state"} for each in states]
@@ -52,13 +63,50 @@ def described(spec: GraphSpec) -> dict[str, Any]:
     return dict(json.loads(json.dumps(document)))
 
 
+def sampler(group: str, rows: int) -> dict[str, Any]:
+    """What is written beside the graph that draws a group's tokens."""
+    score = {"name": f"scores.{group}", "shape": [rows, 300], "dtype": "float32", "role": "state"}
+    tokens = {"name": f"{group}.tokens", "shape": [rows], "dtype": "int32", "alias_of": None}
+    inputs = [json.loads(json.dumps(dataclasses.asdict(each))) for each in sampler_inputs(group, rows)]
+    return {
+        "inputs": [*(each | {"role": "input"} for each in inputs), score],
+        "outputs": [tokens],
+        "unused_inputs": [],
+        "hlo_sha256": "0" * 64,
+        "world_size": 1,
+    }
+
+
 def check(document: dict[str, Any], spec: GraphSpec = SPECS[0]) -> None:
     check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(document)})
 
 
 def test_graphs_that_are_the_manifests_are_taken() -> None:
     check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(described(spec)) for spec in SPECS})
-    assert graph_names(ARTIFACT) == (*(spec.name for spec in SPECS), COPY_SLOT)
+    assert graph_names(ARTIFACT) == (*(spec.name for spec in SPECS), *SAMPLERS.values(), COPY_SLOT)
+    rows = {"decode": CONFIG.batch_size, "chunk": CONFIG.ctx_batch_size}
+    check_graphs(ARTIFACT, {SAMPLERS[group]: GraphIO.from_dict(sampler(group, rows[group])) for group in rows})
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "words"),
+    [
+        (("inputs", 2), "shape", [3, 299], r"reads \('scores.decode', \(3, 299\)"),
+        (("inputs", 2), "name", "scores.chunk", r"reads \('scores.chunk'"),
+        (("inputs", 2), "name", "kv_cache.key_0", r"reads \('kv_cache.key_0'"),
+        (("inputs", 0), "shape", [4, 4], r"takes \('decode.sampling_params', \(4, 4\)"),
+        (("outputs", 0), "shape", [4], r"returns \('decode.tokens', \(4,\)"),
+        (("outputs", 0), "alias_of", "scores.decode", r"it returns 0 tensors"),
+    ],
+)
+def test_a_sampler_of_another_manifest_is_refused(
+    part: tuple[str, int], field: str, value: object, words: str
+) -> None:
+    document = sampler("decode", CONFIG.batch_size)
+    kind, number = part
+    document[kind][number][field] = value
+    with pytest.raises(ArtifactError, match=words):
+        check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
 
 
 def test_a_graph_of_before_its_spec_was_written_is_checked_by_what_it_has() -> None:
@@ -70,13 +118,13 @@ def test_a_graph_of_before_its_spec_was_written_is_checked_by_what_it_has() -> N
         check(document)
 
 
-def state(document: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(each for each in document["inputs"] if each["role"] == "state")
+def state(document: dict[str, Any], name: str = "kv_cache.key_0") -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in document["inputs"] if each["name"] == name)
     return found
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "sizes": (lambda d: d["spec"].update(max_topk=7), r"lowered for max_topk=7, and the manifest says 256"),
+    "sizes": (lambda d: d["spec"].update(batch_size=7), r"lowered for batch_size=7, and the manifest says 3"),
     "kind": (lambda d: d["spec"].update(kind="mixed"), r"lowered for kind='mixed'"),
     "ranks": (lambda d: d.update(world_size=2), r"it is for 2 ranks, not 1"),
     "an input": (lambda d: d["inputs"].pop(0), r"it takes .*, and the manifest asks for"),
@@ -86,6 +134,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a state": (lambda d: state(d).update(shape=[4, 4, 64, 16]), r"it keeps .*\(4, 4, 64, 16\)"),
     "a state's type": (lambda d: state(d).update(dtype="bfloat16"), r"it keeps .*'bfloat16'"),
     "a state less": (lambda d: d["inputs"].remove(state(d)), r"it keeps"),
+    "scores of another size": (lambda d: state(d, "scores.decode").update(shape=[3, 299]), r"it keeps .*\(3, 299\)"),
+    "no scores": (lambda d: d["inputs"].remove(state(d, "scores.decode")), r"it keeps"),
     "a name twice": (lambda d: d["inputs"].append(WEIGHT), r"have one name"),
     "no new value": (lambda d: d["outputs"].pop(), r"not a new value of each state"),
     "another new value": (lambda d: d["outputs"][-1].update(shape=[1]), r"it updates .*\(1,\)"),
@@ -94,6 +144,15 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         r"not a new value of each",
     ),
 }
+
+
+def test_a_sampler_that_writes_a_state_is_refused() -> None:
+    document = sampler("decode", CONFIG.batch_size)
+    document["outputs"].append(
+        {"name": "scores.decode", "shape": [3, 300], "dtype": "float32", "alias_of": "scores.decode"}
+    )
+    with pytest.raises(ArtifactError, match=r"sample_decode .* it updates 1 tensors, and the manifest asks for 0"):
+        check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
 
 
 @pytest.mark.parametrize("name", CHANGES)

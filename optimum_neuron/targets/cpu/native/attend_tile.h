@@ -1,48 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention of one tile: some tokens of one row, with the heads that share one kv head.
+// Attention of one tile: some tokens of one row, with the heads that share one kv head. A token's result is that of its
+// sections, joined in ascending order, whoever computes them.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
-#include "attention_call.h"
-#include "online_softmax.h"
+#include "attend_state.h"
 #include "pack_block.h"
 #include "tile_multiply.h"
 
 namespace step {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 // Some tokens of one row with the heads of one kv head. Query i is head i % group of token i / group.
 struct AttendTile {
   int64_t row, kvHead, firstToken, queries;
   Range seen;    // columns that some of the tokens see
   Range common;  // columns that all of them see
+
+  Range sections() const { return {seen.begin / kSection, divideUp(seen.end, kSection)}; }
 };
 
-// What a thread works in: the queries of a tile and their state, and one packed block.
+// What a thread works in: the queries of a tile, two states of them, and one packed block.
 struct Scratch {
-  float *sums, *outputs, *maxima;
+  QueryState state, later;
   Word *queries, *keys, *values;
 
-  // A multiple of a cache line, as is every part.
   static int64_t floats(int64_t queries, int64_t dim) {
-    return queries * (kLine + 2 * dim) + divideUp(queries, kLine) * kLine + 2 * kBlock * dim;
+    return 2 * QueryState::floats(queries, dim) + (queries + 2 * kBlock) * dim;
   }
   Scratch(float* memory, int64_t count, int64_t dim)
-      : sums(memory),
-        outputs(sums + count * kLine),
-        maxima(outputs + count * dim),
-        queries(reinterpret_cast<Word*>(maxima + divideUp(count, kLine) * kLine)),
+      : state(memory, count),
+        later(memory + QueryState::floats(count, dim), count),
+        queries(reinterpret_cast<Word*>(memory + 2 * QueryState::floats(count, dim))),
         keys(queries + count * dim),
         values(keys + kBlock * dim) {}
-
- private:
-  static constexpr int64_t kLine = 16;  // floats
 };
 
 // The part of `range` in a block, counted from its begin.
@@ -59,29 +53,60 @@ class TileWorker {
       : call_(call), tile_(tile), scratch_(scratch), words_(call.dim / Kind::kPerWord), group_(call.group()) {}
 
   void run() {
-    start();
-    const int64_t offset = call_.cacheOffset(tile_.row, tile_.kvHead);
-    const auto* keys = static_cast<const Element*>(call_.keys) + offset;
-    const auto* values = static_cast<const Element*>(call_.values) + offset;
-    for (int64_t block = tile_.seen.begin / kBlock * kBlock; block < tile_.seen.end; block += kBlock) {
-      attendBlock(block, keys + block * call_.dim, values + block * call_.dim);
+    packQueries();
+    const Range sections = tile_.sections();
+    attendSection(sections.begin, scratch_.state);
+    for (int64_t section = sections.begin + 1; section < sections.end; ++section) {
+      attendSection(section, scratch_.later);
+      join(scratch_.state, scratch_.later);
     }
-    finish();
+    finish(scratch_.state);
+  }
+
+  // What the queries see of a section, as their state.
+  void runSection(int64_t section, const QueryState& state) {
+    packQueries();
+    attendSection(section, state);
+  }
+
+  // The result, from the states of the tile's sections, which are changed.
+  template <class StateOf>
+  void joinSections(StateOf stateOf) {
+    const Range sections = tile_.sections();
+    const QueryState state = stateOf(sections.begin);
+    for (int64_t section = sections.begin + 1; section < sections.end; ++section) {
+      join(state, stateOf(section));
+    }
+    finish(state);
   }
 
  private:
-  void start() {
-    std::fill_n(scratch_.sums, tile_.queries * kLanes, 0.0f);
-    std::fill_n(scratch_.outputs, tile_.queries * call_.dim, 0.0f);
+  void packQueries() {
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      // Finite: the difference of two of them must not be NaN.
-      constexpr float kLowest = std::numeric_limits<float>::lowest() / 2;
-      const float sink = call_.sinks ? call_.sinks[head(i)] * kLog2E : kLowest;
-      // A sink is a score that was seen before, of probability 1 so far.
-      scratch_.maxima[i] = std::max(sink, kLowest);
-      scratch_.sums[i * kLanes] = call_.sinks ? 1.0f : 0.0f;
       const auto* query = static_cast<const Element*>(call_.query) + call_.queryOffset(tile_.row, head(i), token(i));
       packQuery(scratch_.queries + i * words_, query);
+    }
+  }
+
+  void attendSection(int64_t section, const QueryState& state) {
+    for (int64_t i = 0; i < tile_.queries; ++i) {
+      // A sink counts once, in the first section of which a token sees something.
+      const bool hasSink = call_.sinks && section == visible(i).begin / kSection;
+      state.start(i, call_.dim, hasSink ? call_.sinks + head(i) : nullptr);
+    }
+    const int64_t offset = call_.cacheOffset(tile_.row, tile_.kvHead);
+    const auto* keys = static_cast<const Element*>(call_.keys) + offset;
+    const auto* values = static_cast<const Element*>(call_.values) + offset;
+    const int64_t begin = std::max(tile_.seen.begin / kBlock * kBlock, section * kSection);
+    const int64_t end = std::min(tile_.seen.end, (section + 1) * kSection);
+    for (int64_t block = begin; block < end; block += kBlock) {
+      attendBlock(block, keys + block * call_.dim, values + block * call_.dim, state);
+    }
+  }
+
+  void join(const QueryState& state, const QueryState& later) {
+    for (int64_t i = 0; i < tile_.queries; ++i) {
+      state.join(later, i, call_.dim);
     }
   }
 
@@ -95,7 +120,7 @@ class TileWorker {
     }
   }
 
-  void attendBlock(int64_t block, const Element* keys, const Element* values) {
+  void attendBlock(int64_t block, const Element* keys, const Element* values, const QueryState& state) {
     const Range seen = cut(tile_.seen, block);
     const Range common = cut(tile_.common, block);
     const Element* nextKeys = block + kBlock < tile_.seen.end ? keys + kBlock * call_.dim : keys;
@@ -106,16 +131,17 @@ class TileWorker {
       const Word* packed = packValues(Kind(), scratch_.values, values, call_.dim, seen);
       const int64_t groups = divideUp(tile_.queries, kProductRows);
       for (int64_t i = 0; i < groups; ++i) {
-        attendRows(block, packed, part(tile_.queries, i, groups));
+        attendRows(block, packed, part(tile_.queries, i, groups), state);
       }
       return;
     }
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      attendRows(block, packValues(Kind(), scratch_.values, values, call_.dim, cut(visible(i), block)), {i, i + 1});
+      const Word* packed = packValues(Kind(), scratch_.values, values, call_.dim, cut(visible(i), block));
+      attendRows(block, packed, {i, i + 1}, state);
     }
   }
 
-  void attendRows(int64_t block, const Word* values, Range queries) {
+  void attendRows(int64_t block, const Word* values, Range queries, const QueryState& all) {
     Range seen{kBlock, 0};
     Range ranges[kProductRows];
     bool whole = true;
@@ -142,24 +168,24 @@ class TileWorker {
       capScores(scores, rows, vectors, call_.scaling, call_.softcap);
       scale = kLog2E;
     }
-    const Softmax state{scratch_.maxima + queries.begin, scratch_.sums + queries.begin * kLanes};
+    const Softmax state{all.maxima + queries.begin, all.sums + queries.begin * kLanes};
     (whole ? softmax<Kind, true> : softmax<Kind, false>)(probabilities, factors, state, scores, ranges, rows, scale);
     const int64_t step = seen.begin / Kind::kPerWord;
     const int64_t steps = divideUp(seen.end, Kind::kPerWord) - step;
     multiply<Kind>(
         rows, call_.dim / kLanes,
-        {scratch_.outputs + queries.begin * call_.dim, call_.dim, probabilities + step, kBlock,
+        {all.outputs + queries.begin * call_.dim, call_.dim, probabilities + step, kBlock,
          values + step * call_.dim, call_.dim, steps, factors});
   }
 
-  void finish() {
+  void finish(const QueryState& state) {
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      const float sum = sumOf(loadVec(scratch_.sums + i * kLanes));
+      const float sum = sumOf(loadVec(state.sums + i * kLanes));
       const Vec factor = broadcast(sum == 0 ? 0 : 1 / sum);  // zero: an idle token
       auto* output = static_cast<Element*>(call_.output) + call_.outputOffset(tile_.row, head(i), token(i));
       for (int64_t d = 0; d < call_.dim; d += kLanes) {
         // Adding zero makes +0 of -0: which of them a sum is may depend on zeros added for columns not seen.
-        const Vec value = loadVec(scratch_.outputs + i * call_.dim + d);
+        const Vec value = loadVec(state.outputs + i * call_.dim + d);
         Kind::store(output + d, value * factor + 0.0f);
       }
     }

@@ -9,11 +9,12 @@
 // Contracts, in one build of the library:
 // - A token's result depends on its query, its position, the window and the columns it sees only, to the bit: not on
 //   other tokens or rows, on how tokens are cut into chunks, on the size of the cache or the number of threads. Columns
-//   are taken in ascending order in blocks at fixed places, and one code computes single tokens and chunks.
+//   are taken in ascending order in blocks and sections at fixed places, and one code computes single tokens and chunks.
 // - What a token does not see cannot reach its result, NaN and infinity included.
 // - Where the CPU multiplies bfloat16 itself, probabilities are rounded to it before they meet the values, and
 //   subnormal numbers count as zero, as the hardware has it.
 #include <algorithm>
+#include <limits>
 
 #include "attend_tile.h"
 
@@ -31,6 +32,8 @@ constexpr int64_t kMinTileTokens = 8;
 constexpr int64_t kGrain = 1 << 21;
 constexpr int64_t kTaskGrain = kGrain / 8;
 constexpr int64_t kPackCost = 8;
+// Of a thread, for the states of sections that threads share out: where there are more, there is work enough without.
+constexpr int64_t kStateFloats = 1 << 20;
 
 // Tiles are cut out of a call's tokens, rows and kv heads, in this order.
 class Tiling {
@@ -79,10 +82,77 @@ class Tiling {
   int64_t tokens_, chunks_;
 };
 
+// The states of all sections of all tiles, where threads share them out.
+class Sections {
+ public:
+  Sections(const Tiling& tiling, int64_t dim) : tiles_(tiling.count()), queries_(tiling.queries()), dim_(dim) {
+    for (int64_t i = 0; i < tiles_; ++i) {
+      const Range own = tiling.tile(i).sections();
+      if (own.begin < own.end) {
+        all_ = {std::min(all_.begin, own.begin), std::max(all_.end, own.end)};
+      }
+    }
+  }
+
+  // Sections of every tile, of which it may not see all.
+  int64_t perTile() const { return std::max<int64_t>(all_.end - all_.begin, 0); }
+  int64_t count() const { return tiles_ * perTile(); }
+  int64_t tile(int64_t part) const { return part % tiles_; }
+  int64_t section(int64_t part) const { return all_.begin + part / tiles_; }
+  int64_t floats() const { return count() * QueryState::floats(queries_, dim_); }
+  QueryState state(float* memory, int64_t tile, int64_t section) const {
+    const int64_t number = (section - all_.begin) * tiles_ + tile;
+    return {memory + number * QueryState::floats(queries_, dim_), queries_};
+  }
+
+ private:
+  int64_t tiles_, queries_, dim_;
+  Range all_{std::numeric_limits<int64_t>::max(), 0};
+};
+
+template <class Kind>
+void attendSections(Pool& pool, const Layout& call, const Tiling& tiling, const Sections& sections) {
+  const int64_t bytes = Scratch::floats(tiling.queries(), call.dim) * sizeof(float);
+  float* states = static_cast<float*>(pool.shared(sections.floats() * sizeof(float)));
+  const auto worker = [&](int64_t tile, int number, auto body) {
+    const Scratch scratch(static_cast<float*>(pool.scratch(number, bytes)), tiling.queries(), call.dim);
+    const AttendTile own = tiling.tile(tile);
+    body(own, TileWorker<Kind>(call, own, scratch));
+  };
+  pool.run(sections.count(), [&](int64_t part, int number) {
+    const int64_t tile = sections.tile(part), section = sections.section(part);
+    worker(tile, number, [&](const AttendTile& own, TileWorker<Kind> one) {
+      if (section >= own.sections().begin && section < own.sections().end) {
+        one.runSection(section, sections.state(states, tile, section));
+      }
+    });
+  });
+  const int64_t tiles = tiling.count(), tasks = std::min(tiles, sections.floats() / kTaskGrain + 1);
+  pool.run(tasks, [&](int64_t task, int number) {
+    const Range range = part(tiles, task, tasks);
+    for (int64_t tile = range.begin; tile < range.end; ++tile) {
+      worker(tile, number, [&](const AttendTile& own, TileWorker<Kind> one) {
+        if (own.sections().begin < own.sections().end) {
+          one.joinSections([&](int64_t section) { return sections.state(states, tile, section); });
+        } else {
+          one.run();  // idle tokens
+        }
+      });
+    }
+  });
+}
+
 template <class Kind>
 void attendAll(Pool& pool, const Layout& call) {
   const Tiling tiling(call, pool.threads());
   const int64_t cost = tiling.cost(), count = tiling.count();
+  if (cost > kGrain && pool.threads() > 1 && count < kTilesPerThread * pool.threads()) {
+    const Sections sections(tiling, call.dim);
+    if (sections.perTile() > 1 && sections.floats() <= kStateFloats * pool.threads()) {
+      attendSections<Kind>(pool, call, tiling, sections);
+      return;
+    }
+  }
   const int64_t tasks = cost <= kGrain ? 1 : std::min(count, cost / kTaskGrain);
   const int64_t bytes = Scratch::floats(tiling.queries(), call.dim) * sizeof(float);
   pool.run(tasks, [&](int64_t task, int worker) {

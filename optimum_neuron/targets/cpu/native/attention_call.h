@@ -15,6 +15,10 @@ namespace {
 // Columns the softmax takes at a time: part of the result's definition, blocks begin at multiples of it.
 constexpr int64_t kBlock = 64;
 
+// Columns whose softmax is begun anew, and joined to that of the columns before: part of the result's definition too.
+// Threads share out sections, and what joining them costs is nothing beside so many columns.
+constexpr int64_t kSection = 1024;
+
 // A word of packed operands: a float32, or two bfloat16.
 using Word = uint32_t;
 

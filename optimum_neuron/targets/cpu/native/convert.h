@@ -57,11 +57,38 @@ INLINE typename Lanes<N>::Halves toBFloat16(typename Lanes<N>::Floats values) {
   } else if constexpr (N == 4) {
     return (typename Lanes<N>::Halves)_mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(values));
   }
+#elif defined(STEP_NEON_BF16)
+  return (typename Lanes<N>::Halves)vcvt_bf16_f32(values);
 #endif
   const Bits bits = (Bits)values;
   const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Bits quiet = (bits >> 16) | 0x40;  // the payload's upper bits alone could be those of an infinity
   return __builtin_convertvector(values == values ? rounded : quiet, typename Lanes<N>::Halves);
+}
+
+// Each in the upper half of 32 bits.
+template <int N>
+INLINE typename Lanes<N>::Bits widenHigh(typename Lanes<N>::Halves halves) {
+#if defined(__SSE2__)
+  if constexpr (N == 4) {
+    return (typename Lanes<N>::Bits)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_set_epi64x(0, (int64_t)halves));
+  }
+#endif
+  return widen<N>(halves) << 16;
+}
+
+// Whether all are normal numbers of float16; false where finding out costs more than it saves.
+template <int N>
+INLINE bool areNormal([[maybe_unused]] typename Lanes<N>::Halves halves) {
+#if defined(__SSE2__)
+  if constexpr (N == 4) {
+    // The exponents 0 and 31 are those of which, with one added, no bit but the last is left.
+    const __m128i next = _mm_add_epi16(_mm_set_epi64x(0, (int64_t)halves), _mm_set1_epi16(1 << 10));
+    const __m128i others = _mm_cmpeq_epi16(_mm_and_si128(next, _mm_set1_epi16(0x7800)), _mm_setzero_si128());
+    return (_mm_movemask_epi8(others) & 0xff) == 0;
+  }
+#endif
+  return false;
 }
 
 template <int N>
@@ -81,18 +108,20 @@ INLINE typename Lanes<N>::Floats fromFloat16(typename Lanes<N>::Halves halves) {
   return vcvt_f32_f16((float16x4_t)halves);
 #else
   using Bits = typename Lanes<N>::Bits;
+  using Ints = typename Lanes<N>::Ints;
   using Floats = typename Lanes<N>::Floats;
-  const Bits wide = widen<N>(halves);
-  const Bits magnitude = (wide & 0x7fff) << 13;
-  const Bits exponent = magnitude & (31u << 23);
   constexpr uint32_t kBias = (127 - 15) << 23;
-  // Of a subnormal number the leading one is not implied: add it, and subtract its value again.
-  const Bits subnormal = (Bits)((Floats)(magnitude + (kBias + (1u << 23))) - 0x1p-14f);
-  const Bits infinite = magnitude + 2 * kBias;
-  Bits bits = magnitude + kBias;
-  bits = exponent == 0 ? subnormal : bits;
-  bits = exponent == (31u << 23) ? infinite : bits;
-  return (Floats)(bits | (wide & 0x8000) << 16);
+  const Bits high = widenHigh<N>(halves);
+  // Most weights are normal numbers, which need another exponent only.
+  if (__builtin_expect(areNormal<N>(halves), true)) {
+    return (Floats)(((Bits)((Ints)high >> 3) & 0x8fffe000u) + kBias);
+  }
+  const Bits magnitude = (high & 0x7fffffffu) >> 3;
+  const Floats biased = (Floats)(magnitude + kBias);
+  // Of a subnormal number the leading one is not implied: what it was taken for, less the one's value, is its half.
+  const Bits half = (Bits)((Ints)magnitude < (1 << 23)) & (Bits)(biased - 0x1p-14f);
+  const Bits infinite = (Bits)((Ints)magnitude >= (31 << 23)) & kBias;
+  return (Floats)(((Bits)(biased + (Floats)half) + infinite) | (high & 0x80000000u));
 #endif
 }
 

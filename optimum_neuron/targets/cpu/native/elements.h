@@ -61,8 +61,9 @@ struct Float16 : FloatWords {
   static INLINE Words loadWords(const Element* p, int64_t count) { return loadSome<Float16>(p, count); }
 };
 
-#if defined(STEP_AVX512_BF16)
-// Words are pairs of bfloat16, multiplied and added in one step; subnormal numbers count as zero in it.
+#if defined(STEP_AVX512_BF16) || defined(STEP_NEON_BF16)
+// Words are pairs of bfloat16, multiplied and added in one step, in which subnormal numbers count as zero. NEON rounds
+// each of its sums to odd, not to the nearest.
 struct BFloat16Words {
   using Packed = uint16_t;
   using Words = BitVec;
@@ -78,10 +79,22 @@ struct BFloat16Words {
   static INLINE void packFloats(void* p, Vec values) {
     *static_cast<Lanes<kLanes>::LooseHalves*>(p) = toBFloat16<kLanes>(values);
   }
-  static INLINE Vec multiplyAdd(Words a, Words b, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  static INLINE Vec multiplyAdd(Words a, Words b, Vec sum) {
+#if defined(STEP_AVX512_BF16)
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+    return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+  }
   static INLINE Words loadWords(const uint16_t* p) { return loadBits(p); }
   static INLINE Words loadWords(const uint16_t* p, int64_t count) {
+#if defined(STEP_AVX512_BF16)
     return (Words)_mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, p);
+#else
+    uint16_t elements[kLanes * kPerWord] = {};
+    std::memcpy(elements, p, count * sizeof(elements[0]));
+    return loadBits(elements);
+#endif
   }
 };
 #else

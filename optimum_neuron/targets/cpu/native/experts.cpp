@@ -11,15 +11,16 @@
 #include <algorithm>
 #include <numeric>
 
-#include "linear_block.h"
+#include "linear_worker.h"
 
 namespace step {
 
 namespace {
 
 // An expert in use: its rows, its layer, and where what it costs begins in the cost of all.
+template <class Kind>
 struct Group {
-  Input input;
+  Input<Kind> input;
   Linear linear;
   int64_t cost;  // of an output
   int64_t begin;
@@ -50,7 +51,7 @@ void sortPlaces(const ExpertsCall& call, const Sorted& sorted) {
 
 // The groups in use are made in `groups`; returns their number.
 template <class Kind>
-int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Kind::Packed* packed, Group* groups) {
+int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Kind::Packed* packed, Group<Kind>* groups) {
   using Element = typename Kind::Element;
   const int64_t stride = packedStride<Kind>(call.columns);
   const auto* weight = static_cast<const Element*>(call.weight);
@@ -61,10 +62,10 @@ int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Kind:
     if (rows == 0) {
       continue;
     }
-    const Input input{packed + first * stride, rows, call.columns, stride, sorted.places + first};
+    const Input<Kind> input{packed + first * stride, rows, call.columns, stride, sorted.places + first};
     const Linear linear{weight + e * call.outputs * call.columns, bias ? bias + e * call.outputs : nullptr, call.y,
                         call.outputs, call.outputs};
-    const Group group{input, linear, std::max<int64_t>(outputCost<Kind>(input), 1), begin, tiles};
+    const Group<Kind> group{input, linear, std::max<int64_t>(outputCost<Kind>(input), 1), begin, tiles};
     groups[count++] = group;
     begin += call.outputs * group.cost;
     tiles += input.tiles();
@@ -73,12 +74,12 @@ int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Kind:
 }
 
 template <class Kind>
-void packGroups(Pool& pool, const ExpertsCall& call, const Group* groups, int64_t count) {
+void packGroups(Pool& pool, const ExpertsCall& call, const Group<Kind>* groups, int64_t count) {
   const auto* x = static_cast<const typename Kind::Element*>(call.x);
   const int64_t each = call.perExpert ? 1 : call.k;
-  const Group& last = groups[count - 1];
+  const Group<Kind>& last = groups[count - 1];
   const int64_t tiles = last.firstTile + last.input.tiles();
-  const int64_t bytes = tiles * kTileRows * last.input.stride * sizeof(typename Kind::Packed);
+  const int64_t bytes = tiles * LinearWorker<Kind>::kTileRows * last.input.stride * sizeof(typename Kind::Packed);
   const int64_t tasks = std::min(countTasks(pool, bytes), tiles);
   pool.run(tasks, [&](int64_t task, int) {
     const Range range = part(tiles, task, tasks);
@@ -86,8 +87,8 @@ void packGroups(Pool& pool, const ExpertsCall& call, const Group* groups, int64_
       const auto& [input, linear, cost, begin, firstTile] = groups[i];
       const int64_t end = std::min(range.end - firstTile, input.tiles());
       for (int64_t tile = std::max<int64_t>(range.begin - firstTile, 0); tile < end; ++tile) {
-        const Input& own = input;
-        packTile<Kind>(own, tile, [&](int64_t row) { return x + own.place(row) / each * own.columns; });
+        const auto& own = input;
+        LinearWorker<Kind>::pack(own, tile, [&](int64_t row) { return x + own.place(row) / each * own.columns; });
       }
     }
   });
@@ -95,23 +96,24 @@ void packGroups(Pool& pool, const ExpertsCall& call, const Group* groups, int64_
 
 // The outputs of all groups are shared out by what they cost, since experts have more rows or fewer.
 template <class Kind>
-void computeGroups(Pool& pool, const Group* groups, int64_t count) {
-  const Group& last = groups[count - 1];
+void computeGroups(Pool& pool, const Group<Kind>* groups, int64_t count) {
+  const Group<Kind>& last = groups[count - 1];
   const int64_t total = last.begin + last.linear.outputs * last.cost;
   const int64_t tasks = countTasks(pool, total);
+  constexpr int64_t unit = LinearWorker<Kind>::kOutputs;
   pool.run(tasks, [&](int64_t task, int worker) {
     const Range share = part(total, task, tasks);
-    void* memory = pool.scratch(worker, BlockWorker<Kind>::kBytes);
+    void* memory = pool.scratch(worker, LinearWorker<Kind>::kBytes);
     for (int64_t i = 0; i < count; ++i) {
-      const Group& group = groups[i];
+      const Group<Kind>& group = groups[i];
       const int64_t outputs = group.linear.outputs;
       const auto output = [&](int64_t cost) {
         const int64_t number = std::max<int64_t>(cost - group.begin, 0) / group.cost;
-        return number < outputs ? number / kTileOutputs * kTileOutputs : outputs;
+        return number < outputs ? number / unit * unit : outputs;
       };
       const Range own{output(share.begin), output(share.end)};
       if (own.begin < own.end) {
-        BlockWorker<Kind>(group.input, group.linear, memory).run(own, {0, group.input.tiles()});
+        LinearWorker<Kind>(group.input, group.linear, memory).run(own, {0, group.input.tiles()});
       }
     }
   });
@@ -123,12 +125,12 @@ void computeAll(Pool& pool, const ExpertsCall& call) {
   constexpr int64_t kLine = 64;
   const int64_t rows = call.tokens * call.k, most = std::min(rows, call.experts);
   const auto lines = [](int64_t bytes) { return divideUp(bytes, kLine) * kLine; };
-  const int64_t packedBytes = lines(rows * packedStride<Kind>(call.columns) * sizeof(typename Kind::Packed));
-  const int64_t groupsBytes = lines(most * sizeof(Group));
+  const int64_t packedBytes = lines(LinearWorker<Kind>::packedBytes(rows, call.columns));
+  const int64_t groupsBytes = lines(most * sizeof(Group<Kind>));
   char* memory = static_cast<char*>(
       pool.shared(packedBytes + groupsBytes + (rows + call.experts + 2) * static_cast<int64_t>(sizeof(int64_t))));
   auto* packed = reinterpret_cast<typename Kind::Packed*>(memory);
-  auto* groups = reinterpret_cast<Group*>(memory + packedBytes);
+  auto* groups = reinterpret_cast<Group<Kind>*>(memory + packedBytes);
   auto* places = reinterpret_cast<int64_t*>(memory + packedBytes + groupsBytes);
   const Sorted sorted{places, places + rows};
   sortPlaces(call, sorted);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows of x times weight rows in their natural [N, K] layout, panel by panel and block by block as the caches hold
-// them: what `linears` and `expertLinear` have in common. Every output is summed over K in one order, lane by lane in
-// one vector, then addLanes(), whatever else is computed with it.
+// Rows of x times weight rows in their natural [N, K] layout by vectors, panel by panel and block by block as the caches
+// hold them. Every output is summed over K in one order, lane by lane in one vector, then addLanes(), whatever else is
+// computed with it.
 #pragma once
 
 #include <algorithm>
@@ -44,13 +44,14 @@ inline int64_t countTasks(const Pool& pool, int64_t bytes) {
 }
 
 // Rows of x that meet the same weights, packed tile by tile. Tiles have even heights: 8 rows are 4 + 4, not 6 + 2.
-struct Input {
+template <int64_t TileRows>
+struct TiledInput {
   void* packed;
   int64_t rows, columns;
   int64_t stride;         // columns, rounded up to whole vectors
   const int64_t* places;  // the output row of each row; null: their own numbers
 
-  int64_t tiles() const { return divideUp(rows, kTileRows); }
+  int64_t tiles() const { return divideUp(rows, TileRows); }
   Range tileRows(int64_t tile) const { return part(rows, tile, tiles()); }
   int64_t place(int64_t row) const { return places ? places[row] : row; }
 };
@@ -61,26 +62,9 @@ int64_t packedStride(int64_t columns) {
 }
 
 // What an output costs, in bytes read.
-template <class Kind>
+template <class Kind, class Input>
 int64_t outputCost(const Input& input) {
   return input.columns * sizeof(typename Kind::Element) * std::max(input.rows, kFreeRows) / kFreeRows;
-}
-
-template <class Kind>
-bool convertsWeights(const Input& input) {
-  return sizeof(typename Kind::Packed) != sizeof(typename Kind::Element) && input.rows >= kConvertRows;
-}
-
-// Packs one tile of `input`; `rowOf` is where a row begins.
-template <class Kind, class RowOf>
-void packTile(const Input& input, int64_t tile, RowOf rowOf) {
-  const auto [first, last] = input.tileRows(tile);
-  const typename Kind::Element* rows[kTileRows];
-  for (int64_t row = first; row < last; ++row) {
-    rows[row - first] = rowOf(row);
-  }
-  packRows<Kind>(
-      static_cast<typename Kind::Packed*>(input.packed) + first * input.stride, rows, last - first, input.columns);
 }
 
 // Outputs of a layer for the rows of some tiles, all of it or what a task has of it.
@@ -89,7 +73,10 @@ class BlockWorker {
  public:
   using Element = typename Kind::Element;
   using Packed = typename Kind::Packed;
+  using Input = TiledInput<step::kTileRows>;
 
+  // What is shared out: tiles of x, batches of them, and weight rows.
+  static constexpr int64_t kTileRows = step::kTileRows, kBatchTiles = step::kBatchTiles, kOutputs = kTileOutputs;
   // Memory of a worker: the sums of a panel and a batch, and the packed chunk of a panel.
   static constexpr int64_t kSumsBytes = kPanelOutputs * kBatchTiles * kTileRows * kVectorBytes;
   static constexpr int64_t kBytes = kSumsBytes + kPanelOutputs * kPackedVectors * kVectorBytes;
@@ -100,10 +87,26 @@ class BlockWorker {
         sums_(static_cast<Sums*>(memory)),
         panel_(reinterpret_cast<Packed*>(static_cast<char*>(memory) + kSumsBytes)) {}
 
+  // Memory for packed rows.
+  static int64_t packedBytes(int64_t rows, int64_t columns) {
+    return rows * packedStride<Kind>(columns) * sizeof(Packed);
+  }
+
+  // Packs one tile of `input`; `rowOf` is where a row begins.
+  template <class RowOf>
+  static void pack(const Input& input, int64_t tile, RowOf rowOf) {
+    const auto [first, last] = input.tileRows(tile);
+    const Element* rows[kTileRows];
+    for (int64_t row = first; row < last; ++row) {
+      rows[row - first] = rowOf(row);
+    }
+    packRows<Kind>(static_cast<Packed*>(input.packed) + first * input.stride, rows, last - first, input.columns);
+  }
+
   void run(Range outputs, Range tiles) {
     const int64_t count = outputs.end - outputs.begin;
     const int64_t panels = divideUp(count, kPanelOutputs);
-    const bool converts = convertsWeights<Kind>(input_);
+    const bool converts = sizeof(Packed) != sizeof(Element) && input_.rows >= kConvertRows;
     const int64_t batchTiles = converts ? kBatchTiles : kBlockTiles;
     const int64_t batches = divideUp(tiles.end - tiles.begin, batchTiles);
     for (int64_t i = 0; i < panels; ++i) {
@@ -116,8 +119,6 @@ class BlockWorker {
   }
 
  private:
-  static Range shift(Range range, int64_t by) { return {range.begin + by, range.end + by}; }
-
   template <bool Convert>
   void computeBatch(Range panel, Range batch) {
     const int64_t tiles = batch.end - batch.begin;

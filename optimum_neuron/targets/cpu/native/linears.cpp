@@ -7,11 +7,11 @@
 // Contracts, in one build of the library:
 // - A row's result depends on that row, the weight and the bias only, to the bit: not on the number of rows, the other
 //   rows, where they are, the number of threads, or the weights computed by the same call. Every output is summed over
-//   K in one order: lane by lane in one vector, then addLanes(). So graphs of all sizes compute the same.
+//   K in one order: lane by lane in one vector, then addLanes(), or tile by tile. So graphs of all sizes compute the same.
 // - Where the CPU multiplies bfloat16 itself, subnormal numbers count as zero in it, as the hardware has it.
 #include <algorithm>
 
-#include "linear_block.h"
+#include "linear_worker.h"
 
 namespace step {
 
@@ -21,26 +21,26 @@ namespace {
 constexpr int64_t kTaskOutputs = 32;
 
 template <class Kind>
-void packInput(Pool& pool, const Input& input, const LinearsCall& call) {
+void packInput(Pool& pool, const Input<Kind>& input, const LinearsCall& call) {
   const auto* x = static_cast<const typename Kind::Element*>(call.x);
   const int64_t tiles = input.tiles();
   const int64_t tasks = std::min(countTasks(pool, input.rows * input.stride * sizeof(typename Kind::Packed)), tiles);
   pool.run(tasks, [&](int64_t task, int) {
     const Range range = part(tiles, task, tasks);
     for (int64_t tile = range.begin; tile < range.end; ++tile) {
-      packTile<Kind>(input, tile, [&](int64_t row) { return x + row * call.stride; });
+      LinearWorker<Kind>::pack(input, tile, [&](int64_t row) { return x + row * call.stride; });
     }
   });
 }
 
 // The outputs of all weights are one range, as all weight rows have the same length.
 template <class Kind>
-void computeOutputs(const LinearsCall& call, const Input& input, Range outputs, Range tiles, void* memory) {
+void computeOutputs(const LinearsCall& call, const Input<Kind>& input, Range outputs, Range tiles, void* memory) {
   for (int64_t i = 0; i < call.count; ++i) {
     const Linear& linear = call.linears[i];
     const Range own{std::max<int64_t>(outputs.begin, 0), std::min(outputs.end, linear.outputs)};
     if (own.begin < own.end) {
-      BlockWorker<Kind>(input, linear, memory).run(own, tiles);
+      LinearWorker<Kind>(input, linear, memory).run(own, tiles);
     }
     outputs = {outputs.begin - linear.outputs, outputs.end - linear.outputs};
   }
@@ -48,23 +48,23 @@ void computeOutputs(const LinearsCall& call, const Input& input, Range outputs, 
 
 template <class Kind>
 void computeAll(Pool& pool, const LinearsCall& call) {
-  const int64_t stride = packedStride<Kind>(call.columns);
-  void* packed = pool.shared(call.rows * stride * sizeof(typename Kind::Packed));
-  const Input input{packed, call.rows, call.columns, stride, nullptr};
+  using Worker = LinearWorker<Kind>;
+  void* packed = pool.shared(Worker::packedBytes(call.rows, call.columns));
+  const Input<Kind> input{packed, call.rows, call.columns, packedStride<Kind>(call.columns), nullptr};
   packInput<Kind>(pool, input, call);
   int64_t total = 0;
   for (int64_t i = 0; i < call.count; ++i) {
     total += call.linears[i].outputs;
   }
   const int64_t wanted = countTasks(pool, total * outputCost<Kind>(input));
-  const int64_t batches = divideUp(input.tiles(), kBatchTiles);
-  const int64_t most = divideUp(total, batches > 1 ? kTaskOutputs : kTileOutputs);
+  const int64_t batches = divideUp(input.tiles(), Worker::kBatchTiles);
+  const int64_t most = divideUp(total, batches > 1 ? kTaskOutputs : Worker::kOutputs);
   const int64_t outputParts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
   const int64_t tileParts = std::min(divideUp(wanted, outputParts), batches);
   pool.run(outputParts * tileParts, [&](int64_t task, int worker) {
     computeOutputs<Kind>(
-        call, input, part(total, task / tileParts, outputParts, kTileOutputs),
-        part(input.tiles(), task % tileParts, tileParts), pool.scratch(worker, BlockWorker<Kind>::kBytes));
+        call, input, part(total, task / tileParts, outputParts, Worker::kOutputs),
+        part(input.tiles(), task % tileParts, tileParts), pool.scratch(worker, Worker::kBytes));
   });
 }
 

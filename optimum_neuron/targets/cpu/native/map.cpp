@@ -202,8 +202,7 @@ void compute(const Tile& tile, const Item& item) {
 
 }  // namespace
 
-void runMap(Pool& pool, const Map& map, void* const* buffers) {
-  const int64_t total = map.rows * map.columns;
+void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total) {
   const int64_t tileRows = map.reduces ? std::max<int64_t>(1, kTile / map.columns) : 1;
   const int64_t tile = map.reduces ? tileRows * map.columns : kTile;
   const int64_t tiles = (total + tile - 1) / tile;

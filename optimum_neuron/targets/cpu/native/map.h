@@ -61,6 +61,7 @@ struct Map {
   std::vector<Item> items;
 };
 
-void runMap(Pool& pool, const Map& map, void* const* buffers);
+// Computes the first `total` elements of the domain: of whole rows.
+void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total);
 
 }  // namespace step

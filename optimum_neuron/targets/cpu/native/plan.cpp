@@ -26,74 +26,106 @@ struct Memory {
   }
 };
 
-bool run(Pool& pool, const Memory& memory, Map& map) {
-  runMap(pool, map, memory.buffers);
+// Each of these computes the first `tokens` of its step's tokens, or all that it has.
+bool run(Pool& pool, const Memory& memory, const Map& map, int64_t tokens, int64_t of) {
+  runMap(pool, map, memory.buffers, map.rows * map.columns / of * tokens);
   return true;
 }
 
-bool run(Pool& pool, const Memory& memory, LinearsStep& step) {
+bool run(Pool& pool, const Memory& memory, LinearsStep& step, int64_t tokens, int64_t of) {
   for (size_t i = 0; i < step.layers.size(); ++i) {
     const LinearsStep::Layer& layer = step.layers[i];
     step.linears[i] = {
         memory.at(layer.weight), memory.at(layer.bias), memory.at(layer.output), layer.outputs, layer.outputStride};
   }
-  step.call.x = memory.at(step.x);
-  step.call.linears = step.linears.data();
-  step.call.count = static_cast<int64_t>(step.linears.size());
-  linears(pool, step.call);
+  LinearsCall call = step.call;
+  call.x = memory.at(step.x);
+  call.rows = call.rows / of * tokens;
+  call.linears = step.linears.data();
+  call.count = static_cast<int64_t>(step.linears.size());
+  linears(pool, call);
   return true;
 }
 
-bool run(Pool& pool, const Memory& memory, ExpertsStep& step) {
-  step.call.x = memory.at(step.x);
-  step.call.index = memory.as<const int64_t>(step.index);
-  step.call.weight = memory.at(step.weight);
-  step.call.bias = memory.at(step.bias);
-  step.call.y = memory.at(step.y);
-  return expertLinear(pool, step.call);
+bool run(Pool& pool, const Memory& memory, const ExpertsStep& step, int64_t tokens, int64_t of) {
+  ExpertsCall call = step.call;
+  call.x = memory.at(step.x);
+  call.index = memory.as<const int64_t>(step.index);
+  call.weight = memory.at(step.weight);
+  call.bias = memory.at(step.bias);
+  call.y = memory.at(step.y);
+  call.tokens = call.tokens / of * tokens;
+  return expertLinear(pool, call);
 }
 
-bool run(Pool& pool, const Memory& memory, AttendStep& step) {
-  step.call.query = memory.at(step.query);
-  step.call.keys = memory.at(step.keys);
-  step.call.values = memory.at(step.values);
-  step.call.output = memory.at(step.output);
-  step.call.slots = memory.as<const int32_t>(step.slots);
-  step.call.positions = memory.as<const int32_t>(step.positions);
-  step.call.sinks = memory.as<const float>(step.sinks);
-  return attend(pool, step.call);
+bool run(Pool& pool, const Memory& memory, const AttendStep& step, int64_t tokens, int64_t of) {
+  AttendCall call = step.call;
+  call.query = memory.at(step.query);
+  call.keys = memory.at(step.keys);
+  call.values = memory.at(step.values);
+  call.output = memory.at(step.output);
+  call.slots = memory.as<const int32_t>(step.slots);
+  call.positions = memory.as<const int32_t>(step.positions);
+  call.sinks = memory.as<const float>(step.sinks);
+  if (of > 1) {  // of several rows, the last one that has a live token is computed whole
+    call.rows = (tokens + call.tokens - 1) / call.tokens;
+    call.tokens = std::min(call.tokens, tokens);
+  }
+  return attend(pool, call);
 }
 
-bool run(Pool& pool, const Memory& memory, SelectStep& step) {
-  step.call.from = memory.at(step.from);
-  step.call.to = memory.at(step.to);
-  step.call.index = memory.at(step.index);
-  return selectRows(pool, step.call);
+bool run(Pool& pool, const Memory& memory, const SelectStep& step, int64_t tokens, int64_t of) {
+  SelectCall call = step.call;
+  call.from = memory.at(step.from);
+  call.to = memory.at(step.to);
+  call.index = memory.at(step.index);
+  call.count = call.count / of * tokens;
+  return selectRows(pool, call);
 }
 
-bool run(Pool&, const Memory& memory, WriteStep& step) {
-  step.call.cache = memory.at(step.cache);
-  step.call.states = memory.at(step.states);
-  step.call.rows = memory.as<const int32_t>(step.rows);
-  step.call.columns = memory.as<const int32_t>(step.columns);
-  return writeCache(step.call);
+bool run(Pool&, const Memory& memory, const WriteStep& step, int64_t tokens, int64_t of) {
+  WriteCall call = step.call;
+  call.cache = memory.at(step.cache);
+  call.states = memory.at(step.states);
+  call.rows = memory.as<const int32_t>(step.rows);
+  call.columns = memory.as<const int32_t>(step.columns);
+  call.tokens = call.tokens / of * tokens;
+  return writeCache(call);
 }
+
+bool run(Pool& pool, const Memory& memory, const SampleStep& step, int64_t tokens, int64_t of) {
+  SampleCall call = step.call;
+  call.logits = memory.as<const float>(step.logits);
+  call.params = memory.as<const float>(step.params);
+  call.uniforms = memory.as<const float>(step.uniforms);
+  call.tokens = memory.as<int32_t>(step.tokens);
+  call.rows = call.rows / of * tokens;
+  sample(pool, call);
+  return true;
+}
+
+// A step, and of which tokens it may leave out the last; all of them where it has none.
+struct Entry {
+  int64_t first, count;
+  Step step;
+};
 
 struct Plan {
-  std::vector<Step> steps;
+  std::vector<Entry> steps;
 };
 
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
   static constexpr Step (*kReaders[])(Reader&) = {readMap,    readLinears, readExperts,
-                                                  readAttend, readSelect,  readWrite};
+                                                  readAttend, readSelect,  readWrite, readSample};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {
     const int64_t kind = reader.word();
-    if (kind < 0 || kind >= static_cast<int64_t>(std::size(kReaders))) {
+    const int64_t first = reader.word(), tokens = reader.word();
+    if (kind < 0 || kind >= static_cast<int64_t>(std::size(kReaders)) || first < 0 || tokens < 0) {
       return nullptr;
     }
-    plan->steps.push_back(kReaders[kind](reader));
+    plan->steps.push_back({first, tokens, kReaders[kind](reader)});
     if (reader.failed()) {
       return nullptr;
     }
@@ -120,15 +152,16 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 1; }
+int64_t step_interface() { return 3; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }
 
 void step_free(void* plan) { delete static_cast<step::Plan*>(plan); }
 
-// Runs the steps from `begin` to `end`. Returns -1, or the number of a step that refused an index that it was given.
-int64_t step_run(void* plan, int64_t begin, int64_t end, void* const* buffers, int64_t threads) {
+// Runs the steps from `begin` to `end` for the first `live` tokens of the graph. Returns -1, or the number of a step that
+// refused an index that it was given.
+int64_t step_run(void* plan, int64_t begin, int64_t end, void* const* buffers, int64_t live, int64_t threads) {
   const std::lock_guard lock(step::running->mutex);
   std::unique_ptr<step::Pool>& pool = step::running->pool;
   if (!pool || pool->threads() != threads) {
@@ -138,7 +171,10 @@ int64_t step_run(void* plan, int64_t begin, int64_t end, void* const* buffers, i
   auto& steps = static_cast<step::Plan*>(plan)->steps;
   const step::Memory memory{buffers};
   for (int64_t i = begin; i < end; ++i) {
-    if (!std::visit([&](auto& each) { return step::run(*pool, memory, each); }, steps[i])) {
+    auto& [first, count, step] = steps[i];
+    const int64_t tokens = count == 0 ? 1 : std::clamp<int64_t>(live - first, 0, count);
+    const auto run = [&](auto& each) { return step::run(*pool, memory, each, tokens, std::max<int64_t>(count, 1)); };
+    if (tokens > 0 && !std::visit(run, step)) {
       return i;
     }
   }

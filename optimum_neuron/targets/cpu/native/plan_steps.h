@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "map.h"
 #include "rows.h"
+#include "sample.h"
 
 namespace step {
 
@@ -57,7 +58,12 @@ struct WriteStep {
   Place cache, states, rows, columns;
 };
 
-using Step = std::variant<Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep>;
+struct SampleStep {
+  SampleCall call;
+  Place logits, params, uniforms, tokens;
+};
+
+using Step = std::variant<Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep>;
 
 class Reader {
  public:
@@ -210,6 +216,17 @@ Step readWrite(Reader& reader) {
   }
   for (int64_t* size :
        {&call.slots, &call.heads, &call.length, &call.bytes, &call.tokens, &call.tokenStride, &call.headStride}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readSample(Reader& reader) {
+  SampleStep step{};
+  for (Place* place : {&step.logits, &step.params, &step.uniforms, &step.tokens}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&step.call.rows, &step.call.vocab, &step.call.stride}) {
     *size = reader.word();
   }
   return step;

@@ -11,6 +11,8 @@ struct Range {
   int64_t begin, end;
 };
 
+inline Range shift(Range range, int64_t by) { return {range.begin + by, range.end + by}; }
+
 // Part `i` of `count` even parts of a range that begins at 0.
 inline Range part(int64_t size, int64_t i, int64_t count) { return {size * i / count, size * (i + 1) / count}; }
 

@@ -23,9 +23,14 @@
 #define STEP_AVX512
 #if defined(__AVX512BF16__)
 #define STEP_AVX512_BF16
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(STEP_AMX_EMULATED)
+#define STEP_AMX
+#endif
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define STEP_AVX2
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define STEP_NEON_BF16
 #endif
 
 #define INLINE __attribute__((always_inline)) inline

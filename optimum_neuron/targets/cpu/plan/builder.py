@@ -29,6 +29,7 @@ class PlanBuilder:
         steps: in order.
         live: nodes whose results something needs; the others are left out.
         uses: who takes a node's value.
+        of_live: holds which tokens reach the model's head: of live rows, live ones.
         writes_by_torch: whether operators of torch write to tensors of the graph: a copy must then be one.
     """
 
@@ -40,9 +41,11 @@ class PlanBuilder:
         self.live = live
         self.uses = uses
         self.writes_by_torch = writes_by_torch
+        self.of_live: set[Memory] = set()
         self.temporary: BufferKind = "arena"  # what new buffers are
         self._open: list[Group] = []
         self._stored_constants: dict[int, Stored] = {}
+        self._equal_constants: dict[tuple[torch.dtype, torch.Size, bytes], Stored] = {}
         self._rounded: dict[tuple[Any, ...], Stored] = {}
 
     def memory(self, kind: BufferKind, name: str, size: int) -> Memory:
@@ -128,13 +131,16 @@ class PlanBuilder:
         return output
 
     def _constant(self, tensor: Tensor) -> Stored:
-        # Keyed by the object, which `values` keeps alive.
+        # By the object, which `values` keeps alive; equal ones, as of layers that are the same, are stored once.
         if id(tensor) not in self._stored_constants:
             kept = tensor.detach().contiguous()
-            name = f"constant_{len(self.constants)}"
-            self.constants[name] = kept
-            memory = self.memory("constant", name, kept.numel() * kept.dtype.itemsize)
-            self._stored_constants[id(tensor)] = Stored(memory, contiguous(kept.shape, kept.dtype))
+            key = (kept.dtype, kept.shape, kept.flatten().view(torch.uint8).numpy().tobytes() if kept.numel() else b"")
+            if key not in self._equal_constants:
+                name = f"constant_{len(self.constants)}"
+                self.constants[name] = kept
+                memory = self.memory("constant", name, kept.numel() * kept.dtype.itemsize)
+                self._equal_constants[key] = Stored(memory, contiguous(kept.shape, kept.dtype))
+            self._stored_constants[id(tensor)] = self._equal_constants[key]
         return self._stored_constants[id(tensor)]
 
     # Groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that become calls of kernels: linear layers, attention, experts, the cache, tables, and joined tensors."""
+"""Nodes that become calls of kernels: linear layers, attention, experts, the cache, tables, the sampler, and joined tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .builder import PlanBuilder, arguments
 from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
 from .pointwise import aten
-from .program import Attend, Experts, Layer, Linears, Operand, Select, WriteCache
+from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, WriteCache
 from .values import Stored, operand
 
 
@@ -136,10 +136,10 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     new = builder.stored(states)
     if new.layout.stride(-1) != 1:
         new = builder.contiguous_copy(new)
-    indices = [_contiguous(builder, each) for each in (rows, columns)]
+    row_numbers, column_numbers = (_contiguous(builder, each) for each in (rows, columns))
     target = builder.resting(cache)
     builder.before_writing(target.memory)
-    builder.emit(WriteCache(_place(target), _place(new), *indices))
+    builder.emit(WriteCache(_place(target), _place(new), row_numbers, column_numbers))
     return True
 
 
@@ -156,6 +156,22 @@ def lower_experts(builder: PlanBuilder, node: Node) -> bool:
         )
     )
     builder.values[node] = output
+    return True
+
+
+def lower_sample(builder: PlanBuilder, node: Node) -> bool:
+    logits, params, uniforms = arguments(node)
+    rows = _as_rows(_adjacent(builder, logits))
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    builder.emit(Sample(rows, _contiguous(builder, params), _contiguous(builder, uniforms), _place(output)))
+    builder.values[node] = output
+    return True
+
+
+def lower_output_rows(builder: PlanBuilder, node: Node) -> bool:
+    rows = builder.stored(arguments(node)[0])
+    builder.of_live.add(rows.memory)
+    builder.values[node] = rows
     return True
 
 
@@ -183,7 +199,8 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
             return False
         table = builder.contiguous_copy(table)
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
-    builder.emit(Select(_place(table), numbers, _place(output), dim, node.target is aten.index.Tensor))
+    of_live = builder.memories[numbers.buffer] in builder.of_live
+    builder.emit(Select(_place(table), numbers, _place(output), dim, node.target is aten.index.Tensor, of_live))
     builder.values[node] = output
     return True
 

@@ -19,6 +19,7 @@ from .program import (
     Linears,
     Map,
     Operand,
+    Sample,
     Select,
     Step,
     WriteCache,
@@ -31,9 +32,10 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "boo
 # What calls of torch take beside them.
 _OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1}
 _FLOATS = ("float32", "bfloat16", "float16")
-_KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Select: 4, WriteCache: 5}
+_KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Select: 4, WriteCache: 5, Sample: 6}
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
+_SAMPLING_PARAMS = 4
 
 
 class PlanError(ValueError):
@@ -54,8 +56,34 @@ def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
         Attend: encoder.attend,
         Select: encoder.select,
         WriteCache: encoder.write_cache,
+        Sample: encoder.sample,
     }
-    return [_KINDS[type(step)], *write[type(step)](step)]
+    return [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
+
+
+def _tokens(step: Any) -> tuple[int, int]:
+    """Of which tokens a step can leave out the last: the first one, and their number; 0 where it computes all."""
+    if step.tokens is None:
+        return 0, 0
+    first, count = step.tokens.first, step.tokens.count
+    own = _token_count(step)
+    _require(first >= 0 and 0 < count == own, f"it has a step for {count} tokens from {first} on that computes {own}")
+    return first, count
+
+
+def _token_count(step: Any) -> int:
+    """How many tokens a step computes, if it computes any by itself."""
+    if isinstance(step, Map):
+        shapes = {item.access.shape[:1] for item in step.items if item.access is not None}
+        return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else 0
+    if isinstance(step, Attend):
+        return step.positions.shape[0] * step.positions.shape[1] if len(step.positions.shape) == 2 else 0
+    if isinstance(step, Select):
+        return math.prod(step.index.shape) if math.prod(step.source.shape[: step.dim]) == 1 else 0
+    if isinstance(step, Sample):
+        return step.logits.shape[0] if step.logits.shape else 0
+    rows = step.x if isinstance(step, Linears) else step.index if isinstance(step, Experts) else step.states
+    return int(rows.shape[0]) if rows.shape else 0
 
 
 def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
@@ -256,3 +284,14 @@ class _Encoder:
         for indices in (step.rows, step.columns):
             yield from self._contiguous(indices, "int32", (tokens,))
         yield from (slots, heads, length, dim * size, tokens, states.strides[0] * size, states.strides[1] * size)
+
+    def sample(self, step: Sample) -> Iterator[int]:
+        logits = step.logits
+        form = logits.dtype == "float32" and len(logits.shape) == 2 and logits.strides[1] == 1
+        _require(form, "it samples from what are no rows of logits")
+        rows, vocab = logits.shape
+        yield from self._place(logits)
+        yield from self._contiguous(step.params, "float32", (rows, _SAMPLING_PARAMS))
+        yield from self._contiguous(step.uniforms, "float32", (rows,))
+        yield from self._contiguous(step.output, "int32", (rows,))
+        yield from (rows, vocab, logits.strides[0])

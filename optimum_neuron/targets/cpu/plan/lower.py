@@ -21,6 +21,8 @@ from .calls import (
     lower_copy,
     lower_experts,
     lower_linear,
+    lower_output_rows,
+    lower_sample,
     lower_select,
     lower_write_cache,
     store,
@@ -39,6 +41,8 @@ _CALLS: dict[Any, Any] = {
     _OWN.attend.default: lower_attend,
     _OWN.write_cache.default: lower_write_cache,
     _OWN.expert_linear.default: lower_experts,
+    _OWN.output_rows.default: lower_output_rows,
+    _OWN.sample.default: lower_sample,
     aten.linear.default: lower_linear,
     aten.embedding.default: lower_select,
     aten.index_select.default: lower_select,
@@ -188,7 +192,7 @@ def _getitem(values: Any, index: int) -> Any:
 
 
 def _is_own(node: Node) -> bool:
-    return node.target in (_OWN.attend.default, _OWN.write_cache.default, _OWN.expert_linear.default)
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
 
 
 def _lower_node(builder: PlanBuilder, node: Node) -> None:

@@ -115,6 +115,14 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Of the graph's tokens, in order, those that a step computes, each by itself: the step may end at the last live one."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Item:
     """An operator of a Map on registers.
 
@@ -134,12 +142,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Map:
-    """Elementwise operators and reductions over `rows` times `columns` elements; without reductions, one row."""
+    """Elementwise operators and reductions over `rows` times `columns` elements; without reductions, one row.
+
+    With `tokens`, the domain's first dimension counts them.
+    """
 
     rows: int
     columns: int
     registers: int
     items: tuple[Item, ...]
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,7 @@ class Linears:
 
     x: Operand
     layers: tuple[Layer, ...]
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,7 @@ class Experts:
     weight: Operand
     bias: Operand | None
     output: Operand
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,7 @@ class Attend:
     scaling: float
     window: int
     softcap: float
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,7 @@ class Select:
 
     Attributes:
         wraps: whether a negative index counts from the end; else it is refused.
+        of_live: whether its source has a row per token, of which a live row of the output has a live one.
     """
 
     source: Operand
@@ -202,6 +218,8 @@ class Select:
     output: Operand
     dim: int
     wraps: bool
+    of_live: bool = False
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +230,18 @@ class WriteCache:
     states: Operand
     rows: Operand
     columns: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The on-device sampler: from `logits [rows, vocab]`, `params [rows, 4]` and `uniforms [rows]` to int32 `output [rows]`."""
+
+    logits: Operand
+    params: Operand
+    uniforms: Operand
+    output: Operand
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -219,15 +249,20 @@ class TorchCall:
     """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
 
     Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them.
+
+    Attributes:
+        dim: the dimension that counts `tokens`, in its results and in what plan/row_calls.py names.
     """
 
     operator: str
     arguments: list[Any]
     keywords: dict[str, Any]
     outputs: tuple[Operand | None, ...]
+    dim: int = 0
+    tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | TorchCall
+Step = Map | Linears | Experts | Attend | Select | WriteCache | Sample | TorchCall
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles lowered graphs to NEFFs: in parallel, through a cache, each in a folder of its own that is gone afterwards."""
+"""Compiles lowered graphs to NEFFs by the neuronx-cc command: in parallel, through a cache, each in a folder of its own that is gone afterwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .... import progress
 from ...cache import CompileCache
 from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
 from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
-from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall, check_neff
+from .neuron_cc import (
+    DISTRIBUTION,
+    NEFF_SUFFIX,
+    CompilerCall,
+    check_compiler,
+    check_neff,
+    compiler_call,
+    compiler_version,
+    find_compiler,
+)
 from .processes import run_compiler
 
 
@@ -34,31 +43,6 @@ COMPILER_MEMORY = 8 << 30
 COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
 
 
-class Provider(Protocol):
-    """A way to compile HLO.
-
-    Attributes:
-        suffixes: of the files that a call leaves for a graph, the one that stands for all of them last.
-        sources: our own code that decides what is in those files, beside the compiler.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def suffixes(self) -> tuple[str, ...]: ...
-    @property
-    def sources(self) -> tuple[Path, ...]: ...
-
-    def unavailable(self) -> str | None:
-        """What this machine lacks to compile, with the remedy; None where it lacks nothing."""
-
-    def versions(self) -> dict[str, str]:
-        """Versions of what compiles, by distribution; neuronx-cc is always among them."""
-
-    def call(self, graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
-        """How `<graph>.hlo` is compiled."""
-
-
 @dataclass(frozen=True)
 class _Job:
     graph: LoweredGraph
@@ -66,11 +50,11 @@ class _Job:
     key: str
 
 
-def compile_graphs(provider: Provider, graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
-    """Writes the compiled files of every graph into `folder`: `<graph>.neff`, and what else the provider makes of it.
+def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
+    """Writes `<graph>.neff` of every graph into `folder`.
 
     Returns:
-        What the manifest records: provider, versions, target, LNC, and per graph its kind and the compiler's arguments.
+        What the manifest records: the compiler's version, target, LNC, and per graph its kind and the compiler's arguments.
 
     Raises:
         RuntimeError: a graph could not be compiled; it is named, with the broken rule. Nothing is left running.
@@ -78,43 +62,47 @@ def compile_graphs(provider: Provider, graphs: Sequence[LoweredGraph], target: s
         ValueError: an environment variable asks for what the target cannot do.
     """
     lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    versions = provider.versions()
-    jobs = [_job(provider, graph, target, lnc, versions) for graph in graphs]
+    version = compiler_version(find_compiler())
+    jobs = [_job(graph, target, lnc, version) for graph in graphs]
     cache = CompileCache(CACHE_KIND)
-    missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, *provider.suffixes)]
+    missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, NEFF_SUFFIX)]
     logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache.folder)
     if missing:
-        _compile_missing(provider, missing, cache, folder)
+        _compile_missing(missing, cache, folder)
     return {
-        "provider": provider.name,
-        "versions": versions,
+        "versions": {DISTRIBUTION: version},
         "target": target,
         "lnc": lnc,
         "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.call.argv)} for job in jobs},
     }
 
 
-def check_environment(provider: Provider, target: str) -> None:
-    """Raises ValueError where an environment variable asks for what the target cannot do."""
+def check_environment(target: str) -> None:
+    """Whether graphs can be compiled for a target here.
+
+    Raises:
+        RuntimeError: this machine has no compiler.
+        ValueError: an environment variable asks for what the target cannot do.
+    """
+    check_compiler(target)
     lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    _flags(target, "token_generation", lnc, provider.versions())
+    _flags(target, "token_generation", lnc, compiler_version(find_compiler()))
 
 
-def _flags(target: str, kind: str, lnc: int, versions: dict[str, str]) -> tuple[str, ...]:
-    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=versions[DISTRIBUTION])
+def _flags(target: str, kind: str, lnc: int, version: str) -> tuple[str, ...]:
+    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version)
     return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
 
 
-def _job(provider: Provider, graph: LoweredGraph, target: str, lnc: int, versions: dict[str, str]) -> _Job:
-    flags = _flags(target, graph.kind, lnc, versions)
-    described = json.dumps([provider.name, versions, target, flags, graph.io.to_dict()], sort_keys=True)
+def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
+    flags = _flags(target, graph.kind, lnc, version)
+    described = json.dumps([DISTRIBUTION, version, target, flags, graph.io.to_dict()], sort_keys=True)
     digest = hashlib.sha256(described.encode())
-    for part in (graph.hlo, *(source.read_bytes() for source in provider.sources)):
-        digest.update(hashlib.sha256(part).digest())
-    return _Job(graph, provider.call(graph.name, target, flags), digest.hexdigest())
+    digest.update(hashlib.sha256(graph.hlo).digest())
+    return _Job(graph, compiler_call(graph.name, target, flags), digest.hexdigest())
 
 
-def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
+def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
     processes = Processes()
     with cache.scratch() as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
 
@@ -123,8 +111,7 @@ def _compile_missing(provider: Provider, jobs: Sequence[_Job], cache: CompileCac
             work = scratch / f"{name}.work"
             work.mkdir()
             _compile(job, work, processes)
-            for suffix in provider.suffixes:
-                (work / (name + suffix)).rename(scratch / (name + suffix))
+            (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
             cache.store(job.key, scratch, name, folder)
             advance(name)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..graph_files import HLO_SUFFIX
+from ..rank.packages import SETUP, installed_version
 from ..sdk.flags import FLAGS_VARIABLE
-from ..sdk.packages import SETUP, installed_version
 
 
 COMMAND, DISTRIBUTION = "neuronx-cc", "neuronx-cc"
@@ -39,34 +39,29 @@ class CompilerCall(NamedTuple):
     environment: dict[str, str]
 
 
-class NeuronCC:
-    """Compiles with the neuronx-cc command, on any x86 Linux machine, with or without a device."""
-
-    name = "neuronx-cc"
-    suffixes = (NEFF_SUFFIX,)
-    sources: tuple[Path, ...] = ()
-
-    def unavailable(self) -> str | None:
-        """What this machine lacks to compile, with the remedy; None where it lacks nothing."""
-        return missing_compiler()
-
-    def versions(self) -> dict[str, str]:
-        """The compiler's version, by its distribution."""
-        return {DISTRIBUTION: compiler_version(find_compiler())}
-
-    def call(self, graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
-        """Compiles `<graph>.hlo` to `<graph>.neff`."""
-        argv = (
-            COMMAND,
-            "compile",
-            graph + HLO_SUFFIX,
-            "--framework=XLA",
-            f"--target={target}",
-            f"--output={graph}{NEFF_SUFFIX}",
-            f"--logfile={COMPILER_LOG}",
-            *flags,
+def check_compiler(target: str) -> None:
+    """Raises RuntimeError where this machine cannot compile for a target; the message says what is missing."""
+    problem = missing_compiler()
+    if problem is not None:
+        raise RuntimeError(
+            f"compiling for {target} needs the Neuron compiler, on x86 Linux with or without a device: {problem}; or export "
+            f"with target='cpu', which runs on this machine"
         )
-        return CompilerCall(argv, str(find_compiler()), compiler_environment(os.environ))
+
+
+def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
+    """Compiles `<graph>.hlo` to `<graph>.neff`."""
+    argv = (
+        COMMAND,
+        "compile",
+        graph + HLO_SUFFIX,
+        "--framework=XLA",
+        f"--target={target}",
+        f"--output={graph}{NEFF_SUFFIX}",
+        f"--logfile={COMPILER_LOG}",
+        *flags,
+    )
+    return CompilerCall(argv, str(find_compiler()), compiler_environment(os.environ))
 
 
 def find_compiler() -> Path:

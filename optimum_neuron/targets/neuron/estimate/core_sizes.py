@@ -89,6 +89,12 @@ class CoreSizes:
         """Query heads of all attention layers."""
         return sum(layer.layers * layer.heads for layer in self.attention)
 
+    @property
+    def depth(self) -> int:
+        """Layers, of attention and of convolutions."""
+        attention = {layer.layer_idx for layer in self.spec.layers}
+        return len(attention | {state.layer_idx for state in self.spec.convolutions})
+
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     """What each core has of a model that several share.

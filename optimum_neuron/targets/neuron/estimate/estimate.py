@@ -16,8 +16,11 @@ from ....artifacts.artifact import MANIFEST_NAME, Artifact
 from ....config import NeuronConfig
 from ....graphs.family import GraphFamily
 from ....graphs.spec import graph_specs
-from ..sdk.hardware import CHIPS, EFFICIENCIES, Chip, Instance, check_parallel_size, instances_of, parallel_sizes
-from .step_needs import Memory, Speed, memory, speed
+from ..sdk.devices import resolve_neuron_target
+from ..sdk.hardware import CHIPS, PARALLEL_SIZES, Chip, Instance, check_parallel_size, hosts_of
+from ..sdk.step_times import STEP_TIMES
+from .step_needs import Memory, memory
+from .step_speed import Speed, speed
 
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from .model_sizes import ModelSizes
 
 # What an artifact passes on to an estimate of it; without a size of one's own, also what followed from its sizes.
-_INHERITED = ("batch_size", "sequence_length", "dtype", "on_device_sampling", "max_topk", "output_logits")
+_INHERITED = ("batch_size", "sequence_length", "dtype", "on_device_sampling", "output_logits")
 _FOLLOWING = ("ctx_batch_size", "prefill_chunk_size", "prefill_chunk_buckets", "mixed_step")
 _LENGTH_STEP = 1024
 # Where the search for a length ends if the model names no limit.
@@ -42,7 +45,7 @@ class Estimate:
         largest_batch: the largest batch_size that fits at the asked sequence_length; 0 if none does.
         longest_sequence: the longest sequence_length that fits at the asked batch_size; 0 if none does.
         decode, prefill: one step of decode rows, and one of chunk rows.
-        hosts: that have cores for one copy of the model or more, smallest first.
+        hosts: whose topology takes the tensor parallel size, smallest first.
     """
 
     config: NeuronConfig
@@ -95,18 +98,22 @@ def estimate_model(
     Args:
         model: a Hub id, of which the config alone is downloaded, a folder with a config.json, a .gguf file or an artifact.
         options: of NeuronConfig, those that were given; target and tensor_parallel_size are not among them.
-        targets: Neuron targets.
-        tensor_parallel_size: default: all that hosts of a target have cores for and the model can be shared by.
+        targets: Neuron targets; "auto" is this machine's.
+        tensor_parallel_size: default: all that the topology of a host takes and the model can be shared by.
         context_length: tokens in the cache when speeds are taken; default: the whole sequence_length.
 
     Raises:
-        TypeError, ValueError: a size is out of range, or the model cannot be exported.
+        TypeError, ValueError: a size is out of range, a target is no Neuron device, or the model cannot be exported.
         FileNotFoundError: there is no such model.
     """
     options = _with_artifact(Path(model).expanduser(), options)
-    groups, notes = _groups(targets, tensor_parallel_size)
+    targets = list(dict.fromkeys(resolve_neuron_target(target) for target in targets))
     # Wrong sizes are refused before torch is imported.
-    config = NeuronConfig.from_dict(options | groups[0])
+    config = NeuronConfig.from_dict(
+        options
+        | {"target": targets[0], "tensor_parallel_size": 1 if tensor_parallel_size is None else tensor_parallel_size}
+    )
+    groups, notes = _groups(targets, tensor_parallel_size)
     context = config.sequence_length if context_length is None else context_length
     if not 1 <= context <= config.sequence_length:
         raise ValueError(
@@ -134,7 +141,7 @@ def _groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, An
     """Targets and sizes of groups of cores, as options; and why targets are left out.
 
     Raises:
-        ValueError: no target has a host with as many cores.
+        ValueError: no target has a host whose topology takes the size.
     """
     groups: list[dict[str, Any]] = []
     refused = []
@@ -145,7 +152,7 @@ def _groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, An
         except ValueError as error:
             refused.append(error)
             continue
-        sizes = parallel_sizes(target) if size is None else [size]
+        sizes = PARALLEL_SIZES[target] if size is None else (size,)
         groups += [{"target": target, "tensor_parallel_size": cores} for cores in sizes]
     if not groups:
         raise refused[-1]
@@ -203,7 +210,7 @@ def estimate(sizes: CoreSizes, options: Mapping[str, Any], context: int, longest
         longest: the model's own limit of sequence_length.
     """
     config = NeuronConfig.from_dict(options)
-    chip, efficiency = CHIPS[config.target], EFFICIENCIES[config.target]
+    chip, cores = CHIPS[config.target], config.tensor_parallel_size
     family = GraphFamily(graph_specs(config))
     decode = family.select("token_generation", context)
     chunk = family.select("chunked_prefill", context, [config.prefill_chunk_size])
@@ -213,9 +220,9 @@ def estimate(sizes: CoreSizes, options: Mapping[str, Any], context: int, longest
         hbm=chip.core_hbm,
         largest_batch=_largest_batch(sizes, config, options, chip),
         longest_sequence=_longest_sequence(sizes, config, options, chip, longest),
-        decode=speed(sizes, decode, chip, efficiency),
-        prefill=speed(sizes, chunk, chip, efficiency),
-        hosts=tuple(host for host in instances_of(config.target) if host.cores >= config.tensor_parallel_size),
+        decode=speed(sizes, decode, chip, cores, STEP_TIMES),
+        prefill=speed(sizes, chunk, chip, cores, STEP_TIMES),
+        hosts=hosts_of(config.target, cores),
     )
 
 

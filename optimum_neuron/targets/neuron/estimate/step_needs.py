@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of a model need on one core: bytes of memory, bytes to read, operations, and hence time.
+"""What the steps of a model need of one core's memory, in bytes.
 
 Weights and cache are exact: they are counted on the model that its config describes. Activations are the largest set of
-tensors that a step needs at once, by the formulas below. The reserve is a guess on the safe side. Times are a roofline: no
-step is faster than its bytes at full bandwidth or its products at full rate.
+tensors that a step needs at once, by the formulas below. The reserve is a guess on the safe side.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, graph_specs, state_specs
-from ..sdk.hardware import MIB, Chip, Efficiency
+from ..sdk.hardware import MIB, Chip
 
 
 if TYPE_CHECKING:
@@ -114,77 +113,3 @@ def _logits_bytes(sizes: CoreSizes, graph: GraphSpec, tokens: int) -> int:
     rows = sum(group.rows for group in _row_groups(graph)) if sizes.keeps_logits else tokens
     local = rows * sizes.local_vocab * (sizes.itemsize + 4)
     return local + sum(math.prod(spec.shape) * 4 for spec in graph.outputs(sizes.spec.vocab_size))
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A step of one graph: seconds at the chip's peaks, and seconds at the shares of them that published runs reached.
-
-    Attributes:
-        tokens: that the step advances, all rows in use.
-        bound: what the peak time is spent on, "memory" or "compute".
-    """
-
-    tokens: int
-    peak_s: float
-    expected_s: float
-    bound: str
-
-    @property
-    def peak_rate(self) -> float:
-        """Tokens per second that nothing exceeds."""
-        return self.tokens / self.peak_s
-
-    @property
-    def expected_rate(self) -> float:
-        """Tokens per second at published efficiencies."""
-        return self.tokens / self.expected_s
-
-
-def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, efficiency: Efficiency) -> Speed:
-    """The time of one step, of decode rows or of chunk rows, when every core of the group works on its part.
-
-    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, in which every
-    expert computes every token.
-    """
-    ((rows, length, _),) = _row_groups(graph)
-    tokens = rows * length
-    cache = cache_bytes_read(sizes, rows, graph.context_length) / chip.core_bandwidth
-    routed, whole = (weight_bytes_read(sizes, n) / chip.core_bandwidth for n in (tokens, None))
-    products, all_products = (
-        flops(sizes, rows, length, graph.context_length, all_experts=every) / chip.core_flops(sizes.dtype)
-        for every in (False, True)
-    )
-    return Speed(
-        tokens=tokens,
-        peak_s=max(routed + cache, products),
-        expected_s=max(whole / efficiency.weights + cache / efficiency.cache, all_products / efficiency.flops),
-        bound="memory" if routed + cache >= products else "compute",
-    )
-
-
-def weight_bytes_read(sizes: CoreSizes, tokens: int | None) -> float:
-    """Bytes of weights that a step reads: all but embedding tables.
-
-    Args:
-        tokens: of routed experts, those count that as many tokens are expected to use; None: all.
-    """
-    unused = 0.0 if tokens is None else sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
-    return sizes.weight_bytes - sizes.table_bytes - unused
-
-
-def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: int) -> int:
-    """Bytes of keys and values that a step reads: the graph's context, whatever of it is in use."""
-    return rows * context_length * sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
-
-
-def flops(sizes: CoreSizes, rows: int, length: int, context_length: int, *, all_experts: bool) -> float:
-    """Floating point operations of a step's matrix products: two per parameter and token.
-
-    Args:
-        all_experts: whether every expert computes every token, or only those that it is routed to.
-    """
-    routed = sum(e.params * (1 if all_experts else e.per_token / e.count) for e in sizes.experts)
-    seen = sum(layer.layers * layer.heads * (layer.key_dim + layer.value_dim) for layer in sizes.attention)
-    head = sizes.head_params * (rows if sizes.keeps_logits else rows * length)
-    return 2 * (rows * length * (sizes.linear_params + routed + seen * context_length) + head)

@@ -13,6 +13,9 @@ from ..lowering import hlo
 
 
 Severity = Literal["error", "warning"]
+INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
+# What changes how numbers lie, or their type, and not which they are.
+SHAPE_ONLY = {"reshape", "broadcast", "convert", "copy", "transpose", "bitcast"}
 # The instruction (None for the graph as a whole), problem, remedy and severity of a finding.
 Place = tuple[Any, str, str, Severity]
 
@@ -45,6 +48,12 @@ class Graph:
 
     def operands(self, instruction: Any) -> list[Any]:
         return [self.by_id[operand] for operand in instruction.operand_ids]
+
+    def origin(self, instruction: Any) -> Any:
+        """Where the numbers of an instruction come from, through what only moves them."""
+        while instruction.opcode in SHAPE_ONLY:
+            instruction = self.operands(instruction)[0]
+        return instruction
 
     def module_path(self, instruction: Any) -> str:
         """The module that an instruction comes from, or, where torch-xla did not note it, one that uses its result."""

@@ -7,6 +7,7 @@ only not documented as supported is a warning, unless the installed compiler's o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ....artifacts.artifact import Artifact
@@ -14,6 +15,8 @@ from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
 from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io
 from ..graph_io import GraphIO
 from ..lowering import hlo
+from ..sdk.devices import resolve_lowered_target
+from ..sdk.hardware import check_parallel_size
 from .graph import Graph, Severity
 from .operators import normalize_operators
 from .rules import RULES
@@ -66,6 +69,12 @@ def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[
     return findings
 
 
+def passed_rules(findings: Iterable[Finding]) -> tuple[str, ...]:
+    """The rules that no error among these findings breaks, by name and in their order; they are those of RULES_VERSION."""
+    broken = {finding.rule for finding in findings if finding.severity == "error"}
+    return tuple(rule.name for rule in RULES if rule.name not in broken)
+
+
 def installed_operators() -> frozenset[str] | None:
     """What the neuronx-cc on PATH lists as its operators; None where there is none."""
     return None if missing_compiler() is not None else normalize_operators(list_operators(find_compiler()))
@@ -77,7 +86,31 @@ def lint_artifact(
     """Checks all graphs of an artifact.
 
     Args:
-        target: the rules of which target; default, the artifact's own.
+        target: the rules of which target, "auto" for this machine's; default, the artifact's own.
+
+    Raises:
+        ValueError: the artifact has no HLO, or no host of the target takes its tensor parallel size.
+        ArtifactError: a graph was changed after the export.
+    """
+    target, findings = artifact_target(artifact, target), []
+    for name, data, io in artifact_graphs(artifact):
+        findings += lint(name, data, io, target, operators)
+    return findings
+
+
+def artifact_target(artifact: Artifact, target: str | None) -> str:
+    """The target whose rules hold for an artifact.
+
+    Raises:
+        ValueError: "auto" finds no Neuron device, or no host of the target takes the artifact's tensor parallel size.
+    """
+    resolved = resolve_lowered_target(target or artifact.target)
+    check_parallel_size(resolved, artifact.config.tensor_parallel_size)
+    return resolved
+
+
+def artifact_graphs(artifact: Artifact) -> Iterator[tuple[str, bytes, GraphIO]]:
+    """Yields the name, the HLO and the description of each graph of an artifact.
 
     Raises:
         ValueError: the artifact has no HLO.
@@ -89,8 +122,6 @@ def lint_artifact(
             f"{artifact.path} was exported for {artifact.target} and holds no HLO; lint its checkpoint: --model"
         )
     artifact.verify(name for name in artifact.manifest["files"] if name.endswith((HLO_SUFFIX, IO_SUFFIX)))
-    findings = []
     for name in names:
         path = artifact.file(name)
-        findings += lint(path.stem, path.read_bytes(), read_graph_io(path), target or artifact.target, operators)
-    return findings
+        yield path.stem, path.read_bytes(), read_graph_io(path)

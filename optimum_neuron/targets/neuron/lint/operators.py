@@ -24,13 +24,14 @@ SUPPORTED = {
     "exponential", "exponential-minus-one", "floor", "gather", "get-tuple-element", "iota", "log", "log-plus-one",
     "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "parameter", "power", "reduce",
     "reduce-scatter", "reshape", "reverse", "rsqrt", "scatter", "select", "select-and-scatter", "shift-right-logical",
-    "sign", "sine", "slice", "sort", "sqrt", "subtract", "tan", "tanh", "transpose", "tuple",
+    "sign", "sine", "slice", "sqrt", "subtract", "tan", "tanh", "transpose", "tuple",
 }  # fmt: skip
 CONTROL_FLOW = {"while", "conditional", "call", "fusion"}
 HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
 RANDOM = {"rng", "rng-bit-generator", "rng-get-and-update-state"}
+SORTS = {"sort", "topk"}
 # Have a rule, hence a remedy, of their own.
-FORBIDDEN = CONTROL_FLOW | HOST | RANDOM | {"reduce-window"}
+FORBIDDEN = CONTROL_FLOW | HOST | RANDOM | SORTS | {"reduce-window"}
 
 
 def normalize_operators(names: Iterable[str]) -> frozenset[str]:
@@ -52,5 +53,5 @@ _SYNONYMS = {
     "dotgeneral": "dot", "eq": "compare", "exp": "exponential", "ge": "compare", "gt": "compare", "le": "compare",
     "logicaland": "and", "logicalnot": "not", "logicalor": "or", "lt": "compare", "max": "maximum", "min": "minimum",
     "mul": "multiply", "ne": "compare", "neg": "negate", "pow": "power", "rev": "reverse", "rngbitgenerator":
-    "rngbitgenerator", "rnguniform": "rng", "sin": "sine", "sub": "subtract", "topk": "sort",
+    "rngbitgenerator", "rnguniform": "rng", "sin": "sine", "sub": "subtract",
 }  # fmt: skip

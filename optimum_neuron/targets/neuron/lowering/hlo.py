@@ -8,6 +8,7 @@ those of xla/service/hlo.proto and xla/xla_data.proto of OpenXLA.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +30,10 @@ _SCHEMA: dict[str, dict[str, tuple[int, str]]] = {
     "HloInstruction": {
         "name": (1, "string"), "opcode": (2, "string"), "shape": (3, "Shape"), "metadata": (7, "OpMetadata"),
         "literal": (8, "Literal"), "parameter_number": (9, "int64"), "tuple_index": (13, "int64"),
-        "dimensions": (14, "*int64"), "window": (15, "Window"), "slice_dimensions": (17, "*SliceDimensions"),
-        "channel_id": (26, "int64"), "custom_call_target": (28, "string"),
+        "dimensions": (14, "*int64"), "window": (15, "Window"),
+        "convolution_dimension_numbers": (16, "ConvolutionDimensions"), "slice_dimensions": (17, "*SliceDimensions"),
+        "padding_config": (21, "PaddingConfig"), "channel_id": (26, "int64"), "custom_call_target": (28, "string"),
+        "dot_dimension_numbers": (30, "DotDimensions"),
         "gather_dimension_numbers": (33, "GatherDimensions"), "gather_slice_sizes": (34, "*int64"),
         "id": (35, "int64"), "operand_ids": (36, "*int64"), "control_predecessor_ids": (37, "*int64"),
         "called_computation_ids": (38, "*int64"), "scatter_dimension_numbers": (48, "ScatterDimensions"),
@@ -46,12 +49,21 @@ _SCHEMA: dict[str, dict[str, tuple[int, str]]] = {
     "OpMetadata": {"op_type": (1, "string"), "op_name": (2, "string")},
     "Literal": {
         "shape": (1, "Shape"), "preds": (2, "*bool"), "u8s": (3, "bytes"), "s32s": (4, "*int32"),
-        "s64s": (5, "*int64"), "f32s": (8, "*float"), "f64s": (9, "*double"), "f16s": (11, "bytes"),
-        "bf16s": (13, "bytes"), "s8s": (15, "bytes"),
+        "s64s": (5, "*int64"), "u32s": (6, "*uint32"), "f32s": (8, "*float"), "f64s": (9, "*double"),
+        "f16s": (11, "bytes"), "bf16s": (13, "bytes"), "s8s": (15, "bytes"),
     },
     "SliceDimensions": {"start": (1, "int64"), "limit": (2, "int64"), "stride": (3, "int64")},
     "Window": {"dimensions": (1, "*WindowDimension")},
-    "WindowDimension": {"size": (1, "int64"), "window_dilation": (5, "int64"), "base_dilation": (6, "int64")},
+    "WindowDimension": {
+        "size": (1, "int64"), "stride": (2, "int64"), "window_dilation": (5, "int64"), "base_dilation": (6, "int64"),
+    },
+    "PaddingConfig": {"dimensions": (1, "*PaddingDimension")},
+    "PaddingDimension": {"interior_padding": (3, "int64")},
+    "ConvolutionDimensions": {"kernel_output_feature_dimension": (4, "int64")},
+    "DotDimensions": {
+        "lhs_contracting_dimensions": (1, "*int64"), "rhs_contracting_dimensions": (2, "*int64"),
+        "lhs_batch_dimensions": (3, "*int64"), "rhs_batch_dimensions": (4, "*int64"),
+    },
     "GatherDimensions": {
         "offset_dims": (1, "*int64"), "collapsed_slice_dims": (2, "*int64"), "start_index_map": (3, "*int64"),
         "index_vector_dim": (4, "int64"),
@@ -175,6 +187,17 @@ def byte_count(shape: Any) -> int:
         digits = "".join(c for c in name.split("_")[0] if c.isdigit())
         bits = int(digits) if digits else 0
     return math.prod(shape.dimensions) * bits // 8
+
+
+def literal_values(constant: Any) -> Iterator[float]:
+    """The numbers of a constant, of the types that modules have constants of once they are narrow."""
+    literal = constant.literal
+    yield from (*literal.preds, *literal.s32s, *literal.f32s)
+    yield from (value for (value,) in struct.iter_unpack("<e", literal.f16s))
+    # bfloat16 is the upper half of float32
+    yield from (
+        value for (half,) in struct.iter_unpack("<2s", literal.bf16s) for value in struct.unpack("<f", b"\0\0" + half)
+    )
 
 
 def module_path(instruction: Any) -> str:

@@ -8,7 +8,6 @@ transformers module itself would crash: its mask code reads values. No weight is
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +22,14 @@ from ....graphs import collectives
 from ....graphs.kv_cache import KVCache
 from ....graphs.ops import StepOps
 from ....graphs.program import export_graph
+from ....graphs.scores import Scores
 from ....graphs.spec import GraphSpec, TensorSpec
-from ..graph_io import COPY_SLOT, GraphIO, InputBinding, OutputBinding, Role
-from . import hlo, passes
+from .. import sampler
+from ..graph_io import CACHE, COPY_SLOT, NARROW, SAMPLERS, SCORES, GraphIO, InputBinding, OutputBinding, Role
+from ..sharding import ShardPlan
+from . import hlo, passes, weight_uses
+from .decompositions import decompositions
+from .sampler_graph import Sampler
 from .slot_copy import SlotCopy
 
 
@@ -44,18 +48,25 @@ class LoweredGraph:
 
 
 def lower_step(
-    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps, vocab_size: int, world_size: int = 1
+    model: nn.Module,
+    cache: KVCache,
+    spec: GraphSpec,
+    ops: StepOps,
+    vocab_size: int,
+    world_size: int = 1,
+    columns: int | None = None,
 ) -> LoweredGraph:
     """Lowers one step graph.
 
     Args:
         model: with parameters of any contents, also uninitialized ones; with `world_size` above 1, one rank's shard.
         vocab_size: of the logits that the graph returns.
+        columns: of the logits that it leaves for a sampler; None: as many.
 
     Raises:
         ValueError: the graph computes something that no HLO module of ours can express.
     """
-    program = export_graph(model, cache, spec, ops)
+    program = export_graph(model, cache, spec, ops, Scores.of(spec, columns or vocab_size))
     graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size)
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 
@@ -66,6 +77,15 @@ def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> Lowere
     with torch.no_grad():
         program = torch.export.export(module, module.example_inputs(), strict=False)
     return lower_program(program, COPY_SLOT, COPY_SLOT, module.inputs(), (), world_size)
+
+
+def lower_sampler(group: str, rows: int, columns: int, vocab_size: int, plan: ShardPlan | None = None) -> LoweredGraph:
+    """Lowers the graph that draws the tokens of a group of rows, from so many columns of each on a rank."""
+    module = Sampler(group, Scores([(group, rows)], columns), vocab_size, plan).eval()
+    with torch.no_grad():
+        program = torch.export.export(module, module.example_inputs(), strict=False)
+    name, ranks = SAMPLERS[group], 1 if plan is None else plan.world_size
+    return lower_program(program, name, name, module.inputs(), module.outputs(), ranks)
 
 
 def lower_program(
@@ -79,10 +99,11 @@ def lower_program(
     """Lowers an exported program: its user inputs and outputs get the names of `inputs` and `outputs`, in order.
 
     Raises:
-        ValueError: a buffer named `kv_cache.*` is not updated, or another one is.
+        ValueError: a buffer named `kv_cache.*` is not updated, or a weight is.
     """
-    program = program.run_decompositions(_decompositions())
+    program = decomposed(program)
     bindings, literals = _bindings(program, [spec.name for spec in inputs])
+    _lay_out(program, bindings)
     results = _results(program, outputs, bindings)
     module, numbers, constants = _trace(program, world_size)
     constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
@@ -103,20 +124,9 @@ def lower_program(
     return LoweredGraph(name, kind, data, io)
 
 
-def _decompositions() -> Any:
-    """torch-xla's own mean guards against dividing by 0 with NaN, which the device reports as an error where it meets it."""
-    table = torch.export.default_decompositions()
-    table[torch.ops.aten.mean.dim] = _mean
-    table[torch.ops.aten.mean.default] = _mean
-    return table
-
-
-def _mean(
-    x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    dims = dim or list(range(x.dim()))
-    count = math.prod(x.shape[each] for each in dims)
-    return torch.sum(x, dims, keepdim, dtype=dtype) * (1.0 / count)
+def decomposed(program: ExportedProgram) -> ExportedProgram:
+    """The program in operators that torch-xla lowers, and linear layers."""
+    return program.run_decompositions(decompositions())
 
 
 def _bindings(
@@ -126,37 +136,54 @@ def _bindings(
     bindings: list[InputBinding | None] = []
     literals: dict[int, Tensor] = {}
     names = iter(input_names)
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    placeholders = _placeholders(program)
     for index, (spec, node) in enumerate(zip(program.graph_signature.input_specs, placeholders, strict=True)):
         target = spec.target or ""
         if spec.kind == InputKind.USER_INPUT:
             bindings.append(_binding(next(names), "input", node))
-        elif target in program.constants and not target.startswith(("model.", "kv_cache.")):
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
             # torch.export lifts tensors that the model's code makes; they are no part of the checkpoint.
             literals[index] = program.constants[target]
             bindings.append(None)
         else:
-            bindings.append(_binding(target, "state" if target.startswith("kv_cache.") else "weight", node))
+            bindings.append(_binding(target, "state" if target.startswith((CACHE, SCORES)) else "weight", node))
     return bindings, literals
+
+
+def _lay_out(program: ExportedProgram, bindings: list[InputBinding | None]) -> None:
+    """Replaces weights by what is stored of them; their placeholders stay, without a user or a binding."""
+    numbers = {node: index for index, node in enumerate(_placeholders(program))}
+    stored, left = weight_uses.use_stored_weights(program)
+    for node in left:
+        bindings[numbers[node]] = None
+    bindings += [_binding(name, "weight", node) for node, name in stored.items()]
+
+
+def _placeholders(program: ExportedProgram) -> list[torch.fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "placeholder"]
 
 
 def _binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
     value = node.meta["val"]
-    return InputBinding(name, role, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    dtype = str(value.dtype).removeprefix("torch.")
+    return InputBinding(name, role, tuple(value.shape), NARROW.get(dtype, dtype))
 
 
 def _results(
     program: ExportedProgram, outputs: Iterable[TensorSpec], bindings: Sequence[InputBinding | None]
 ) -> tuple[OutputBinding, ...]:
-    """The step's outputs, then the new values of all states, in the order of the module's result tuple."""
+    """The step's outputs, then the new values of states, in the order of the module's result tuple."""
     states = {each.name: each for each in bindings if each is not None and each.role == "state"}
     results = [OutputBinding(spec.name, spec.shape, spec.dtype, None) for spec in outputs]
-    for state in states.values():
-        results.append(OutputBinding(state.name, state.shape, state.dtype, state.name))
     mutated = {spec.target for spec in program.graph_signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION}
-    if mutated != set(states):
-        names = ", ".join(sorted(str(name) for name in mutated ^ set(states)))
-        raise ValueError(f"the graph must update every state once and nothing else; it differs in {names}")
+    results += [
+        OutputBinding(each.name, each.shape, each.dtype, name) for name, each in states.items() if name in mutated
+    ]
+    # A sampler reads scores.
+    different = {name for name in mutated ^ set(states) if not str(name).startswith(SCORES)}
+    if different:
+        names = ", ".join(sorted(map(str, different)))
+        raise ValueError(f"the graph must update the cache's states once and nothing else; it differs in {names}")
     return tuple(results)
 
 
@@ -187,11 +214,17 @@ class _Tracer(torch.fx.Interpreter):
             return None
         if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
             return _collective(target, args, self._world_size)
+        if target is sampler.SAMPLE:
+            with torch.device(self._device):  # of the tensors that it makes
+                return sampler.written_out(self._gather_columns, *args)
         if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
             args = (args[0], list(range(args[0].dim())), *args[2:])
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)
+
+    def _gather_columns(self, own: Tensor) -> Tensor:
+        return _collective(collectives.ALL_GATHER, (own, 1), self._world_size)
 
 
 def _collective(target: Any, args: Any, world_size: int) -> Tensor:
@@ -218,8 +251,7 @@ def _trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], d
     backend._clear_pending_irs(str(torch_xla.device()))
     placeholders = [
         xla_builder.create_placeholder_tensor(tuple(node.meta["val"].shape), node.meta["val"].dtype)
-        for node in program.graph.nodes
-        if node.op == "placeholder"
+        for node in _placeholders(program)
     ]
     with torch.no_grad():
         values = _Tracer(program.graph_module, world_size).run(*placeholders, enable_io_processing=False)

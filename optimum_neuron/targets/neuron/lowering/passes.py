@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..graph_io import NARROW
 from . import hlo
 
 
 _INT32 = range(-(2**31), 2**31)
-_WIDE = {"int64": "int32", "float64": "float32"}
 # Where a literal of a type keeps its values, for the types that appear once modules are narrow.
 _LITERAL_FIELDS = {"bool": "preds", "int32": "s32s", "int64": "s64s", "float32": "f32s", "float64": "f64s"}
+_HALVES = {"bf16s": torch.bfloat16, "f16s": torch.float16}
 _FLOAT32_LIMIT = 3.4028234663852886e38
 # A scope that torch-xla pushed ends with a number of its own.
 _SCOPE_NUMBER = re.compile(r"\.\d+(?=/)")
@@ -55,7 +56,7 @@ def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
 
 
 def narrow_types(module: Any) -> None:
-    """Makes 64-bit types 32-bit ones, as the Neuron compiler would.
+    """Makes 64-bit types 32-bit ones, as the Neuron compiler would, and unsigned numbers signed ones.
 
     Values are token ids, positions and indices, all of which begin as int32 inputs.
 
@@ -74,7 +75,7 @@ def narrow_types(module: Any) -> None:
 
 
 def _narrow_shape(shape: Any) -> None:
-    narrow = _WIDE.get(hlo.dtype_name(shape))
+    narrow = NARROW.get(hlo.dtype_name(shape))
     if narrow is not None:
         shape.element_type = hlo.ELEMENT_TYPES[narrow]
 
@@ -83,13 +84,13 @@ def _narrow_literal(instruction: Any) -> None:
     literal = instruction.literal
     for shape in _shapes(literal.shape):
         _narrow_shape(shape)
-    for value in literal.s64s:
+    for value in (*literal.s64s, *literal.u32s):
         if value not in _INT32:
             raise ValueError(f"constant {value} of {hlo.module_path(instruction) or 'the step'} does not fit int32")
-    literal.s32s.extend(literal.s64s)
+        literal.s32s.append(value)
     literal.f32s.extend(_clamped(literal.f64s))
-    literal.ClearField("s64s")
-    literal.ClearField("f64s")
+    for field in ("s64s", "u32s", "f64s"):
+        literal.ClearField(field)
 
 
 def _clamped(values: Iterable[float]) -> list[float]:
@@ -114,18 +115,35 @@ def make_finite(module: Any) -> None:
             for operand in each.operand_ids[len(each.operand_ids) // 2 :]
         }
         for instruction in computation.instructions:
-            if instruction.id not in initial and any(map(math.isinf, instruction.literal.f32s)):
-                instruction.literal.f32s[:] = _clamped(instruction.literal.f32s)
+            if instruction.id not in initial and any(map(math.isinf, hlo.literal_values(instruction))):
+                _make_literal_finite(instruction.literal)
+
+
+def _make_literal_finite(literal: Any) -> None:
+    literal.f32s[:] = _clamped(literal.f32s)
+    for field, dtype in _HALVES.items():
+        data = getattr(literal, field)
+        if data:
+            limit = torch.finfo(dtype).max
+            halves = torch.frombuffer(bytearray(data), dtype=dtype).clamp(-limit, limit)
+            setattr(literal, field, halves.view(torch.int16).numpy().tobytes())
 
 
 def fold_trivial(module: Any) -> None:
-    """Removes what changes nothing: converts to the same type or of scalar constants, and tuples taken apart again."""
+    """Removes what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1.
+
+    torch-xla multiplies what is added or subtracted by torch's `alpha`.
+    """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
         stands_for: dict[int, int] = {}
         for instruction in computation.instructions:
             for index, operand in enumerate(instruction.operand_ids):
                 instruction.operand_ids[index] = stands_for.get(operand, operand)
+            if instruction.opcode == "multiply":
+                left, right = instruction.operand_ids
+                if _is_one(right, by_id) or _is_one(left, by_id):
+                    stands_for[instruction.id] = left if _is_one(right, by_id) else right
             if instruction.opcode not in ("convert", "get-tuple-element"):
                 continue
             source = by_id[instruction.operand_ids[0]]
@@ -137,6 +155,17 @@ def fold_trivial(module: Any) -> None:
             elif source.opcode == "constant" and not source.shape.dimensions:
                 _fold_scalar(instruction, source)
         computation.root_id = stands_for.get(computation.root_id, computation.root_id)
+
+
+def _is_one(number: int, by_id: dict[int, Any]) -> bool:
+    """Whether an instruction is a constant whose every value is 1."""
+    instruction = by_id[number]
+    while instruction.opcode in ("broadcast", "reshape"):
+        instruction = by_id[instruction.operand_ids[0]]
+    if instruction.opcode != "constant" or instruction.shape.dimensions:
+        return False
+    field = _LITERAL_FIELDS.get(hlo.dtype_name(instruction.shape))
+    return field not in (None, "preds") and list(getattr(instruction.literal, field)) == [1]
 
 
 def _fold_scalar(convert: Any, source: Any) -> None:

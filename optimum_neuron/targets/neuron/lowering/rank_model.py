@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,17 @@ from ....artifacts.skeleton import assign, empty_model
 from ....artifacts.weights import named_tensors
 from ....config import NeuronConfig
 from ....graphs.checks.inspect import inspect_model
+from ....graphs.kv_cache import KVCache
 from ....graphs.ops import StepOps
-from ....graphs.spec import ModelSpec
-from ..sharding import apply_plan, shard_plan, sharded_ops
+from ....graphs.program import export_layers_once
+from ....graphs.scores import Scores
+from ....graphs.spec import ModelSpec, graph_specs, state_specs
+from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
 from ..sharding.trace import no_data
+from ..weight_layout import WeightLayout
+from .lower import decomposed
 from .ops import NEURON_OPS
+from .weight_uses import weight_layout
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,19 @@ class RankModel:
         spec: as the rank sees it: with its own number of kv heads.
         ops: the operators of its steps.
         vocab_size: of the whole model.
+        plan: how ranks share it; None for a single one.
     """
 
     model: nn.Module
     spec: ModelSpec
     ops: StepOps
     vocab_size: int
+    plan: ShardPlan | None
+
+    @property
+    def columns(self) -> int:
+        """Of a rank's logits."""
+        return self.vocab_size if self.plan is None else self.plan.local_vocab_size
 
 
 def rank_model(
@@ -51,16 +65,46 @@ def rank_model(
         ValueError: the model cannot be shared by `config.tensor_parallel_size` ranks.
     """
     model = cast(PreTrainedModel, empty_model(folder, config.dtype, trust_remote_code=trust_remote_code))
-    ops, plan = NEURON_OPS, None
-    if config.tensor_parallel_size > 1:
-        plan = shard_plan(model, config.tensor_parallel_size)
-        apply_plan(model, plan)
+    plan = None if config.tensor_parallel_size == 1 else shard_plan(model, config.tensor_parallel_size)
+    return _as_rank(model, plan, tied_weights, config)
+
+
+def find_layout(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> WeightLayout:
+    """How the graphs of a model take its weights: that of the first graph, of which all others take what they take, too.
+
+    Args:
+        model: is neither read nor changed.
+        plan: of one rank, too.
+    """
+    empty = _empty_copy(model)
+    tied = tied_names(named_tensors(model), plan)
+    rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
+    cache = KVCache(state_specs(config, rank.spec))
+    step = graph_specs(config)[0]
+    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns))
+    return weight_layout(decomposed(program))
+
+
+def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _as_rank(
+    model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
+) -> RankModel:
+    ops = NEURON_OPS
+    if plan is not None:
+        apply_plan(model, plan, float32_reduce=config.float32_reduce)
         ops = sharded_ops(ops, model, plan)
     with no_data():
         _assign_memory(model, tied_weights)
         spec = inspect_model(model)
     _assign_memory(model, tied_weights)
-    return RankModel(model, spec, ops, spec.vocab_size if plan is None else plan.vocab_size)
+    return RankModel(model, spec, ops, spec.vocab_size if plan is None else plan.vocab_size, plan)
 
 
 def _assign_memory(model: nn.Module, tied_weights: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
+from .draws import draws
 from .load_plan import slot_copy_inputs
 
 
@@ -52,20 +53,34 @@ class HloExecutable:
     """
 
     def __init__(
-        self, programs: Mapping[str, HloProgram], weights: dict[str, Tensor], states: dict[str, Tensor]
+        self,
+        programs: Mapping[str, HloProgram],
+        calls: Mapping[str, Sequence[str]],
+        weights: dict[str, Tensor],
+        states: dict[str, Tensor],
     ) -> None:
+        """Args: calls: the names of a step's inputs, in order; a graph that is left out takes those that it uses."""
         self._programs = programs
         device = next(iter(programs.values())).device
         needed = {name for program in programs.values() for name in program.io.names("weight")}
         self._device = device
         self._weights = {name: weights[name].to(device) for name in needed}
         self._states = {name: state.to(device) for name, state in states.items()}
+        self._calls = {name: program.io.names("input") for name, program in programs.items()} | dict(calls)
+        self._draws = draws(calls, {name: program.io for name, program in programs.items()})
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        program, given = self._programs[graph], iter(inputs)
+        outputs = self._run(graph, inputs)
+        for draw in self._draws.get(graph, ()):
+            if draw.is_due(inputs):
+                (outputs[draw.tokens],) = self._run(draw.graph, draw.inputs(inputs))
+        return outputs
+
+    def _run(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
         bound = self._weights | self._states
         arguments = [
-            next(given).to(self._device) if binding.role == "input" else bound[binding.name]
+            given[binding.name].to(self._device) if binding.role == "input" else bound[binding.name]
             for binding in program.io.inputs
         ]
         outputs = []

@@ -26,7 +26,6 @@ class LoadPlan:
 
     Attributes:
         folder: holds `<graph>.neff`.
-        provider: what compiled them, by name.
         lnc: physical cores per logical core, as compiled.
         graphs: descriptions by name; all graphs have the same states.
         calls: the inputs of a graph's step by name, in the order in which `run` takes them; a graph that is left out takes
@@ -37,7 +36,6 @@ class LoadPlan:
 
     folder: Path
     target: str
-    provider: str
     lnc: int
     graphs: Mapping[str, GraphIO]
     calls: Mapping[str, tuple[str, ...]]
@@ -73,7 +71,6 @@ class LoadPlan:
         return {
             "folder": str(self.folder),
             "target": self.target,
-            "provider": self.provider,
             "lnc": self.lnc,
             "graphs": {name: io.to_dict() for name, io in self.graphs.items()},
             "calls": {name: list(names) for name, names in self.calls.items()},
@@ -86,7 +83,6 @@ class LoadPlan:
         return cls(
             folder=Path(data["folder"]),
             target=data["target"],
-            provider=data["provider"],
             lnc=data["lnc"],
             graphs={name: GraphIO.from_dict(io) for name, io in data["graphs"].items()},
             calls={name: tuple(names) for name, names in data["calls"].items()},

@@ -1,51 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank, from its parent's side: started on its core, asked and answered through a pipe, ended."""
+"""The process of one rank, or of all, from its parent's side: started on its cores, asked and answered through a socket, ended."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import IO
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 from ...processes import TiedProcess
+from ..rank.plan import RankPlan
+from ..rank.wire import Channel, WireError
 from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES
-from ..sdk.flags import LNC_VARIABLE, has_paired_cores
-from ..sdk.runtime_errors import NeuronRuntimeError
-from .load_plan import LoadPlan
+from ..sdk.flags import LNC_VARIABLE, has_paired_cores, runtime_environment
+from ..sdk.runtime_errors import NeuronRuntimeError, missing_library, runtime_error
+from .interpreter import Interpreter
 
 
-WORKER = "optimum_neuron.targets.neuron.run.rank_worker"
 # Seconds that a process has to end by itself, which gives its core back in order.
 GRACE = 15.0
 _TAIL = 1500
 
 
 class RankProcess:
-    """A child that holds one logical core.
+    """A child that holds one logical core per rank of its own."""
 
-    Attributes:
-        pipe: to wait on, together with those of other ranks.
-    """
-
-    def __init__(self, plan: LoadPlan, rank: int, core: int, address: str, memory: int) -> None:
-        self.rank = rank
-        self._world_size = plan.world_size
+    def __init__(self, interpreter: Interpreter, plan: RankPlan, environment: Mapping[str, str], memory: int) -> None:
+        self.plan = plan
+        ranks = ", ".join(map(str, plan.ranks))
+        self.name = f"rank {ranks} of {plan.world_size}" if len(plan.ranks) == 1 else f"all {plan.world_size} ranks"
         parent, child = socket.socketpair()
-        self.pipe = Connection(parent.detach())
+        self.pipe = Channel(parent)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs
         self.process = TiedProcess(
-            [sys.executable, "-m", WORKER, str(rank), str(child.fileno()), str(memory)],
-            env=_environment(plan, core, address),
+            interpreter.command("serve", str(child.fileno()), str(memory)),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log.fileno(),
             stderr=subprocess.STDOUT,
@@ -54,27 +48,37 @@ class RankProcess:
         )
         child.close()
 
-    def send(self, parts: Sequence[bytes]) -> None:
-        """Sends a command; where the process has died, `receive` tells."""
+    def send(self, command: dict[str, Any], data: bytes, timeout: float) -> None:
+        """Sends a command; where the process has died or does not listen, `receive` tells."""
         with contextlib.suppress(OSError):
-            for part in parts:
-                self.pipe.send_bytes(part)
+            self.pipe.send(command, data, timeout)
 
-    def receive(self, doing: str) -> tuple[NeuronRuntimeError | None, bytes]:
+    def receive(self, doing: str, timeout: float, most: int) -> tuple[NeuronRuntimeError | None, bytearray]:
         """What went wrong in the process, if anything did, and the data of its answer.
 
+        Args:
+            timeout: seconds until the answer is whole.
+            most: bytes of data that it may have.
+
         Raises:
-            NeuronRuntimeError: the process has ended.
+            NeuronRuntimeError: the process has ended, or answered with something else.
+            TimeoutError: it has not answered.
         """
         try:
-            answer = json.loads(self.pipe.recv_bytes())
-            data = self.pipe.recv_bytes()
-        except (EOFError, OSError):
+            answer, data = self.pipe.receive(timeout, most)
+            if not answer:
+                return None, data
+            text, step, missing = str(answer["error"]), str(answer["doing"]), bool(answer["missing"])
+        except EOFError:
             raise self._death(doing) from None
-        if "error" not in answer:
-            return None, data
-        message = f"rank {self.rank} of {self._world_size}: {answer['error']}"
-        return NeuronRuntimeError(message, code=answer["code"], recoverable=answer["recoverable"]), data
+        except (WireError, KeyError) as error:
+            raise NeuronRuntimeError(
+                f"{doing} failed: the process of {self.name} answered what no rank says ({error}); load the model again, "
+                f"without what writes to the descriptors of other code there{self._tail()}"
+            ) from None
+        failure = missing_library(text, step) if missing else runtime_error(text, step)
+        prefix = f"{self.name}: " if self.plan.world_size > 1 else ""
+        return NeuronRuntimeError(prefix + str(failure), code=failure.code, recoverable=failure.recoverable), data
 
     def close(self) -> None:
         """Kills what is left of the process, and frees what the parent holds for it."""
@@ -82,19 +86,22 @@ class RankProcess:
         self._log.close()
 
     def _death(self, doing: str) -> NeuronRuntimeError:
-        how = "closed its pipe"
+        how = "closed its end"
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(GRACE)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        text = os.pread(self._log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace").strip()
-        tail = f"\n{text[-_TAIL:]}" if text else ""
         return NeuronRuntimeError(
-            f"{doing} failed: the process of rank {self.rank} of {self._world_size} {how}; load the model again{tail}"
+            f"{doing} failed: the process of {self.name} {how}; load the model again{self._tail()}"
         )
+
+    def _tail(self) -> str:
+        """The end of what the process printed."""
+        text = os.pread(self._log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace").strip()
+        return f"\n{text[-_TAIL:]}" if text else ""
 
 
 def end_processes(ranks: Sequence[RankProcess]) -> None:
-    """Ends the processes of all ranks together, as one may wait for another; kills those that do not end."""
+    """Ends all processes together, as one may wait for another; kills those that do not end."""
     for rank in ranks:
         rank.pipe.close()
     deadline = time.monotonic() + GRACE
@@ -111,18 +118,20 @@ def free_address() -> str:
         return f"localhost:{probe.getsockname()[1]}"
 
 
-def _environment(plan: LoadPlan, core: int, address: str) -> dict[str, str]:
-    root = Path(__file__).parents[4]
+def rank_environment(
+    interpreter: Interpreter, target: str, lnc: int, cores: Sequence[int], address: str, timeout: float
+) -> dict[str, str]:
+    """What a process that takes these logical cores gets; what a user set of the runtime's own variables stays."""
     host, _, port = address.partition(":")
-    environment = {name: value for name, value in os.environ.items() if name != NUMBER_OF_CORES} | {
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        VISIBLE_CORES: str(core),
+    inherited = {name: value for name, value in interpreter.environment().items() if name != NUMBER_OF_CORES}
+    environment = runtime_environment(inherited, timeout) | {
+        VISIBLE_CORES: ",".join(map(str, cores)),
         # libtorch_neuronx_lite makes the first of the other two, where nobody has.
         "NEURON_RT_ROOT_COMM_ID": address,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
     }
-    if has_paired_cores(plan.target):
-        environment[LNC_VARIABLE] = str(plan.lnc)
+    if has_paired_cores(target):
+        environment[LNC_VARIABLE] = str(lnc)
     return environment

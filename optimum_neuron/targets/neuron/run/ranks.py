@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism with a process per rank: each holds one logical core, and all run the same step at once.
+"""Graphs in processes of their own, one per rank or one for all: each rank holds one logical core, and all run the same step at once.
 
-Inputs and rank 0's outputs pass through memory that all processes map; commands and answers through a pipe per rank.
+Inputs and rank 0's outputs pass through memory that all processes map; commands and answers through a socket per process.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import time
 import weakref
@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from ..graph_io import COPY_SLOT
+from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
+from .draws import draws
+from .interpreter import Interpreter
 from .load_plan import LoadPlan, slot_copy_inputs
-from .rank_process import RankProcess, end_processes, free_address
+from .rank_plan import rank_plan
+from .rank_process import RankProcess, end_processes, free_address, rank_environment
 from .shared_tensors import SharedTensors
 from .state_parts import join_states, split_state
 
 
-EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
-_EXEC_TIMEOUT = 30.0  # seconds; the runtime's own default
 _LOAD_TIMEOUT = 3600.0  # seconds; every rank reads its weights from disk
 # Seconds beyond the runtime's timeout in which a rank that is alive reports it.
 _SLACK = 15.0
@@ -42,22 +44,42 @@ class RankedExecutable:
         close: ends the processes and frees the cores; happens by itself when the object or this process ends.
     """
 
-    def __init__(self, plan: LoadPlan, runtime: str, cores: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        runtime: str,
+        interpreter: Interpreter,
+        groups: Sequence[tuple[int, ...]],
+        cores: Sequence[int],
+        timeout: float | None = None,
+    ) -> None:
         """Starts the processes and waits until all have loaded.
+
+        Args:
+            groups: the ranks of each process, in order.
+            cores: a logical core for each rank.
+            timeout: seconds that the runtime gives a step; None for what the environment says.
 
         Raises:
             NeuronRuntimeError: one of them could not; none is left.
+            ValueError: the weights are not those of the graphs; no process was started.
         """
         self._plan = plan
+        self._limit = step_timeout(timeout)
         self._tensors = SharedTensors(plan)
         self._ended: NeuronRuntimeError | None = None
-        address = free_address()
+        self._states = plan.states()
+        self._draws = draws(plan.calls, plan.graphs)
         self._ranks: list[RankProcess] = []
         self.close = weakref.finalize(self, end_processes, self._ranks)
         try:
-            for rank, core in enumerate(cores):
-                self._ranks.append(RankProcess(plan, rank, core, address, self._tensors.file))
-            self._ask("loading the model", {"plan": plan.to_dict(), "runtime": runtime}, _LOAD_TIMEOUT)
+            address = free_address()
+            for load in [rank_plan(plan, self._tensors, runtime, ranks) for ranks in groups]:
+                own = [cores[rank] for rank in load.ranks]
+                environment = rank_environment(interpreter, plan.target, plan.lnc, own, address, self._limit)
+                self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file))
+            commands = [{"load": rank.plan.to_dict()} for rank in self._ranks]
+            self._ask("loading the model", commands, _LOAD_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -70,68 +92,102 @@ class RankedExecutable:
         Raises:
             NeuronRuntimeError: a rank failed or died; where the others cannot go on, all later calls raise the same.
         """
+        due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
+        self._put(graph, inputs)
+        for draw in due:
+            self._put(draw.graph, draw.inputs(inputs))
+        graphs = [graph, *(draw.graph for draw in due)]
+        self._ask(f"graph {' and '.join(graphs)}", self._all({"run": graphs}), self._limit + _SLACK)
+        # A sampler's tokens lie where the step's did.
+        return [shared.clone() for shared in self._tensors.outputs[graph]]
+
+    def _put(self, graph: str, inputs: Sequence[Tensor]) -> None:
         for shared, tensor in zip(self._tensors.inputs[graph], inputs, strict=True):
             if shared is not None:
                 shared.copy_(tensor)
-        self._ask(f"graph {graph}", {"run": graph}, _step_timeout())
-        return [shared.clone() for shared in self._tensors.outputs[graph]]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
-        binding = self._plan.states()[name]
+        binding = self._states[name]
         dtype = getattr(torch, binding.dtype)
-        answers = self._ask(f"reading {name}", {"read": name}, _step_timeout())
-        return join_states([torch.frombuffer(bytearray(data), dtype=dtype).view(binding.shape) for data in answers])
+        size = math.prod(binding.shape) * dtype.itemsize
+        answers = self._ask(f"reading {name}", self._all({"read": name}), self._limit + _SLACK, size=size)
+        parts = torch.cat([torch.frombuffer(data, dtype=dtype) for data in answers])
+        return join_states(list(parts.view(self._plan.world_size, *binding.shape)))
 
     def write_state(self, name: str, tensor: Tensor) -> None:
-        dtype = getattr(torch, self._plan.states()[name].dtype)
-        parts = split_state(tensor.to(dtype), self._plan.world_size)
-        data = [part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
-        self._ask(f"writing {name}", {"write": name}, _step_timeout(), data)
+        binding = self._states[name]
+        parts = split_state(tensor.to(getattr(torch, binding.dtype)), self._plan.world_size)
+        if tuple(parts[0].shape) != binding.shape:
+            raise ValueError(f"state {name} has shape {list(binding.shape)} on a rank, not {list(parts[0].shape)}")
+        flat = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
+        data = [b"".join(flat[rank] for rank in process.plan.ranks) for process in self._ranks]
+        self._ask(f"writing {name}", self._all({"write": name}), self._limit + _SLACK, data)
+
+    def _all(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return [command] * len(self._ranks)
 
     def _ask(
-        self, doing: str, command: dict[str, Any], timeout: float, data: Sequence[bytes] | None = None
-    ) -> list[bytes]:
-        """Sends one command to all ranks, with data for each if it has any; returns the data of their answers."""
+        self,
+        doing: str,
+        commands: Sequence[dict[str, Any]],
+        timeout: float,
+        data: Sequence[bytes] | None = None,
+        size: int = 0,
+    ) -> list[bytearray]:
+        """Sends each process a command, with its data; returns the data of their answers, `size` bytes per rank at most."""
         if self._ended is not None:
             raise self._ended
         if not self.close.alive:
             raise RuntimeError("the model was closed; load it again")
-        header = json.dumps(command).encode()
         with self._ending_on_failure(doing):
-            for index, rank in enumerate(self._ranks):
-                rank.send([header] if data is None else [header, data[index]])
-            answers, error = self._collect(doing, timeout)
+            for rank, command, each in zip(self._ranks, commands, data or [b""] * len(commands), strict=True):
+                rank.send(command, each, timeout)
+            answers, error = self._collect(doing, timeout, size)
         if error is not None:
             raise error
-        return [answers[rank.rank] for rank in self._ranks]
+        return [answers[rank] for rank in self._ranks]
 
-    def _collect(self, doing: str, timeout: float) -> tuple[dict[int, bytes], NeuronRuntimeError | None]:
-        """The answer of every rank, and what one of them reported that it can recover from.
+    def _collect(
+        self, doing: str, timeout: float, size: int
+    ) -> tuple[dict[RankProcess, bytearray], NeuronRuntimeError | None]:
+        """The answer of every process, and what one of them reported that it can recover from.
 
         Raises:
-            NeuronRuntimeError: a rank died or is silent, or reported what it cannot recover from.
+            NeuronRuntimeError: a process died or is silent, or reported what it cannot recover from.
         """
-        answers: dict[int, bytes] = {}
+        answers: dict[RankProcess, bytearray] = {}
         error: NeuronRuntimeError | None = None
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._ranks):
-            waiting = {rank.pipe: rank for rank in self._ranks if rank.rank not in answers}
+            waiting: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                silent = ", ".join(str(rank.rank) for rank in waiting.values())
-                reason = f"rank {silent} of {len(self._ranks)} did not answer within {timeout:.0f} s"
-                raise NeuronRuntimeError(str(error) if error else f"{doing} failed: {reason}; load the model again")
+                raise error or self._silence(doing, timeout, list(waiting.values()))
             for rank in (waiting[pipe] for pipe in waiting if pipe in ready):
-                failure, answers[rank.rank] = rank.receive(doing)
+                try:
+                    left = max(0.0, deadline - time.monotonic())
+                    failure, answers[rank] = rank.receive(doing, left, size * len(rank.plan.ranks))
+                except TimeoutError:
+                    raise error or self._silence(doing, timeout, [rank]) from None
                 if failure is not None and error is None:
                     # The others wait for this rank in a collective, until the runtime ends that.
-                    error, deadline = failure, time.monotonic() + _step_timeout()
+                    error, deadline = failure, time.monotonic() + self._limit + _SLACK
         if error is not None and not error.recoverable:
             raise error
         return answers, error
+
+    def _silence(self, doing: str, timeout: float, silent: Sequence[RankProcess]) -> NeuronRuntimeError:
+        who = ", ".join(rank.name for rank in silent)
+        message = f"{doing} failed: {who} did not answer within {timeout:.0f} s"
+        if timeout == self._limit + _SLACK:
+            message += (
+                f", which is {EXEC_TIMEOUT_VARIABLE}={self._limit:.0f} and {_SLACK:.0f} more; if a step may take longer, as "
+                f"the first one does while ranks join, raise it or rank_timeout"
+            )
+        return NeuronRuntimeError(f"{message}; load the model again")
 
     @contextmanager
     def _ending_on_failure(self, doing: str) -> Iterator[None]:
@@ -144,7 +200,3 @@ class RankedExecutable:
             self._ended = NeuronRuntimeError(message, code=getattr(error, "code", None))
             self.close()
             raise
-
-
-def _step_timeout() -> float:
-    return float(os.environ.get(EXEC_TIMEOUT_VARIABLE, _EXEC_TIMEOUT)) + _SLACK

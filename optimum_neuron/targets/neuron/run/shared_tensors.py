@@ -15,21 +15,21 @@ from .load_plan import LoadPlan
 
 
 _ALIGNMENT = 64
+_Key = tuple[str, tuple[int, ...], str]
 
 
 class SharedTensors:
-    """Tensors at places that follow from the plan alone, so that every process finds them by itself.
-
-    Tensors of different graphs that are alike are one: one graph runs at a time.
+    """Tensors in a block of memory. Those of different graphs that are alike are one: one graph runs at a time.
 
     Attributes:
         inputs: by graph, in the order of a step's inputs; None for one that the graph does not use.
         outputs: by graph, those that a step returns.
         file: descriptor of the memory.
+        size: of the memory, in bytes.
     """
 
-    def __init__(self, plan: LoadPlan, file: int | None = None) -> None:
-        """Maps the memory behind a descriptor, or new memory."""
+    def __init__(self, plan: LoadPlan) -> None:
+        """Makes the memory and maps it."""
         inputs: dict[str, list[InputBinding | None]] = {}
         outputs: dict[str, list[OutputBinding]] = {}
         for name, io in plan.graphs.items():
@@ -37,20 +37,20 @@ class SharedTensors:
             inputs[name] = [known.get(each) for each in plan.call(name)]
             outputs[name] = [each for each in io.outputs if each.alias_of is None]
         used: list[InputBinding | OutputBinding] = [each for lists in inputs.values() for each in lists if each]
-        places, size = _places([*used, *(each for lists in outputs.values() for each in lists)])
-        self.file = os.memfd_create("optimum_neuron") if file is None else file
-        if file is None:
-            os.ftruncate(self.file, max(size, 1))
-        block = torch.frombuffer(mmap.mmap(self.file, max(size, 1)), dtype=torch.uint8)
-        tensors = {key: _view(block, key, start) for key, start in places.items()}
+        self._places, self.size = _places([*used, *(each for lists in outputs.values() for each in lists)])
+        self.file = os.memfd_create("optimum_neuron")
+        os.ftruncate(self.file, max(self.size, 1))
+        block = torch.frombuffer(mmap.mmap(self.file, max(self.size, 1)), dtype=torch.uint8)
+        tensors = {key: _view(block, key, start) for key, start in self._places.items()}
         self.inputs = {
             name: [None if each is None else tensors[_key(each)] for each in bindings]
             for name, bindings in inputs.items()
         }
         self.outputs = {name: [tensors[_key(each)] for each in bindings] for name, bindings in outputs.items()}
 
-
-_Key = tuple[str, tuple[int, ...], str]
+    def place(self, binding: InputBinding | OutputBinding) -> int:
+        """Where an input or output of a step lies, in bytes."""
+        return self._places[_key(binding)]
 
 
 def _key(binding: InputBinding | OutputBinding) -> _Key:

@@ -56,6 +56,28 @@ def find_devices() -> NeuronDevices | None:
     return NeuronDevices(generation, len(nodes), len(nodes) * chip.cores * chip.physical_cores)
 
 
+def resolve_neuron_target(name: str) -> str:
+    """The Neuron target of a name; "auto" is this machine's.
+
+    Raises:
+        ValueError: there is no such target, or "auto" finds no device whose generation is known.
+    """
+    if name == "auto":
+        found = find_devices()
+        if found is None or found.generation is None:
+            what = "no Neuron device" if found is None else "Neuron devices of an unknown generation"
+            raise ValueError(f"target='auto': this machine has {what}; name one of {', '.join(CHIPS)}")
+        return found.generation
+    if name not in CHIPS:
+        raise ValueError(f"target={name!r} is no Neuron device; name one of {', '.join(CHIPS)}")
+    return name
+
+
+def resolve_lowered_target(name: str) -> str:
+    """The target whose graphs and rules are meant: as `resolve_neuron_target`, or "hlo"."""
+    return name if name == "hlo" else resolve_neuron_target(name)
+
+
 def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
     """The logical cores that `world_size` ranks take, one each.
 
@@ -81,14 +103,6 @@ def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
         )
     cores = None if found.physical_cores is None else found.physical_cores // lnc
     return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES))
-
-
-def reserve_cores(lnc: int, target: str, cores: list[int]) -> None:
-    """Tells the runtime, which reads it when it starts, how many cores this process takes; values that are set stay."""
-    if has_paired_cores(target):
-        os.environ.setdefault(LNC_VARIABLE, str(lnc))
-    if VISIBLE_CORES not in os.environ:
-        os.environ.setdefault(NUMBER_OF_CORES, str(len(cores)))
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options the Neuron compiler gets for a graph: decided here alone, recorded in the manifest as they are."""
+"""Which options the Neuron compiler gets for a graph, and which variables the runtime: decided here alone.
+
+The compiler's are recorded in the manifest as they are.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .hardware import CHIPS
 
@@ -13,9 +18,23 @@ from .hardware import CHIPS
 INT64_OPTIONS_SINCE = (2, 27, 5334)
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 FLAGS_VARIABLE = "NEURON_CC_FLAGS"
+EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
+# Seconds. nrt-developer-guide.rst has 600 for trn1 and inf2, and the list of variables 30; the first execution also sets up the
+# collectives of all ranks, which takes minutes.
+EXEC_TIMEOUT = 600.0
+# Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
+# worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
+_RING_CACHE: Mapping[str, str] = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
+# What NxDI gives its tensorizer (neuronx-distributed-inference, models/model_wrapper.py:89-97): collectives overlap with what does
+# not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
+# single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
+_TENSORIZER = "--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
+_TENSORIZER_TARGETS = ("inf2", "trn1", "trn2")
 _ALIASES = {"--optlevel": "-O", "-lnc": "--lnc", "--logical-nc-config": "--lnc", "-o": "--output"}
 # Options that change speed alone may be chosen by hand; the others decide what is computed, for which device.
-_REPLACEABLE = ("-O", "--model-type")
+_REPLACEABLE = ("-O", "--model-type", "--tensorizer-options")
+# Options whose value is a list of options of a part of the compiler.
+_NESTED = ("--tensorizer-options", "--internal-hlo2tensorizer-options", "--internal-backend-options")
 _OWN = ("--framework", "--output", "--logfile")
 
 
@@ -44,6 +63,34 @@ def has_paired_cores(target: str) -> bool:
     return CHIPS[target].physical_cores > 1
 
 
+def step_timeout(given: float | None) -> float:
+    """Seconds that the runtime gives one step: what is given, else what the variable says, else EXEC_TIMEOUT.
+
+    Raises:
+        ValueError: it is no number above zero.
+    """
+    variable = os.environ.get(EXEC_TIMEOUT_VARIABLE)
+    if given is None and variable is None:
+        return EXEC_TIMEOUT
+    name, text = (EXEC_TIMEOUT_VARIABLE, variable) if given is None else ("rank_timeout", str(given))
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}={text} is no time; give seconds above 0, or leave it out for {EXEC_TIMEOUT:.0f}")
+    return seconds
+
+
+def runtime_environment(inherited: Mapping[str, str], timeout: float) -> dict[str, str]:
+    """The environment of a rank's process; what is inherited of the runtime's variables stays.
+
+    Args:
+        timeout: as `step_timeout` gives it; the runtime knows whole seconds.
+    """
+    return {**_RING_CACHE, **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
+
+
 def compiler_flags(target: str, kind: str, *, lnc: int, compiler_version: str) -> tuple[str, ...]:
     """Options for one graph, beside those that name its files and target.
 
@@ -52,6 +99,8 @@ def compiler_flags(target: str, kind: str, *, lnc: int, compiler_version: str) -
         compiler_version: as `neuronx-cc --version` prints it.
     """
     flags = ["--model-type=transformer", "--auto-cast=none", "-O2" if kind == "token_generation" else "-O1"]
+    if target in _TENSORIZER_TARGETS:
+        flags.append(f"--tensorizer-options={_TENSORIZER}")
     if has_paired_cores(target):
         flags.append(f"--lnc={lnc}")
         if version_numbers(compiler_version) >= INT64_OPTIONS_SINCE:
@@ -112,10 +161,9 @@ def _options(tokens: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ..
         given: tuple[str, ...] = (token,)
         if token.startswith("-O") and token != "-O":
             name, value = "-O", token[2:]
-        elif not separator and rest and not rest[0].startswith("-"):
+        elif not separator and rest and (name in _NESTED or not rest[0].startswith("-")):
             value = rest.pop(0)
             given = (token, value)
         name = _ALIASES.get(name, name)
-        # neuronx-distributed recognizes a level only in this form, and adds one of its own otherwise.
         options.append((name, value or None, (f"-O{value}",) if name == "-O" else given))
     return options

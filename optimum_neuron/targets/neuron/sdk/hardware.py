@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWS Neuron hardware as data: chips, instances, and what published runs reached of it. Imports no torch.
+"""AWS Neuron hardware as data: chips, instances, and the groups of cores that share a model. Imports no torch.
 
 Chips and instances are from the AWS Neuron SDK documentation (about-neuron/arch/neuron-hardware, release 2.32), except
 trn2.3xlarge, which is from Amazon's list of instance types. A core here is a logical NeuronCore: what one rank of a tensor
@@ -26,6 +26,7 @@ class Chip:
         physical_cores: NeuronCores that make up one logical core.
         hbm: bytes of device memory; each logical core has its own equal share.
         bandwidth: bytes per second between the memory and the cores.
+        sbuf: bytes of on-chip memory (SBUF) of a physical core.
         flops: floating point operations per second of dense matrix products, by torch's name of the type.
     """
 
@@ -34,7 +35,13 @@ class Chip:
     physical_cores: int
     hbm: int
     bandwidth: float
+    sbuf: int
     flops: dict[str, float]
+
+    @property
+    def core_sbuf(self) -> int:
+        """Bytes of on-chip memory per logical core."""
+        return self.sbuf * self.physical_cores
 
     @property
     def core_hbm(self) -> int:
@@ -52,7 +59,14 @@ class Chip:
 
 
 def _chip(
-    name: str, cores: int, physical_cores: int, hbm_gib: int, bandwidth: float, bf16_tf: float, fp32_tf: float
+    name: str,
+    cores: int,
+    physical_cores: int,
+    hbm_gib: int,
+    bandwidth: float,
+    sbuf_mib: int,
+    bf16_tf: float,
+    fp32_tf: float,
 ) -> Chip:
     flops = {"bfloat16": bf16_tf * 1e12, "float16": bf16_tf * 1e12, "float32": fp32_tf * 1e12}
     return Chip(
@@ -61,18 +75,22 @@ def _chip(
         physical_cores=physical_cores,
         hbm=hbm_gib * GIB,
         bandwidth=bandwidth,
+        sbuf=sbuf_mib * MIB,
         flops=flops,
     )
 
 
 # The documentation gives GiB per second for the first generation of these chips and TB per second for the later ones.
 CHIPS = {
-    "inf2": _chip("Inferentia2", 2, 1, 32, 820 * GIB, 190, 47.5),
-    "trn1": _chip("Trainium1", 2, 1, 32, 820 * GIB, 190, 47.5),
-    "trn2": _chip("Trainium2", 4, 2, 96, 2.9e12, 667, 181),
-    "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 671, 183),
+    "inf2": _chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5),
+    "trn1": _chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5),
+    "trn2": _chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181),
+    "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
+# Bytes of memory inside a physical core (SBUF), where what one instruction leaves may wait for the next.
+SBUF = {"inf2": 24 * MIB, "trn1": 24 * MIB, "trn2": 28 * MIB, "trn3": 32 * MIB}
+assert tuple(SBUF) == NEURON_TARGETS
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,16 @@ class Instance:
         """Logical NeuronCores of the host."""
         return self.chips * CHIPS[self.target].cores
 
+    @property
+    def hbm(self) -> int:
+        """Bytes of device memory of all its chips."""
+        return self.chips * CHIPS[self.target].hbm
+
+    @property
+    def parallel_sizes(self) -> tuple[int, ...]:
+        """Tensor parallel sizes that its topology takes."""
+        return tuple(size for size in PARALLEL_SIZES[self.target] if size <= self.cores)
+
 
 # By target, smallest first. The servers of Trn3 UltraServers have no instance name in the documentation.
 INSTANCES = (
@@ -110,105 +138,35 @@ INSTANCES = (
     Instance("trn3 Gen1 server", "trn3", 16),
 )
 
+# What the runtime connects, in logical cores. Neuron SDK documentation of release 2.32:
+# - inf2, trn1, trn2: libraries/nxd-inference/developer_guides/feature-guide.rst, "Tensor-parallelism". Older pages differ:
+#   archive/transformers-neuronx lists no 16 on trn1, about-neuron/transformers lists 12 on inf2.
+# - trn3: no page lists its sizes. vllm-neuron/docs/model-recipes/qwen3-embedding-8b.md was validated with 2 to 32 there, and
+#   guides/features-guide.md serves gpt-oss in a format that trn3 alone has with 64; a single core needs no connection.
+PARALLEL_SIZES = {
+    "inf2": (1, 2, 4, 8, 24),
+    "trn1": (1, 2, 8, 16, 32),
+    "trn2": (1, 2, 4, 8, 16, 32, 64),
+    "trn3": (1, 2, 4, 8, 16, 32, 64),
+}
+assert tuple(PARALLEL_SIZES) == NEURON_TARGETS
 
-def instances_of(target: str) -> tuple[Instance, ...]:
-    """Hosts of a target, smallest first."""
-    return tuple(instance for instance in INSTANCES if instance.target == target)
 
-
-def parallel_sizes(target: str) -> tuple[int, ...]:
-    """Tensor parallel sizes worth a look: the powers of two that some host has cores for, and whole hosts."""
-    hosts = {instance.cores for instance in instances_of(target)}
-    return tuple(sorted(hosts | {1 << power for power in range(max(hosts).bit_length())}))
+def hosts_of(target: str, parallel_size: int = 1) -> tuple[Instance, ...]:
+    """Hosts of a target that take a tensor parallel size, smallest first."""
+    return tuple(host for host in INSTANCES if host.target == target and parallel_size in host.parallel_sizes)
 
 
 def check_parallel_size(target: str, size: int) -> None:
-    """Raises ValueError where no host of a target has `size` cores."""
-    largest = max(instances_of(target), key=lambda instance: instance.cores)
-    if size > largest.cores:
-        raise ValueError(
-            f"tensor_parallel_size={size} needs as many cores in one host, and the largest of {target}, {largest.name}, has "
-            f"{largest.cores}; use {largest.cores} or less"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedRun:
-    """Step times that others measured, one request at a time, in graphs of fixed shapes without context buckets.
-
-    Attributes:
-        decode_ms: a token generation step of all `batch_size` rows over the whole `sequence_length`.
-        chunk_ms: a chunked prefill step of `chunk_size` tokens; None where none was published.
-    """
-
-    model: str
-    target: str
-    tensor_parallel_size: int
-    batch_size: int
-    sequence_length: int
-    decode_ms: float
-    chunk_size: int | None = None
-    chunk_ms: float | None = None
-
-
-# From the benchmark folder of huggingface/optimum-neuron, all in bfloat16. Its pull request 1086 (inf2.48xlarge) took 296 ms
-# for the two chunks of a 1500-token prompt. The last one does not tell its sequence length: 4096 is optimum-neuron's default,
-# and at 2 rows the cache is 3% of what a step reads.
-LLAMA_8B_INF2 = PublishedRun(
-    model="Llama-3.1-8B",
-    target="inf2",
-    tensor_parallel_size=8,
-    batch_size=32,
-    sequence_length=4096,
-    decode_ms=24.6,
-    chunk_size=1024,
-    chunk_ms=148.0,
-)
-LLAMA_8B_TRN2 = PublishedRun(
-    model="Llama-3.1-8B",
-    target="trn2",
-    tensor_parallel_size=4,
-    batch_size=32,
-    sequence_length=4096,
-    decode_ms=22.1,
-)
-QWEN3_32B_TRN2 = PublishedRun(
-    model="Qwen3-32B",
-    target="trn2",
-    tensor_parallel_size=4,
-    batch_size=2,
-    sequence_length=4096,
-    decode_ms=32.1,
-)
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Which share of a chip's peaks steps reach.
-
-    Attributes:
-        weights: of the memory bandwidth, while weights are read.
-        cache: of the memory bandwidth, while the KV cache is read.
-        flops: of the matrix products of the type in use.
-        cores: the largest group of cores that was measured. What more of them lose to collectives is not known.
-        source: where the shares come from.
-    """
-
-    weights: float
-    cache: float
-    flops: float
-    cores: int
-    source: str
-
-
-# Solved from the published runs, so that an estimate of each run gives its published time. Two decode times of trn2, one
-# bound by weights and one also by the cache, give both of its shares. inf2 has one decode time: the share for weights is
-# trn2's there. Graphs of this project on hardware are not measured yet; these were optimum-neuron's, with collectives and
-# launches, which hence are inside the shares.
-_TRN2_DECODE = "decode: Llama-3.1-8B (22.1 ms) and Qwen3-32B (32.1 ms) on 4 cores of trn2"
-_INF2_CHUNK = "prefill: Llama-3.1-8B on 8 cores of inf2 (148 ms per chunk of 1024)"
-_V2 = Efficiency(
-    0.730, 0.260, 0.147, 8, f"decode: Llama-3.1-8B on 8 cores of inf2 (24.6 ms), weights as on trn2; {_INF2_CHUNK}"
-)
-_V3 = Efficiency(0.730, 0.395, 0.147, 4, f"{_TRN2_DECODE}; {_INF2_CHUNK}")
-EFFICIENCIES = {"inf2": _V2, "trn1": _V2, "trn2": _V3, "trn3": _V3}
+    """Raises ValueError where no host of a target takes a tensor parallel size; names the nearest that one does."""
+    sizes = PARALLEL_SIZES.get(target)
+    if sizes is None or size in sizes:
+        return
+    below, above = (
+        [one for one in sizes if wanted(one)] for wanted in (lambda one: one < size, lambda one: one > size)
+    )
+    nearest = " or ".join(map(str, below[-1:] + above[:1]))
+    raise ValueError(
+        f"tensor_parallel_size={size} is no group of cores that {target} connects, which are {', '.join(map(str, sizes))}; "
+        f"use {nearest}"
+    )

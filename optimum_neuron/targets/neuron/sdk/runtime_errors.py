@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -30,7 +28,7 @@ _NEIGHBOURS = (
     "neuron-ls shows which process holds the cores; end it, or choose other cores with NEURON_RT_VISIBLE_CORES"
 )
 _NAN = "a weight or an input is not finite, or float16 overflowed; export with dtype='bfloat16' or 'float32'"
-_TOO_LONG = "raise NEURON_RT_EXEC_TIMEOUT if the step is that long, else load the model again"
+_TOO_LONG = "raise NEURON_RT_EXEC_TIMEOUT or rank_timeout if the step is that long, else load the model again"
 _DEFECT = "this is a defect of this package; report it with the log"
 
 INVALID = 2
@@ -110,9 +108,8 @@ def status_code(text: str) -> int | None:
     return next((code for phrase, code in _PHRASES.items() if phrase in text), None)
 
 
-def runtime_error(error: BaseException, doing: str) -> NeuronRuntimeError:
-    """The error to raise for one that a runtime raised; `doing` names the step or file, for the message."""
-    text = str(error).strip() or type(error).__name__
+def runtime_error(text: str, doing: str) -> NeuronRuntimeError:
+    """The error to raise for what a runtime said; `doing` names the step or file, for the message."""
     code = status_code(text)
     first = text.partition("\n")[0][:300]
     if code is None:
@@ -122,25 +119,9 @@ def runtime_error(error: BaseException, doing: str) -> NeuronRuntimeError:
     return NeuronRuntimeError(message, code=code, recoverable=status.recoverable)
 
 
-@contextmanager
-def translated(doing: str) -> Iterator[None]:
-    """Turns what a runtime raises inside into a NeuronRuntimeError."""
-    try:
-        yield
-    except NeuronRuntimeError:
-        raise
-    except RuntimeError as error:
-        raise runtime_error(error, doing) from error
-
-
-@contextmanager
-def starting(package: str) -> Iterator[None]:
-    """Explains why a runtime's package, imported inside, does not start."""
-    try:
-        with translated(f"starting {package}"):
-            yield
-    except ImportError as error:
-        raise NeuronRuntimeError(
-            f"{package} cannot be imported ({error}); it needs the system package aws-neuronx-runtime-lib, and "
-            f"/opt/aws/neuron/lib in LD_LIBRARY_PATH"
-        ) from error
+def missing_library(error: str, doing: str) -> NeuronRuntimeError:
+    """The error to raise where a runtime's package could not be imported."""
+    return NeuronRuntimeError(
+        f"{doing} failed: it cannot be imported ({error}); it needs the system package aws-neuronx-runtime-lib, and "
+        f"/opt/aws/neuron/lib in LD_LIBRARY_PATH"
+    )

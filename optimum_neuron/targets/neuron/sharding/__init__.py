@@ -2,10 +2,21 @@
 """Tensor parallelism: which part of a model each rank holds, and how its modules compute on it."""
 
 from .modules import apply_plan
-from .plan import RANK_TENSOR, ShardPlan
-from .planner import shard_plan
-from .sampling import sharded_ops
-from .weights import write_sharded_weights
+from .plan import RANK_BUFFER, RANK_TENSOR, ShardPlan
+from .planner import shard_plan, whole_plan
+from .sampling import sample_own, sharded_ops
+from .weights import tied_names, write_sharded_weights
 
 
-__all__ = ["RANK_TENSOR", "ShardPlan", "apply_plan", "shard_plan", "sharded_ops", "write_sharded_weights"]
+__all__ = [
+    "RANK_BUFFER",
+    "RANK_TENSOR",
+    "ShardPlan",
+    "apply_plan",
+    "sample_own",
+    "shard_plan",
+    "sharded_ops",
+    "tied_names",
+    "whole_plan",
+    "write_sharded_weights",
+]

@@ -22,30 +22,35 @@ from .rules import Section
 
 
 Forward = Callable[..., Any]
+_Add = Callable[[Tensor, int], Tensor]  # a rank's partial sum, and how many there are
 # Names under which attention modules and configs keep their numbers of heads.
 _QUERY_HEADS = ("num_heads", "num_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _GROUPS = ("num_key_value_groups",)
 
 
-def apply_plan(model: PreTrainedModel, plan: ShardPlan) -> None:
+def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool = False) -> None:
     """Turns a whole model into a rank's, in place.
 
     Tensors that are cut get their local shapes and lose their values; `checkpoint.assign` binds those of a rank's file.
     The model gains the buffer RANK_BUFFER. Its logits are a rank's part, of `plan.local_vocab_size`.
+
+    Args:
+        float32_reduce: ranks add partial sums in float32, not in the model's type.
     """
     model.register_buffer(RANK_BUFFER, next(model.parameters()).new_zeros(1, dtype=torch.int32))
     _cut_tensors(model, plan)
     ranks = plan.world_size
+    add = _add_in_float32 if float32_reduce else all_reduce
     embedding: Any = model.get_submodule(plan.embedding)
     embedding.padding_idx = None  # for gradients only, and not a row of every rank
     embedding.forward = partial(_look_up, model, embedding.forward, embedding.weight.shape[0], ranks)
     for name in plan.row_linears:
         linear = model.get_submodule(name)
-        linear.forward = partial(_row_linear, linear, ranks)
+        linear.forward = partial(_row_linear, linear, add, ranks)
     for name in plan.reduced:
         module = model.get_submodule(name)
-        module.forward = partial(_reduced, module.forward, ranks)
+        module.forward = partial(_reduced, module.forward, add, ranks)
     for name, section in plan.whole_inputs.items():
         module = model.get_submodule(name)
         module.forward = partial(_on_whole_input, model, module.forward, section, ranks)
@@ -85,17 +90,17 @@ def _look_up(model: nn.Module, forward: Forward, rows: int, ranks: int, input_id
     return all_reduce(torch.where(own[..., None], found, 0.0), ranks)
 
 
-def _row_linear(linear: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    total = _sum(nn.functional.linear(x, linear.weight), ranks)
+def _row_linear(linear: nn.Linear, add: _Add, ranks: int, x: Tensor) -> Tensor:
+    total = add(nn.functional.linear(x, linear.weight), ranks)
     return total if linear.bias is None else total + linear.bias
 
 
-def _reduced(forward: Forward, ranks: int, *args: Any, **kwargs: Any) -> Tensor:
-    return _sum(forward(*args, **kwargs), ranks)
+def _reduced(forward: Forward, add: _Add, ranks: int, *args: Any, **kwargs: Any) -> Tensor:
+    return add(forward(*args, **kwargs), ranks)
 
 
-def _sum(x: Tensor, ranks: int) -> Tensor:
-    """Adds the ranks' partial sums in float32, as the Neuron SDK's layers do: one rounding, whatever their number."""
+def _add_in_float32(x: Tensor, ranks: int) -> Tensor:
+    """One rounding, whatever the number of ranks: what the SDK's own layers do by default."""
     return all_reduce(x.float(), ranks).to(x.dtype)
 
 

@@ -50,6 +50,12 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     return plan
 
 
+def whole_plan(model: PreTrainedModel) -> ShardPlan:
+    """The plan of one rank, which holds all."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    return ShardPlan(model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), shapes)
+
+
 def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
     try:
         return trace_model(model)

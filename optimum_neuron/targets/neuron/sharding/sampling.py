@@ -5,22 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from ....graphs.attention import MASKED
 from ....graphs.collectives import all_gather
 from ....graphs.ops import StepOps
-from ....graphs.sampling import choose, first_largest
+from ..sampler import largest, sample
 from .plan import RANK_BUFFER, ShardPlan
 
 
-# Tokens travel beside their scores in one collective, as float32, which holds whole numbers up to here.
+# Tokens travel as float32, which holds whole numbers up to here.
 _LARGEST_TOKEN = 2**24
 
 
 def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps:
-    """A step's operators over a rank's logits; every rank chooses the same token, that of the whole logits.
+    """A step's operators over a rank's logits; every rank chooses the same token, the one of the largest of all logits.
 
     Args:
         model: as `apply_plan` left it: holds the rank.
@@ -31,34 +29,22 @@ def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps
     if plan.vocab_size > _LARGEST_TOKEN:
         raise plan.refusal(f"its vocabulary of {plan.vocab_size} exceeds {_LARGEST_TOKEN}")
 
-    def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, max_topk: int) -> Tensor:
-        first = getattr(model, RANK_BUFFER) * plan.local_vocab_size
-        if plan.world_size * plan.local_vocab_size > plan.vocab_size:
-            tokens = torch.arange(plan.local_vocab_size, dtype=torch.int32) + first
-            logits = torch.where(tokens < plan.vocab_size, logits, MASKED)
-        scores, candidates = torch.topk(logits, min(max_topk, logits.shape[-1]), dim=-1)
-        own = torch.cat([candidates.to(torch.int32), first_largest(logits)], dim=-1) + first
-        own = own.clamp(max=plan.vocab_size - 1)  # where logits are NaN, a padded column may count as the largest
-        return _choose(torch.cat([scores, own.float()], dim=-1), plan, max_topk, sampling_params, uniforms)
+    def largest_of_all(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+        return largest(logits, _first(model, plan), plan.vocab_size, plan.world_size)
 
     def full_logits(logits: Tensor) -> Tensor:
         return all_gather(logits, 1, plan.world_size)[:, : plan.vocab_size]
 
-    return replace(base_ops, sample=sample, full_logits=full_logits)
+    return replace(base_ops, sample=largest_of_all, full_logits=full_logits)
 
 
-def _choose(own: Tensor, plan: ShardPlan, max_topk: int, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """Joins the ranks' candidates: `own [rows, k + k + 1]` are scores, their tokens, and the greedy token."""
-    k = own.shape[-1] // 2
-    ranks = all_gather(own, 1, plan.world_size).unflatten(1, (plan.world_size, -1))
-    scores, tokens, greedy = ranks[..., :k].flatten(1), ranks[..., k:-1].flatten(1), ranks[..., -1]
-    scores, places = torch.topk(scores, min(max_topk, plan.vocab_size), dim=-1)
-    # Ranks are in the order of their tokens, so the first of the largest has the lowest token.
-    best = torch.arange(plan.world_size, dtype=torch.int32) == first_largest(ranks[..., 0])
-    return choose(
-        scores,
-        tokens.gather(-1, places).to(torch.int32),
-        torch.where(best, greedy, 0.0).amax(-1, keepdim=True).to(torch.int32),
-        sampling_params,
-        uniforms,
-    )
+def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """`graphs.sampling.sample` over a rank's logits; every rank chooses the same token, that of the whole logits."""
+    tokens: Tensor = sample(logits, sampling_params, uniforms, _first(model, plan), plan.vocab_size, plan.world_size)
+    return tokens
+
+
+def _first(model: nn.Module, plan: ShardPlan) -> Tensor:
+    """The token of the rank's first column."""
+    rank: Tensor = getattr(model, RANK_BUFFER)
+    return rank * plan.local_vocab_size

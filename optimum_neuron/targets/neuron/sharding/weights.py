@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of weights per rank, written tensor by tensor: beside the model, memory holds one shard of one tensor."""
+"""One file of weights per rank, written tensor by tensor: beside the model, memory holds one tensor of a rank's."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ....artifacts.tensor_file import DTYPES
+from ....artifacts.tensor_file import file_head, tensor_bytes
 from ....artifacts.weights import rank_weights_name
+from ..graph_io import NARROW
+from ..weight_layout import WeightLayout
 from .plan import RANK_TENSOR, ShardPlan
 
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_ALIGNMENT = 8
-
-
-def write_sharded_weights(tensors: Mapping[str, Tensor], plan: ShardPlan, folder: Path) -> dict[str, str]:
-    """Writes `weights/tp<rank>.safetensors` for every rank, each with the rank's own number.
+def write_sharded_weights(
+    tensors: Mapping[str, Tensor], plan: ShardPlan, folder: Path, layout: WeightLayout | None = None
+) -> dict[str, str]:
+    """Writes the file of weights of every rank, each of several ranks with the rank's own number.
 
     Args:
         tensors: of the whole model, as `weights.named_tensors` gives them.
         folder: the artifact's, with a folder for weights. A failure leaves incomplete files there.
+        layout: how graphs take the weights; default, as the model has them.
 
     Returns:
         The tied names: alias to stored name, the same for all ranks.
 
     Raises:
-        ValueError: a tensor has another shape than the plan was made for.
+        ValueError: a tensor has another shape than the plan was made for, or an integer that no device holds.
     """
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != plan.shapes.get(name):
@@ -39,56 +39,74 @@ def write_sharded_weights(tensors: Mapping[str, Tensor], plan: ShardPlan, folder
                 f"{name} has shape {tuple(tensor.shape)}, and the plan is for {plan.shapes.get(name)}; make a plan of "
                 f"this model"
             )
-    stored, tied = _untie(tensors, plan)
-    # Falling alignment, as safetensors' own files have it.
-    names = sorted([*stored, RANK_TENSOR], key=lambda name: (-_dtype(stored, name).itemsize, name))
-    header = _header([(name, _dtype(stored, name), _shape(plan, name)) for name in names])
+    tensors = {name: _narrow(name, tensor) for name, tensor in tensors.items()}
+    tied = tied_names(tensors, plan)
+    files = _Files(tensors, plan, WeightLayout() if layout is None else layout, tied)
+    head = file_head((name, files.dtype(name), files.shape(name)) for name in files.names)
     for rank in range(plan.world_size):
         with (folder / rank_weights_name(rank, plan.world_size)).open("wb") as file:
-            file.write(header)
-            for name in names:
-                file.write(_bytes(_part(stored, plan, name, rank)))
+            file.write(head)
+            for name in files.names:
+                file.write(tensor_bytes(files.tensor(name, rank)))
     return tied
 
 
-def _part(stored: Mapping[str, Tensor], plan: ShardPlan, name: str, rank: int) -> Tensor:
-    if name == RANK_TENSOR:
-        return torch.tensor([rank], dtype=torch.int32)
-    return plan.shard(stored[name], name, rank)
+def _narrow(name: str, tensor: Tensor) -> Tensor:
+    """A tensor in the type in which graphs take it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in NARROW:
+        return tensor
+    narrow = tensor.to(getattr(torch, NARROW[dtype]))
+    if not tensor.is_floating_point() and not torch.equal(narrow.to(tensor.dtype), tensor):
+        raise ValueError(
+            f"{name} is {dtype} with values from {tensor.min()} to {tensor.max()}, and a device has {NARROW[dtype]}; "
+            f"use target='cpu'"
+        )
+    return narrow
 
 
-def _bytes(part: Tensor) -> memoryview:
-    return part.contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _dtype(stored: Mapping[str, Tensor], name: str) -> torch.dtype:
-    return torch.int32 if name == RANK_TENSOR else stored[name].dtype
-
-
-def _shape(plan: ShardPlan, name: str) -> tuple[int, ...]:
-    return (1,) if name == RANK_TENSOR else plan.local_shape(name)
-
-
-def _untie(tensors: Mapping[str, Tensor], plan: ShardPlan) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to store, and names of those that are the same memory cut in the same way."""
+def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]:
+    """Names of tensors that are the memory of an earlier one and cut in the same way: alias to that one's name."""
     first: dict[tuple, str] = {}
-    stored, tied = {}, {}
+    tied = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), plan.rules.get(name))
         if tensor.numel() and first.setdefault(key, name) != name:
             tied[name] = first[key]
-        else:
-            stored[name] = tensor
-    return stored, tied
+    return tied
 
 
-def _header(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The start of a safetensors file: the length of what follows, and where each tensor lies."""
-    described, offset = {}, 0
-    for name, dtype, shape in entries:
-        end = offset + math.prod(shape) * dtype.itemsize
-        described[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (offset, end)}
-        offset = end
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+class _Files:
+    """What the ranks' files hold, all under the same names."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], plan: ShardPlan, layout: WeightLayout, tied: Mapping[str, str]
+    ) -> None:
+        self._tensors, self._plan = tensors, plan
+        self._stored = {each.name: each for each in layout.stored}
+        # What an alias stands for stays, whoever reads it.
+        left_out = tied.keys() | (layout.replaced - set(tied.values()))
+        own = [name for name in tensors if name not in left_out]
+        ranks = [RANK_TENSOR] if plan.world_size > 1 else []
+        self.names = sorted([*own, *self._stored, *ranks], key=lambda name: (-self.dtype(name).itemsize, name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name == RANK_TENSOR:
+            return torch.int32
+        return self._tensors[self._stored[name].parts[0] if name in self._stored else name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name == RANK_TENSOR:
+            return (1,)
+        stored = self._stored.get(name)
+        return self._plan.local_shape(name) if stored is None else stored.shape(self._plan.local_shape)
+
+    def tensor(self, name: str, rank: int) -> Tensor:
+        """A rank's tensor."""
+        if name == RANK_TENSOR:
+            return torch.tensor([rank], dtype=torch.int32)
+        stored = self._stored.get(name)
+        return self._part(rank, name) if stored is None else stored.tensor(partial(self._part, rank))
+
+    def _part(self, rank: int, name: str) -> Tensor:
+        return self._plan.shard(self._tensors[name], name, rank)

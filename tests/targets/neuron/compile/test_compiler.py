@@ -20,8 +20,12 @@ from fakes.tools import NeuronTools, Sdk
 
 from optimum_neuron.targets.neuron.compile import compiler
 from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
-from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC, compiler_version, find_compiler, list_operators
-from optimum_neuron.targets.neuron.compile.providers import choose_provider
+from optimum_neuron.targets.neuron.compile.neuron_cc import (
+    check_compiler,
+    compiler_version,
+    find_compiler,
+    list_operators,
+)
 from optimum_neuron.targets.neuron.sdk.compiler_errors import COMPILER_RULES, explain_codes, explain_failure
 
 
@@ -44,18 +48,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_graphs_are_compiled_in_folders_of_their_own_and_recorded(neuron_tools: NeuronTools, folder: Path) -> None:
     graphs = [step_graph(), step_graph("mixed"), copy_graph()]
-    record = compile_graphs(NeuronCC(), graphs, "trn2", folder)
+    record = compile_graphs(graphs, "trn2", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["copy_slot.neff", "mixed.neff", "token_generation.neff"]
-    assert {key: record[key] for key in ("provider", "target", "lnc")} == {
-        "provider": "neuronx-cc",
-        "target": "trn2",
-        "lnc": 2,
-    }
+    assert record["target"] == "trn2" and record["lnc"] == 2
     assert record["versions"] == {"neuronx-cc": NEW}
     assert record["graphs"]["token_generation"]["argv"] == [
         "neuronx-cc", "compile", "token_generation.hlo", "--framework=XLA", "--target=trn2",
         "--output=token_generation.neff", "--logfile=compiler.log", "--model-type=transformer", "--auto-cast=none", "-O2",
-        "--lnc=2", "--native-int64=disabled", "--implicit-integer-downcast=all",
+        "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma", "--lnc=2",
+        "--native-int64=disabled", "--implicit-integer-downcast=all",
     ]  # fmt: skip
     calls = neuron_tools.calls()
     assert sorted(call["argv"][1] for call in calls) == ["copy_slot.hlo", "mixed.hlo", "token_generation.hlo"]
@@ -71,7 +72,7 @@ def test_lnc_and_flags_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O3 --verbose=35")
-    record = compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+    record = compile_graphs([step_graph()], "trn2", folder)
     argv = record["graphs"]["token_generation"]["argv"]
     assert record["lnc"] == 1
     assert "--lnc=1" in argv and "-O3" in argv and "-O2" not in argv and argv[-1] == "--verbose=35"
@@ -81,14 +82,14 @@ def test_lnc_and_flags_come_from_the_environment(
 
 def test_every_target_gets_options_that_the_command_knows(neuron_tools: NeuronTools, folder: Path) -> None:
     for target in ("inf2", "trn1", "trn2", "trn3"):
-        compile_graphs(NeuronCC(), [step_graph(), step_graph("chunked_prefill"), copy_graph()], target, folder)
+        compile_graphs([step_graph(), step_graph("chunked_prefill"), copy_graph()], target, folder)
 
 
 def test_an_old_compiler_gets_no_options_that_it_does_not_know(
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_NCC_VERSION", OLD)
-    record = compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+    record = compile_graphs([step_graph()], "trn2", folder)
     assert record["versions"] == {"neuronx-cc": OLD}
     assert not any("int64" in argument for argument in record["graphs"]["token_generation"]["argv"])
 
@@ -96,21 +97,21 @@ def test_an_old_compiler_gets_no_options_that_it_does_not_know(
 def test_a_cached_graph_is_not_compiled_again(
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = compile_graphs(NeuronCC(), [step_graph(), copy_graph()], "trn2", folder)
+    first = compile_graphs([step_graph(), copy_graph()], "trn2", folder)
     again = folder.with_name("again")
     again.mkdir()
-    assert compile_graphs(NeuronCC(), [step_graph(), copy_graph()], "trn2", again) == first
+    assert compile_graphs([step_graph(), copy_graph()], "trn2", again) == first
     assert len(neuron_tools.calls()) == 2
     assert (again / "copy_slot.neff").read_bytes() == (folder / "copy_slot.neff").read_bytes()
     # Another graph, target, option or compiler is another entry.
-    compile_graphs(NeuronCC(), [step_graph(size=3)], "trn2", again)
-    compile_graphs(NeuronCC(), [step_graph()], "trn3", again)
+    compile_graphs([step_graph(size=3)], "trn2", again)
+    compile_graphs([step_graph()], "trn3", again)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O3")
-    compile_graphs(NeuronCC(), [step_graph()], "trn2", again)
+    compile_graphs([step_graph()], "trn2", again)
     monkeypatch.delenv("NEURON_CC_FLAGS")
     compiler_version.cache_clear()
     monkeypatch.setenv("FAKE_NCC_VERSION", "2.28.1.0+1")
-    compile_graphs(NeuronCC(), [step_graph()], "trn2", again)
+    compile_graphs([step_graph()], "trn2", again)
     assert len(neuron_tools.calls()) == 6
 
 
@@ -133,7 +134,7 @@ def test_a_failed_compilation_names_graph_rule_and_remedy(
 ) -> None:
     neuron_tools.break_compiler(token_generation=fault)
     with pytest.raises(RuntimeError, match=r"graph token_generation could not be compiled: .*" + message):
-        compile_graphs(NeuronCC(), [step_graph("mixed"), step_graph()], "trn2", folder)
+        compile_graphs([step_graph("mixed"), step_graph()], "trn2", folder)
     _assert_nothing_left(folder)
 
 
@@ -141,7 +142,7 @@ def test_hlo_that_does_not_parse_is_refused(neuron_tools: NeuronTools, folder: P
     graph = step_graph()
     broken = SmallGraph(graph.name, graph.kind, graph.hlo[:-7], graph.io)
     with pytest.raises(RuntimeError, match="NCC_EVRF064: shapes of the graph contradict each other"):
-        compile_graphs(NeuronCC(), [broken], "trn2", folder)
+        compile_graphs([broken], "trn2", folder)
 
 
 def test_a_compilation_that_takes_too_long_is_ended_with_its_children(
@@ -150,7 +151,7 @@ def test_a_compilation_that_takes_too_long_is_ended_with_its_children(
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 15.0)
     neuron_tools.break_compiler(token_generation="hang")
     with pytest.raises(RuntimeError, match=r"did not finish within 15 s and was ended; lower prefill_chunk_size"):
-        compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+        compile_graphs([step_graph()], "trn2", folder)
     _assert_ended(neuron_tools)
     _assert_nothing_temporary(neuron_tools)
     _assert_nothing_left(folder)
@@ -162,7 +163,7 @@ def test_a_failure_ends_the_other_compilations(
     monkeypatch.setattr(compiler, "parallel_jobs", lambda jobs, memory: jobs)
     neuron_tools.break_compiler(mixed="EOOM001 late", every="hang")
     with pytest.raises(RuntimeError, match=r"graph mixed could not be compiled: .*NCC_EOOM001"):
-        compile_graphs(NeuronCC(), [step_graph(), step_graph("mixed"), copy_graph()], "trn2", folder)
+        compile_graphs([step_graph(), step_graph("mixed"), copy_graph()], "trn2", folder)
     _assert_ended(neuron_tools)
     _assert_nothing_temporary(neuron_tools)
     _assert_nothing_left(folder)
@@ -178,8 +179,7 @@ def test_an_ended_export_leaves_nothing_running(
         "import sys\nfrom pathlib import Path\n"
         "from fakes.hlo_writer import step_graph\n"
         "from optimum_neuron.targets.neuron.compile.compiler import compile_graphs\n"
-        "from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC\n"
-        "compile_graphs(NeuronCC(), [step_graph()], 'trn2', Path(sys.argv[1]))\n"
+        "compile_graphs([step_graph()], 'trn2', Path(sys.argv[1]))\n"
     )
     root = Path(compiler.__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parents[1])])}
@@ -196,17 +196,17 @@ def test_an_ended_export_leaves_nothing_running(
         for call in neuron_tools.calls():
             shutil.rmtree(call["environment"]["TMPDIR"], ignore_errors=True)
         neuron_tools.break_compiler()
-        compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+        compile_graphs([step_graph()], "trn2", folder)
         (folder / "token_generation.neff").unlink()
     _assert_nothing_left(folder)
 
 
 def test_a_broken_entry_is_compiled_again(neuron_tools: NeuronTools, folder: Path) -> None:
-    compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+    compile_graphs([step_graph()], "trn2", folder)
     whole = (folder / "token_generation.neff").read_bytes()
     (neff,) = (folder.parent / "cache" / "neuron").glob("*/*.neff")
     neff.write_bytes(whole[:-1])
-    compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+    compile_graphs([step_graph()], "trn2", folder)
     assert (folder / "token_generation.neff").read_bytes() == whole == neff.read_bytes()
     assert len(neuron_tools.calls()) == 2
 
@@ -219,7 +219,7 @@ def test_a_full_disk_is_told_with_the_folder(
 
     monkeypatch.setattr(compiler, "write_graph", full)
     with pytest.raises(OSError, match=r"no space is left on the disk of .*cache/neuron; free some, or set OPTIMUM_NE"):
-        compile_graphs(NeuronCC(), [step_graph()], "trn2", folder)
+        compile_graphs([step_graph()], "trn2", folder)
     _assert_nothing_left(folder)
 
 
@@ -233,7 +233,7 @@ def test_the_compiler_is_asked_for_version_and_operators(neuron_tools: NeuronToo
 def test_a_command_that_is_no_compiler_is_told(neuron_tools: NeuronTools) -> None:
     (neuron_tools.folder / "neuronx-cc").write_text("#!/bin/sh\necho wrong package >&2\nexit 1\n")
     with pytest.raises(RuntimeError, match=r"neuronx-cc --version ended with status 1: wrong package"):
-        NeuronCC().versions()
+        compiler_version(find_compiler())
 
 
 def test_without_a_compiler_the_message_says_what_to_install(neuron_sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,19 +242,11 @@ def test_without_a_compiler_the_message_says_what_to_install(neuron_sdk: Sdk, mo
     with pytest.raises(
         RuntimeError, match=r"compiling for trn2 .* neuronx-cc is not installed; install it from the Neuron repository"
     ):
-        choose_provider("trn2")
+        check_compiler("trn2")
     # A placeholder of the same name is installed: that is another sentence.
     neuron_sdk(None, "placeholder")
     with pytest.raises(RuntimeError, match=r"neuronx-cc is installed, but there is no neuronx-cc command"):
-        choose_provider("trn3")
-
-
-def test_providers_by_target_and_what_is_installed(neuron_sdk: Sdk) -> None:
-    neuron_sdk(None)
-    assert [choose_provider(target).name for target in ("inf2", "trn1", "trn2", "trn3")] == ["neuronx-cc"] * 4
-    neuron_sdk(None, "nxd")
-    names = [choose_provider(target).name for target in ("inf2", "trn1", "trn2", "trn3")]
-    assert names == ["neuronx-distributed", "neuronx-distributed", "neuronx-cc", "neuronx-cc"]
+        check_compiler("trn3")
 
 
 def test_every_documented_code_has_rule_and_remedy() -> None:

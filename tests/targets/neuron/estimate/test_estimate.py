@@ -36,12 +36,12 @@ from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
-from optimum_neuron.targets.neuron.estimate.estimate import estimate, estimate_model
+from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
-from optimum_neuron.targets.neuron.estimate.step_needs import flops, live_bytes, weight_bytes_read
+from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes
+from optimum_neuron.targets.neuron.estimate.step_speed import flops, weight_bytes_read
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
-from optimum_neuron.targets.neuron.sdk import hardware
-from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES, PublishedRun, parallel_sizes
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 
 
@@ -88,20 +88,6 @@ LLAMA_8B = LlamaConfig(
     max_position_embeddings=131072,
     dtype="bfloat16",
 )
-PUBLISHED_MODELS = {
-    "Llama-3.1-8B": LLAMA_8B,
-    "Qwen3-32B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    ),
-}
 
 
 def sized(config: PreTrainedConfig, dtype: str = "bfloat16") -> ModelSizes:
@@ -242,24 +228,6 @@ class Allocations(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("run", [hardware.LLAMA_8B_INF2, hardware.LLAMA_8B_TRN2, hardware.QWEN3_32B_TRN2])
-def test_published_times_are_expected(run: PublishedRun) -> None:
-    core = core_sizes(sized(PUBLISHED_MODELS[run.model]), run.tensor_parallel_size)
-    options = {
-        "target": run.target,
-        "tensor_parallel_size": run.tensor_parallel_size,
-        "batch_size": run.batch_size,
-        "sequence_length": run.sequence_length,
-        "prefill_chunk_size": run.chunk_size,
-        "dtype": "bfloat16",
-    }
-    one = estimate(core, options, run.sequence_length, run.sequence_length)
-    assert one.fits
-    assert one.decode.expected_s * 1e3 == pytest.approx(run.decode_ms, rel=0.01)
-    if run.chunk_ms is not None:
-        assert one.prefill.expected_s * 1e3 == pytest.approx(run.chunk_ms, rel=0.01)
-
-
 def test_hosts_add_up_to_what_is_documented() -> None:
     hosts = {host.name: host for host in INSTANCES}
     chips = {name: CHIPS[host.target] for name, host in hosts.items()}
@@ -282,8 +250,6 @@ def test_hosts_add_up_to_what_is_documented() -> None:
         assert count * CHIPS["trn3"].bandwidth == pytest.approx(bandwidth * 1e12)
         assert count * CHIPS["trn3"].flops["bfloat16"] == pytest.approx(bf16 * 1e12)
     assert [chip.core_hbm // GIB for chip in CHIPS.values()] == [16, 16, 24, 36]
-    assert parallel_sizes("inf2") == (1, 2, 4, 8, 12, 16, 24)
-    assert parallel_sizes("trn2") == (1, 2, 4, 8, 16, 32, 64)
 
 
 def test_experts_are_read_as_far_as_tokens_use_them() -> None:

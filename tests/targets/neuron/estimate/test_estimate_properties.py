@@ -131,6 +131,8 @@ def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes
     for one in (short, full):
         for step in (one.decode, one.prefill):
             assert step.expected_s > step.peak_s > 0
+            assert step.peak_s <= step.low_s < step.expected_s < step.high_s
+            assert step.rates[0] < step.expected_rate < step.rates[1] <= step.peak_rate
             assert step.expected_rate == pytest.approx(step.tokens / step.expected_s)
     assert short.decode.peak_s <= full.decode.peak_s and short.prefill.expected_s <= full.prefill.expected_s
 

@@ -22,13 +22,6 @@ SPMD = {
     "SPMDModel.is_initialized": "(self)",
     "SPMDModel.forward": "(self, inputs, /)",
 }
-LIBNEURONXLA = {
-    "neuron_xla_compile": "(module_bytes, compiler_flags, input_format='hlo', platform_target='trn1', cache_key=None, "
-    "retry_failed_compilation=False, lazy=True, use_cache=True, cache_dir=None, work_dir=None, create_subdir=True)",
-}
-FUNCTIONS = {
-    "compile": "(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None)",
-}
 ARTIFACTS = {
     "ModelParamInfo": "(param_name, is_positional)",
     "ProvidedArgInfo": "(param_name, is_positional, tensor)",

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from optimum_neuron.targets.neuron.compile.compiler import Provider, compile_graphs
+from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 
 from .hlo_writer import SmallGraph
@@ -56,12 +56,10 @@ def cache_like(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(1, 1, 1, -1)
 
 
-def make_plan(
-    folder: Path, graphs: Sequence[SmallGraph], provider: Provider, target: str, *weights: dict[str, Tensor]
-) -> LoadPlan:
+def make_plan(folder: Path, graphs: Sequence[SmallGraph], target: str, *weights: dict[str, Tensor]) -> LoadPlan:
     """Compiles graphs and writes the weights of each rank into a new folder."""
     folder.mkdir(exist_ok=True)
-    record = compile_graphs(provider, graphs, target, folder)
+    record = compile_graphs(graphs, target, folder)
     files = []
     for rank, tensors in enumerate(weights):
         files.append(folder / f"tp{rank}.safetensors")
@@ -69,7 +67,6 @@ def make_plan(
     return LoadPlan(
         folder=folder,
         target=target,
-        provider=record["provider"],
         lnc=record["lnc"],
         graphs={graph.name: graph.io for graph in graphs},
         calls={},

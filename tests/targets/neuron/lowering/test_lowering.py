@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.ops import EAGER_OPS
 from optimum_neuron.graphs.spec import ModelSpec, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
@@ -63,6 +65,8 @@ def test_every_graph_is_lowered_and_one_that_copies_slots(graphs: dict[str, Lowe
         "chunked_prefill",
         "copy_slot",
         "mixed",
+        "sample_chunk",
+        "sample_decode",
         "token_generation",
     ]
 
@@ -97,20 +101,25 @@ def test_parameters_are_the_described_ones_under_their_own_names(
             (each.name, tuple(each.shape.dimensions), hlo.dtype_name(each.shape))
             for each in hlo.parameters(hlo.parse(graphs[spec.name].hlo))
         ] == [(each.name, each.shape, each.dtype) for each in io.inputs]
-        assert io.names("input") == tuple(each.name for each in spec.inputs())
-        assert io.names("state") == states
+        sampled = {each for group in ("decode", "chunk") for each in (f"{group}.sampling_params", f"{group}.uniforms")}
+        assert io.names("input") == tuple(each.name for each in spec.inputs() if each.name not in sampled)
+        scores = ("scores.decode",) * spec.has_decode + ("scores.chunk",) * spec.has_chunk
+        assert io.names("state") == states + scores
         outputs = spec.outputs(VOCAB)
         assert [(each.name, each.shape, each.dtype) for each in io.outputs[: len(outputs)]] == [
             (each.name, each.shape, each.dtype) for each in outputs
         ]
-        assert tuple(each.alias_of for each in io.outputs[len(outputs) :]) == states
+        assert tuple(each.alias_of for each in io.outputs[len(outputs) :]) == states + scores
         assert GraphIO.from_dict(json.loads(json.dumps(io.to_dict()))) == io
 
 
 def test_inputs_that_nothing_needs_are_recorded(graphs: dict[str, LoweredGraph]) -> None:
     for graph in graphs.values():
-        expected = () if graph.kind == "copy_slot" else ("model.model.rotary_emb.original_inv_freq",)
-        assert graph.io.unused_inputs == expected
+        groups = ["decode"] * (graph.kind in ("token_generation", "mixed"))
+        groups += ["chunk"] * (graph.kind in ("chunked_prefill", "mixed"))
+        sampled = [f"{group}.{each}" for group in groups for each in ("sampling_params", "uniforms")]
+        weights = ["model.model.rotary_emb.original_inv_freq"] * bool(groups)
+        assert sorted(graph.io.unused_inputs) == sorted([*weights, *sampled])
 
 
 def test_the_compiled_graphs_tensors_will_have_these_names(graphs: dict[str, LoweredGraph]) -> None:
@@ -158,8 +167,8 @@ def test_the_head_is_computed_for_the_rows_that_are_returned(graphs: dict[str, L
             for _, each in hlo.instructions(hlo.parse(graph.hlo))
             if each.opcode == "dot" and hlo.module_path(each) == "model.lm_head"
         ]
-        rows = {"token_generation": 3, "chunked_prefill": 2, "mixed": 5, "copy_slot": None}[graph.kind]
-        assert heads == ([] if rows is None else [(rows, VOCAB)])
+        rows = {"token_generation": 3, "chunked_prefill": 2, "mixed": 5}
+        assert heads == ([(rows[graph.kind], VOCAB)] if graph.kind in rows else [])
 
 
 def test_a_constant_too_large_for_int32_is_refused() -> None:
@@ -193,7 +202,8 @@ def test_the_neuron_operators_equal_the_reference_within_noise(name: str, sharp_
     other = load_model(sharp_checkpoints[name])
     config = tiny_config()
     cache, specs = KVCache(state_specs(config, inspect_model(other))), graph_specs(config)
-    steps = {spec.name: StepModule(other, cache, spec, NEURON_OPS).eval() for spec in specs}
+    ops = dataclasses.replace(NEURON_OPS, sample=EAGER_OPS.sample)
+    steps = {spec.name: StepModule(other, cache, spec, ops).eval() for spec in specs}
     runner = GraphRunner(EagerExecutable(steps, cache), config, specs)
     uniforms = torch.rand(8).tolist()
     prompt = random_tokens(3 * CHUNK_SIZE - 3)
@@ -233,7 +243,7 @@ def test_what_a_model_computes_beside_its_states_is_refused() -> None:
     from optimum_neuron.targets.neuron.lowering.lower import lower_program
 
     program = torch.export.export(Counter(), (torch.ones(1),), strict=False)
-    with pytest.raises(ValueError, match="must update every state once and nothing else; it differs in count"):
+    with pytest.raises(ValueError, match="must update the cache's states once and nothing else; it differs in count"):
         lower_program(program, "g", "g", [TensorSpec("x", (1,), "float32")], [TensorSpec("y", (1,), "float32")], 1)
 
 

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 
 import pytest
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 
 
@@ -36,6 +40,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 RANKS = 8
+STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
 @pytest.mark.slow
@@ -43,7 +48,7 @@ RANKS = 8
 def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path, layers: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
     config = NeuronConfig(
-        batch_size=8,
+        batch_size=32,
         sequence_length=4096,
         prefill_chunk_size=512,
         context_buckets=(4096,),
@@ -59,15 +64,30 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
         module = hlo.parse(graph.hlo)
         reduces = [each for _, each in hlo.instructions(module) if each.opcode == "all-reduce"]
         # One per embedding, attention and MLP.
-        assert len(reduces) == (0 if graph.kind == "copy_slot" else 1 + 2 * layers)
+        assert len(reduces) == (1 + 2 * layers if graph.kind in STEPS else 0)
         assert all(
             [list(each.replica_ids) for each in reduce.replica_groups] == [list(range(RANKS))] for reduce in reduces
         )
         weights = {binding.name: binding.shape for binding in graph.io.inputs if binding.role == "weight"}
-        if weights:
-            assert weights["model.lm_head.weight"] == (128256 // RANKS, 4096)
+        if graph.kind in STEPS:
+            assert weights["model.lm_head.weight.order_1_0"] == (4096, 128256 // RANKS)
             assert weights["model.tensor_parallel_rank"] == (1,)
-        assert {each.shape for each in graph.io.inputs if each.role == "state"} == {(9, 1, 4096, 128)}
-    assert kinds == ["token_generation", "chunked_prefill", "mixed", "copy_slot"]
+        caches = {each.shape for each in graph.io.inputs if each.role == "state" and each.name.startswith(CACHE)}
+        assert caches == (set() if graph.kind in SAMPLERS.values() else {(33, 1, 4096, 128)})
+        if graph.kind == "token_generation":
+            _check_cost(graph, layers)
+    assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert peak < 16e9
+
+
+def _check_cost(graph: LoweredGraph, layers: int) -> None:
+    """A decode step moves little more than its weights and its cache once, and computes little more than with them."""
+    cost = graph_cost(graph.name, graph.hlo, graph.io, "trn2")
+    matrices = [each.shape for each in graph.io.inputs if each.role == "weight" and each.name.endswith("order_1_0")]
+    weights = sum(math.prod(shape) for shape in matrices)
+    assert len(matrices) == 1 + 4 * layers  # the head; q, k and v; o; gate and up; down
+    cache = 2 * layers * 32 * 4096 * 128
+    assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < 1.15
+    assert 1 <= cost.total_flops / (2 * 32 * weights + 2 * 4 * cache) < 1.15  # 4 query heads read a key and a value
+    assert cost.written < 1e6 + 4 * 32 * 128256 / RANKS  # and logits for a sampler

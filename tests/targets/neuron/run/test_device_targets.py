@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from fakes.tools import NeuronTools
-from helpers import export_tiny, random_tokens, tiny_config
+from helpers import VOCAB, export_tiny, random_tokens, tiny_config
 from optimum.commands import optimum_cli
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -25,6 +25,7 @@ from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron.run import runtimes
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.rank_options import RankOptions
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -67,7 +68,7 @@ def test_the_manifest_records_how_every_graph_was_compiled(
     manifest = json.loads((path / MANIFEST_NAME).read_text())
     data = manifest["target_data"]
     assert data["target"] == "trn2" and data["lnc"] == 2 and "neuronx-cc" in data["versions"]
-    assert sorted(data["graphs"]) == sorted([*manifest["graphs"], "copy_slot"])
+    assert sorted(data["graphs"]) == sorted([*manifest["graphs"], "copy_slot", "sample_chunk", "sample_decode"])
     for name, graph in data["graphs"].items():
         assert f"{name}.hlo" in graph["argv"] and "--target=trn2" in graph["argv"]
         level = "-O2" if graph["kind"] == "token_generation" else "-O1"
@@ -87,7 +88,7 @@ def test_an_export_after_the_runtime_refused_a_neff_compiles_it_again(
     compiled = len(tools.calls())
 
     def refuse(code: int) -> Callable[..., Any]:
-        def fail(plan: LoadPlan) -> NoReturn:
+        def fail(plan: LoadPlan, options: RankOptions) -> NoReturn:
             raise NeuronRuntimeError("refused", code=code)
 
         return fail
@@ -149,6 +150,23 @@ def test_lint_tells_findings_by_its_exit_code(
     assert ended.value.code == 1 and "reduce-window" in capsys.readouterr().out
 
 
+def test_lint_shows_what_each_graph_costs_in_80_columns(
+    hlo_artifact: Callable[[str], Path],
+    sharp_checkpoints: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run_command("neuron", "lint", str(hlo_artifact("llama")), "--cost")
+    lines = capsys.readouterr().out.splitlines()
+    assert "on one core of hlo" in lines[0] and all(len(line) <= 80 for line in lines)
+    rows = [line for line in lines if line.startswith("│")]
+    names = {path.stem for path in (hlo_artifact("llama") / "graphs").glob("*.hlo")}
+    assert sum(row.endswith("- │") for row in rows) == len(names)  # hlo has no peaks
+    run_command("neuron", "lint", "--model", str(sharp_checkpoints["llama"]), "--sequence-length", "128", "--cost")
+    assert "on one core of trn2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -157,6 +175,12 @@ def test_lint_tells_findings_by_its_exit_code(
         (["ARTIFACT", "--batch-size", "2"], "has its own batch_size"),
         (["--model", "CHECKPOINT", "--sequence-length", "512"], "max_position_embeddings=256"),
         (["--model", "CHECKPOINT", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
+        (
+            ["--model", "CHECKPOINT", "--tensor-parallel-size", "3"],
+            "trn2 connects, which are 1, 2, 4, 8, 16, 32, 64; use 2 or 4",
+        ),
+        (["--model", "CHECKPOINT", "--target", "inf2", "--tensor-parallel-size", "12"], "use 8 or 24"),
+        (["--model", "CHECKPOINT", "--target", "auto"], "target='auto': this machine has no Neuron device"),
     ],
 )
 def test_lint_refuses_in_one_sentence(
@@ -244,5 +268,6 @@ def test_weights_of_each_rank_are_written_and_none_of_the_whole(
     assert sorted(file.name for file in (path / "weights").iterdir()) == ["tp0.safetensors", "tp1.safetensors"]
     description = json.loads((path / "graphs" / "token_generation_context64.json").read_text())
     assert description["world_size"] == 2
-    heads = {entry["shape"][1] for entry in description["inputs"] if entry["role"] == "state"}
-    assert heads == {1}  # of 2 in the whole model
+    states = {entry["name"]: entry["shape"] for entry in description["inputs"] if entry["role"] == "state"}
+    assert states.pop("scores.decode")[1] == VOCAB // 2
+    assert {shape[1] for shape in states.values()} == {1}  # heads, of 2 in the whole model

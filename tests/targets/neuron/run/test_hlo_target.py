@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
@@ -83,9 +84,26 @@ def test_generate_and_the_engine_run_on_it(
     assert both[0] == both[1]
 
 
+def test_a_step_whose_rows_are_all_greedy_runs_without_a_sampler(
+    hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, ran = artifact_runner(hlo_artifact("llama")), []
+    run = HloExecutable._run
+
+    def noted(self: HloExecutable, graph: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ran.append(graph)
+        return run(self, graph, inputs)
+
+    monkeypatch.setattr(HloExecutable, "_run", noted)
+    generate(runner, PROMPT, 4)
+    assert not {"sample_decode", "sample_chunk"} & set(ran)
+    generate(runner, PROMPT, 4, SAMPLED)
+    assert ran.count("sample_decode") == 3 and "sample_chunk" in ran
+
+
 def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callable[[str], Path]) -> None:
     folder = hlo_artifact("llama")
-    names = [*json.loads((folder / MANIFEST_NAME).read_text())["graphs"], "copy_slot"]
+    names = [*json.loads((folder / MANIFEST_NAME).read_text())["graphs"], "copy_slot", "sample_chunk", "sample_decode"]
     found = sorted(path.name for path in (folder / "graphs").iterdir())
     assert found == sorted(name + suffix for name in names for suffix in (".hlo", ".json"))
 
@@ -134,7 +152,9 @@ def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_pa
     outputs = []
     for target in ("hlo", "eager"):
         config = NeuronConfig(**sizes, dtype="float32", target=target)
-        model = NeuronModelForCausalLM.from_pretrained(export_model(smollm2_gguf, tmp_path / target, config=config))
+        model = NeuronModelForCausalLM.from_pretrained(
+            export_model(smollm2_gguf, tmp_path / target, config=config, certificate=target == "eager")
+        )
         prompts = [random_tokens(50, seed=1).tolist(), random_tokens(9, seed=2).tolist()]
         tokens = [each.generated_tokens for each in model.generate_batch(prompts, max_new_tokens=12).values()]
         torch.manual_seed(1)
@@ -174,7 +194,8 @@ def test_a_description_that_was_changed_is_refused_by_the_lint(
 def test_one_slot_has_nowhere_to_be_copied(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     sizes = {"batch_size": 1, "ctx_batch_size": 1, "target": "hlo"}
     folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", **sizes)
-    assert not list((folder / "graphs").glob("copy_slot*")) and len(list((folder / "graphs").glob("*.hlo"))) == 2
+    graphs = {path.stem.split("_")[0] for path in (folder / "graphs").glob("*.hlo")}
+    assert graphs == {"token", "chunked", "sample"}
     model = NeuronModelForCausalLM.from_pretrained(folder)
     first, second = (model.generate_batch([PROMPT.tolist()], max_new_tokens=4).values() for _ in range(2))
     assert [each.generated_tokens for each in first] == [each.generated_tokens for each in second]

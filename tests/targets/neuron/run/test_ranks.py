@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -19,10 +18,8 @@ from fakes.hlo_writer import copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from safetensors.torch import save_file
 
-from optimum_neuron.targets.neuron.compile.neuron_cc import NeuronCC
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
-from optimum_neuron.targets.neuron.run.nxd_runtime import NxDExecutable
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 from optimum_neuron.targets.neuron.run.runtimes import load_graphs
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
@@ -33,14 +30,15 @@ RANKS = 2
 STATE = "kv_cache.key_0"
 
 
+def rank_weights(rank: int) -> dict[str, torch.Tensor]:
+    return {"model.weight": cache_like(1.0 + rank), "tensor_parallel.rank": cache_like(rank, dtype=torch.int32)}
+
+
 def two_ranks(folder: Path, target: str) -> LoadPlan:
     """Graphs and weights of two ranks: rank r adds r in each step, and has weight 1 + r."""
-    weights = [
-        {"model.weight": cache_like(1.0 + rank), "tensor_parallel.rank": cache_like(rank, dtype=torch.int32)}
-        for rank in range(RANKS)
-    ]
+    weights = [rank_weights(rank) for rank in range(RANKS)]
     graphs = [step_graph(size=1, ranks=RANKS), copy_graph(ranks=RANKS)]
-    return make_plan(folder, graphs, NeuronCC(), target, *weights)
+    return make_plan(folder, graphs, target, *weights)
 
 
 @pytest.fixture
@@ -73,6 +71,8 @@ def check_environments(found: list[dict[str, str]]) -> None:
     assert [each["NEURON_RT_VISIBLE_CORES"] for each in found] == ["2", "3"]
     assert all("NEURON_RT_NUM_CORES" not in each and each["NEURON_LOGICAL_NC_CONFIG"] == "2" for each in found)
     places = {each["NEURON_RT_ROOT_COMM_ID"] for each in found}
+    assert {each["NEURON_RT_IO_RING_CACHE_SIZE"] for each in found} == {"32"}
+    assert {each["NEURON_RT_EXEC_TIMEOUT"] for each in found} == {"600"}
     assert len(places) == 1 and places == {f"{each['MASTER_ADDR']}:{each['MASTER_PORT']}" for each in found}
 
 
@@ -124,12 +124,15 @@ def test_a_silent_rank_is_ended(
     neuron_tools: NeuronTools,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loaded = load()
     monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "5")
     monkeypatch.setattr(ranks, "_SLACK", 1)
+    loaded = load()
     monkeypatch.setattr(rank_process, "GRACE", 0.5)
     neuron_tools.break_device(rank=0, hang=True)
-    with pytest.raises(NeuronRuntimeError, match=r"failed: rank 0.* of 2 did not answer within 6 s; load the model"):
+    with pytest.raises(
+        NeuronRuntimeError,
+        match=r"failed: rank 0 of 2.* did not answer within 6 s, which is NEURON_RT_EXEC_TIMEOUT=5 and 1 more; .* raise",
+    ):
         loaded.run("token_generation", [cache_like(1.0)])
     assert all(process.poll() is not None for process in processes(loaded))
 
@@ -160,7 +163,11 @@ def test_loading_that_fails_on_a_rank_leaves_no_process(neuron_sdk: Sdk, tmp_pat
     plan = two_ranks(tmp_path / "graphs", "trn2")
     save_file({"model.weight": cache_like(1.0)}, plan.weights[1])
     before = children()
-    with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: .*tp1.safetensors lacks tensor_parallel.rank"):
+    with pytest.raises(ValueError, match=r"tp1.safetensors lacks tensor_parallel.rank"):
+        load_graphs(plan)
+    save_file(rank_weights(1), plan.weights[1])
+    plan.neff("token_generation").write_bytes(b"x" * 5000)
+    with pytest.raises(NeuronRuntimeError, match=r"rank [01] of 2: loading graph token_generation .*NRT_INVALID"):
         load_graphs(plan)
     assert children() == before
 
@@ -195,7 +202,7 @@ def test_processes_end_when_their_parent_is_killed(
     if hangs:
         neuron_tools.break_device(rank=0, hang=True)
         for rank in loaded._ranks:
-            rank.send([json.dumps({"run": "token_generation"}).encode()])
+            rank.send({"run": ["token_generation"]}, b"", 5.0)
         deadline = time.monotonic() + 60
         while neuron_tools.fault.is_file():
             assert time.monotonic() < deadline
@@ -225,7 +232,9 @@ def test_an_interrupted_step_does_not_answer_the_next_one(
 def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
     neuron_sdk("inf2", "nxd")
     loaded = load_graphs(two_ranks(tmp_path / "graphs", "inf2"))
-    assert isinstance(loaded, NxDExecutable)
+    assert isinstance(loaded, RankedExecutable)
+    (process,) = processes(loaded)
+    assert environment(process)["NEURON_RT_VISIBLE_CORES"] == "0,1"
     (result,) = loaded.run("token_generation", [cache_like(3.0)])
     assert torch.equal(result, cache_like(6.0))
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
@@ -233,6 +242,7 @@ def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
     with pytest.raises(ValueError, match=r"a state of 1 heads is not that of 2 ranks"):
         loaded.write_state(STATE, cache_like(1.0))
+    loaded.close()
 
 
 def children() -> set[str]:

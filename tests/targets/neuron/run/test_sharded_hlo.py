@@ -21,8 +21,15 @@ os._exit(0)  # XLA's threads of several devices do not always end
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("llama", 4),
+        ("gpt_oss", 2),
+        pytest.param("llama", 2, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 4, marks=pytest.mark.full),
+    ],
+)
 def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
     name: str, ranks: int, sharp_checkpoints: dict[str, Path]
 ) -> None:

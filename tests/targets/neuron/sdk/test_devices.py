@@ -114,7 +114,7 @@ def test_devices_that_do_not_fit_are_refused(
 )
 def test_status_codes_are_read_from_messages(text: str, code: int | None) -> None:
     assert status_code(text) == code
-    error = runtime_error(RuntimeError(text), "graph x")
+    error = runtime_error(text, "graph x")
     assert error.code == code
     assert error.recoverable == (code is not None and NRT_STATUSES[code].recoverable)
 

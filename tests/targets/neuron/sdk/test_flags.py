@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from optimum_neuron.targets.neuron.sdk.flags import add_user_flags, compiler_flags, logical_core_size
+from optimum_neuron.targets.neuron.sdk.flags import (
+    add_user_flags,
+    compiler_flags,
+    logical_core_size,
+    runtime_environment,
+    step_timeout,
+)
 
 
+TENSORIZER = "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
 NEW, OLD = "2.27.5334.0+f702b353", "2.26.6360.0"
 
 
@@ -24,7 +33,9 @@ NEW, OLD = "2.27.5334.0+f702b353", "2.26.6360.0"
 )
 def test_options_of_each_target_and_kind(target: str, kind: str, version: str, expected: str) -> None:
     flags = compiler_flags(target, kind, lnc=logical_core_size(target, None), compiler_version=version)
-    assert flags == ("--model-type=transformer", "--auto-cast=none", *expected.split())
+    level, *others = expected.split()
+    tensorizer = [] if target == "trn3" else [TENSORIZER]
+    assert flags == ("--model-type=transformer", "--auto-cast=none", level, *tensorizer, *others)
 
 
 def test_logical_core_size_follows_the_environment_where_the_target_allows_it() -> None:
@@ -43,11 +54,58 @@ def test_logical_core_size_follows_the_environment_where_the_target_allows_it() 
         ("--verbose 35 --internal-x='a b'", "--auto-cast=none -O1 --lnc=2 --verbose 35 --internal-x=a b"),
         ("--optlevel 3", "--auto-cast=none -O3 --lnc=2"),
         ("-lnc 2 --target=trn2", "--auto-cast=none -O1 --lnc=2"),
+        (
+            "--tensorizer-options '--cc-pipeline-tiling-factor=4 --a'",
+            "--auto-cast=none -O1 --lnc=2 --tensorizer-options --cc-pipeline-tiling-factor=4 --a",
+        ),
         ("--enable-fast-context-switch", "--auto-cast=none -O1 --lnc=2 --enable-fast-context-switch"),
     ],
 )
 def test_user_flags_are_added_or_replace_what_only_changes_speed(user: str, expected: str) -> None:
     assert " ".join(add_user_flags(("--auto-cast=none", "-O1", "--lnc=2"), user, "trn2")) == expected
+
+
+def test_tensorizer_options_of_a_user_replace_ours() -> None:
+    flags = compiler_flags("inf2", "mixed", lnc=1, compiler_version=NEW)
+    replaced = add_user_flags(flags, "--tensorizer-options='--cc-pipeline-tiling-factor=1'", "inf2")
+    assert [each for each in replaced if "tensorizer" in each] == [
+        "--tensorizer-options=--cc-pipeline-tiling-factor=1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "seconds"),
+    [(None, None, 600.0), (None, "30", 30.0), (5.5, "30", 5.5), (7.0, None, 7.0)],
+)
+def test_a_step_has_the_time_of_the_option_the_variable_or_600_seconds(
+    given: float | None, variable: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", variable)
+    assert step_timeout(given) == seconds
+    environment = runtime_environment({"NEURON_RT_EXEC_TIMEOUT": "1", "HOME": "/"}, seconds)
+    assert environment == {
+        "HOME": "/", "NEURON_RT_IO_RING_CACHE_SIZE": "32", "NEURON_RT_EXEC_TIMEOUT": str(math.ceil(seconds)),
+    }  # fmt: skip
+    assert runtime_environment({"NEURON_RT_IO_RING_CACHE_SIZE": "8"}, 1.0)["NEURON_RT_IO_RING_CACHE_SIZE"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "message"),
+    [
+        (0.0, None, r"rank_timeout=0\.0 is no time; give seconds above 0"),
+        (float("nan"), "5", r"rank_timeout=nan is no time"),
+        (None, "soon", r"NEURON_RT_EXEC_TIMEOUT=soon is no time; give seconds above 0, or leave it out for 600"),
+    ],
+)
+def test_what_is_no_time_is_refused(
+    given: float | None, variable: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", variable)
+    with pytest.raises(ValueError, match=message):
+        step_timeout(given)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 from optimum_neuron.artifacts.weights import named_tensors
 from optimum_neuron.graphs.ops import DEFAULT_OPS
 from optimum_neuron.graphs.sampling import sample
+from optimum_neuron.targets.neuron import sampler
 from optimum_neuron.targets.neuron.sharding import (
     RANK_TENSOR,
     ShardPlan,
+    sample_own,
     sampling,
     shard_plan,
     sharded_ops,
@@ -157,7 +159,7 @@ def as_ranks(world_size: int, function: Callable[[nn.Module, int], Tensor]) -> l
             if rank not in results:
                 barrier.abort()  # the others need not wait
 
-    with mock.patch.object(sampling, "all_gather", gather):
+    with mock.patch.object(sampling, "all_gather", gather), mock.patch.object(sampler, "all_gather", gather):
         threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world_size)]
         for thread in threads:
             thread.start()
@@ -176,26 +178,29 @@ def as_ranks(world_size: int, function: Callable[[nn.Module, int], Tensor]) -> l
     st.floats(0, 1 - 2**-24, width=32),
 )
 def test_sharded_sampling_chooses_the_tokens_of_the_whole_vocabulary(
-    seed: int, world_size: int, vocab: int, max_topk: int, tied: list[int], uniform: float
+    seed: int, world_size: int, vocab: int, top_k: int, tied: list[int], uniform: float
 ) -> None:
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3 - 50
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed)) * 3 - 50
     logits[0, [index % vocab for index in tied]] = 9.0  # greedy: the lowest of the largest
-    params = torch.tensor([[1, 1.0, 0.0], [min(5, max_topk), 1.0, 0.7], [max_topk, 0.8, 1.5]])
-    uniforms = torch.full((3,), uniform)
+    params = torch.tensor(
+        [[1, 1.0, 0.0, 0.0], [min(5, top_k), 1.0, 0.7, 0.0], [top_k, 0.8, 1.5, 0.05], [0, 1.0, 1.0, 0.0]]
+    )
+    uniforms = torch.full((4,), uniform)
     plan = ShardPlan("tiny", world_size, vocab, {})
     rule = ShardRule(1, (even(vocab, world_size),))
 
     def both(model: nn.Module, rank: int) -> Tensor:
         ops = sharded_ops(DEFAULT_OPS, model, plan)
         local = rule.shard(logits, rank, world_size)
-        tokens = ops.sample(local, params, uniforms, max_topk)
-        assert tokens.dtype == torch.int32
-        return torch.cat([tokens[:, None].float(), ops.full_logits(local)], dim=1)
+        drawn, largest = sample_own(model, plan, local, params, uniforms), ops.sample(local, params, uniforms)
+        assert drawn.dtype == largest.dtype == torch.int32
+        return torch.cat([drawn[:, None].float(), largest[:, None].float(), ops.full_logits(local)], dim=1)
 
-    chosen = sample(logits, params, uniforms, max_topk)
+    chosen = sample(logits, params, uniforms)
     for found in as_ranks(world_size, both):
         assert found[:, 0].tolist() == chosen.tolist()
-        assert torch.equal(found[:, 1:], logits)
+        assert found[:, 1].tolist() == logits.argmax(-1).tolist()
+        assert torch.equal(found[:, 2:], logits)
 
 
 @pytest.mark.parametrize("vocab", [40, 41, 5])
@@ -206,13 +211,11 @@ def test_sharded_sampling_of_nan_gives_a_token_of_the_vocabulary(world_size: int
     logits[4] = -torch.nan  # sorts as the smallest where signs count
     plan = ShardPlan("tiny", world_size, vocab, {})
     rule = ShardRule(1, (even(vocab, world_size),))
-    for sampled in ([1, 1.0, 0.0], [8, 0.9, 0.7]):
+    for sampled in ([1, 1.0, 0.0, 0.0], [8, 0.9, 0.7, 0.0]):
         params, uniforms = torch.tensor([sampled]).expand(6, -1), torch.full((6,), 0.999)
 
         def choose(model: nn.Module, rank: int, params: Tensor = params, uniforms: Tensor = uniforms) -> Tensor:
-            return sharded_ops(DEFAULT_OPS, model, plan).sample(
-                rule.shard(logits, rank, world_size), params, uniforms, 8
-            )
+            return sample_own(model, plan, rule.shard(logits, rank, world_size), params, uniforms)
 
         first, *others = as_ranks(world_size, choose)
         assert all(torch.equal(first, other) for other in others)

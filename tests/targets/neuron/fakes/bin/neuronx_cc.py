@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 sys.path.insert(0, os.environ["FAKE_NEURON_SITE"])
-from fake_neuron import neff, wire
+from fake_neuron import neff, verifier, wire
 
 
 TARGETS = ("inf2", "trn1", "trn1n", "trn2", "trn3")
@@ -32,8 +32,9 @@ OPTIONS = {
     "--distribution-strategy": ("llm-training",), "--enable-saturate-infinity": None,
     "--enable-mixed-precision-accumulation": None, "--disable-mixed-precision-accumulation": None,
     "--enable-fast-context-switch": None, "--enable-fast-loading-neuron-binaries": None,
-    "--internal-hlo2tensorizer-options": "*",
+    "--internal-hlo2tensorizer-options": "*", "--tensorizer-options": "*",
 }  # fmt: skip
+TENSORIZER_OPTIONS = ("--enable-ccop-compute-overlap", "--cc-pipeline-tiling-factor", "--vectorize-strided-dma")
 INT64_SINCE = (2, 27, 5334)
 # As the documentation lists them for older releases; in the last line, what notes of later ones and real graphs add.
 OPERATORS = """\
@@ -103,6 +104,9 @@ def check_options(options: dict[str, str | None]) -> None:
     for name in ("--framework", "--target"):
         if name not in options:
             raise ValueError(f"the following arguments are required: {name}")
+    for option in (options.get("--tensorizer-options") or "").split():
+        if option.partition("=")[0] not in TENSORIZER_OPTIONS:
+            raise ValueError(f"tensorizer: unrecognized arguments: {option}")
     int64 = [name for name in ("--native-int64", "--implicit-integer-downcast") if name in options]
     numbers = tuple(int(part) for part in VERSION.split("+")[0].split("."))
     if int64 and numbers < INT64_SINCE:
@@ -129,8 +133,12 @@ def compile_file(path: Path, options: dict[str, str | None]) -> int:
     try:
         data = path.read_bytes()
         wire.read_module(data)
-    except (OSError, ValueError, StopIteration, IndexError) as error:
+        refusals = verifier.verify(data, str(options["--target"]))
+    except (OSError, ValueError, StopIteration, IndexError, KeyError) as error:
         return fail(log, "NCC_EVRF064", f"HLO verification failed: {error}")
+    if refusals:
+        code, problem = refusals[0]
+        return fail(log, f"NCC_{code}", problem)
     output.write_bytes(neff.pack(data, str(options["--target"]), int(lnc or 1)))
     sys.stdout.write("Compiler status PASS" + "\n")
     return 0

@@ -8,24 +8,24 @@ to it. `FAKE_NEURON_FAULT` names a file that makes executions fail: {"graph", "r
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from . import wire
+from . import remote, wire
 from .neff import unpack
 
 
 class Memory:
-    """One allocation in device memory."""
+    """One allocation in device memory, which knows bytes and no types."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, core: int) -> None:
-        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-        self.data = torch.full(tuple(shape), poison, dtype=dtype)
+    def __init__(self, size: int, core: int) -> None:
+        self.data = np.full(size, 0xFF, np.uint8)  # not a number in any type of floats
         self.core = core
         self.freed = False
 
@@ -33,18 +33,16 @@ class Memory:
         if self.freed:
             raise RuntimeError("NRT Error NRT_INVALID_HANDLE(3): tensor was freed")
 
-    def write(self, tensor: torch.Tensor) -> None:
+    def write(self, array: np.ndarray) -> None:
         self.check()
-        if tensor.shape != self.data.shape or tensor.dtype != self.data.dtype:
-            raise RuntimeError(
-                f"NRT Error NRT_INVALID(2): {tensor.dtype} {list(tensor.shape)} written to {self.data.dtype} "
-                f"{list(self.data.shape)}"
-            )
-        self.data.copy_(tensor)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if data.size != self.data.size:
+            raise RuntimeError(f"NRT Error NRT_INVALID(2): {data.size} bytes written to {self.data.size}")
+        self.data[:] = data
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> np.ndarray:
         self.check()
-        return self.data.clone()
+        return self.data.copy()
 
     def free(self) -> None:
         self.freed = True
@@ -75,65 +73,95 @@ class Program:
         inject_fault(self.name, self.rank)
         results = self._run([memory.data for memory in inputs])
         for memory, result in zip(outputs, results, strict=True):
-            memory.data.copy_(result.view(memory.data.dtype).view(memory.data.shape))
+            memory.write(result)
 
     def _check(self, memories: Sequence[Memory], tensors: Sequence[wire.Tensor], kind: str) -> None:
         if len(memories) != len(tensors):
             raise RuntimeError(f"NRT Error NRT_INVALID(2): {len(memories)} {kind}s for {len(tensors)}")
         for memory, tensor in zip(memories, tensors, strict=True):
             memory.check()
-            if memory.data.numel() * memory.data.itemsize != _bytes(tensor) or memory.core != self.core:
+            if memory.data.size != size_of(tensor) or memory.core != self.core:
                 raise RuntimeError(f"NRT Error NRT_INVALID(2): {kind} {tensor.name} is bound to other memory")
 
-    def _run(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Executes the very bytes that were compiled."""
-        typed = [_as(argument, tensor) for argument, tensor in zip(arguments, self.module.inputs, strict=True)]
         if all(each.opcode in _OPERATORS for each in self.module.instructions.values()):
+            typed = [_decode(each, tensor) for each, tensor in zip(arguments, self.module.inputs, strict=True)]
             return interpret(self.module, typed)
-        return self._run_by_xla(typed)
+        if remote.ADDRESS_VARIABLE in os.environ:
+            return remote.run(self.rank, self._hlo, arguments)
+        return self._run_by_xla(arguments)
 
-    def _run_by_xla(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_by_xla(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         os.environ.setdefault("PJRT_DEVICE", "CPU")
+        import torch
         import torch_xla
         from torch_xla.core import xla_builder
 
         if self._computation is None:
             self._computation = xla_builder.computation_from_module_proto(self.name, self._hlo)
         device = torch_xla.device()
-        moved = [argument.clone().to(device) for argument in arguments]
+        moved = [
+            torch.from_numpy(each.copy()).view(getattr(torch, tensor.dtype)).view(tensor.shape).to(device)
+            for each, tensor in zip(arguments, self.module.inputs, strict=True)
+        ]
         results = torch_xla._XLAC._xla_user_computation(f"xla::{self.name}", moved, self._computation)
         torch_xla._XLAC._xla_sync_multi(results, [str(device)], True, True)
-        return [result.cpu() for result in results]
+        return [result.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for result in results]
 
 
 _OPERATORS: dict[str, Callable[[wire.Instruction, list[Any]], Any]] = {
     "add": lambda each, operands: operands[0] + operands[1],
     "subtract": lambda each, operands: operands[0] - operands[1],
     "multiply": lambda each, operands: operands[0] * operands[1],
-    "convert": lambda each, operands: operands[0].to(getattr(torch, str(each.dtype))),
+    "convert": lambda each, operands: operands[0].astype(_computed(str(each.dtype))),
     "reshape": lambda each, operands: operands[0].reshape(each.shape),
     "tuple": lambda each, operands: operands,
     "parameter": lambda each, operands: None,
 }
 
 
-def interpret(module: wire.Module, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def interpret(module: wire.Module, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Runs a module of a few elementwise operators: most tests need no more, and XLA takes seconds to start."""
     values: dict[int, Any] = {}
     for number, each in module.instructions.items():
         operands = [values[operand] for operand in each.operands]
-        values[number] = (
-            arguments[each.parameter] if each.opcode == "parameter" else _OPERATORS[each.opcode](each, operands)
-        )
-    return [result.clone() for result in values[number]]
+        if each.opcode == "parameter":
+            values[number] = arguments[each.parameter]
+        else:
+            values[number] = _OPERATORS[each.opcode](each, operands)
+            if each.dtype == "bfloat16":
+                values[number] = _widen(_narrow(values[number]))
+    return [
+        _narrow(result) if tensor.dtype == "bfloat16" else result
+        for result, tensor in zip(values[number], module.outputs, strict=True)
+    ]
 
 
-def _as(tensor: torch.Tensor, wanted: wire.Tensor) -> torch.Tensor:
-    return tensor.view(getattr(torch, wanted.dtype)).view(wanted.shape)
+def _decode(data: np.ndarray, tensor: wire.Tensor) -> np.ndarray:
+    if tensor.dtype == "bfloat16":
+        return _widen(data.view(np.uint16)).reshape(tensor.shape)
+    return data.view(_computed(tensor.dtype)).reshape(tensor.shape)
 
 
-def _bytes(tensor: wire.Tensor) -> int:
-    return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta").nbytes
+def _computed(dtype: str) -> np.dtype:
+    """numpy has no bfloat16: its numbers are those of float32 that it can tell apart."""
+    return np.dtype("float32" if dtype == "bfloat16" else dtype)
+
+
+def _widen(half: np.ndarray) -> np.ndarray:
+    return (half.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(wide: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(wide, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def size_of(tensor: wire.Tensor) -> int:
+    """Bytes of a tensor."""
+    itemsize = 2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize
+    return math.prod(tensor.shape) * itemsize
 
 
 def inject_fault(graph: str, rank: int) -> None:

@@ -64,9 +64,9 @@ def _instruction(found: dict) -> tuple[int, Instruction]:
     shape = fields(found[3][0])
     return found[35][0], Instruction(
         opcode=found[2][0].decode(),
-        shape=tuple(_numbers(shape[3])),
+        shape=tuple(numbers(shape[3])),
         dtype=ELEMENT_TYPES.get((shape[2] or [0])[0]),
-        operands=tuple(_numbers(found[36])),
+        operands=tuple(numbers(found[36])),
         parameter=(found[9] or [0])[0],
     )
 
@@ -76,7 +76,7 @@ def _tensor(name: str, shape: bytes, neff_name: str) -> Tensor:
     number = described[2][0]
     if number not in ELEMENT_TYPES:
         raise ValueError(f"{name} has element type {number}")
-    return Tensor(name, neff_name, tuple(_numbers(described[3])), ELEMENT_TYPES[number])
+    return Tensor(name, neff_name, tuple(numbers(described[3])), ELEMENT_TYPES[number])
 
 
 def _attributes(instruction: dict) -> dict[str, str]:
@@ -90,11 +90,11 @@ def _aliases(configs: list) -> dict[int, int]:
         for entry in map(fields, fields(config)[1]):
             if entry[4] != [2]:
                 raise ValueError("an alias is not MUST_ALIAS")
-            aliases[_numbers(entry[1])[0]] = (entry[2] or [0])[0]
+            aliases[numbers(entry[1])[0]] = (entry[2] or [0])[0]
     return aliases
 
 
-def _numbers(values: list) -> list[int]:
+def numbers(values: list) -> list[int]:
     """A repeated integer field, packed or not."""
     numbers = []
     for value in values:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import types
@@ -24,15 +25,18 @@ class NeuronTensor:
     """A tensor in device memory, with what a torch tensor there can do without leaving it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-        self.memory = Memory(shape, dtype, int(device.partition(":")[2] or 0))
+        size = math.prod(shape) * dtype.itemsize
+        self.memory = Memory(size, int(device.partition(":")[2] or 0))
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
 
     def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> NeuronTensor:
-        self.memory.write(src)
+        if src.shape != self.shape or src.dtype != self.dtype:
+            raise RuntimeError(f"{src.dtype} {list(src.shape)} copied to {self.dtype} {list(self.shape)}")
+        self.memory.write(src.contiguous().reshape(-1).view(torch.uint8).numpy())
         return self
 
     def cpu(self) -> torch.Tensor:
-        return self.memory.read()
+        return torch.from_numpy(self.memory.read()).view(self.dtype).view(self.shape)
 
 
 class Executor:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from fake_neuron.core import Memory, Program
+from fake_neuron.core import Memory, Program, size_of
 
 
 class NrtpyError(RuntimeError):
@@ -57,8 +56,8 @@ class NrtpyTensor:
     def from_numpy(cls, array, name=None, core_id=0) -> NrtpyTensor:
         _Runtime.active = True
         array = np.ascontiguousarray(array)
-        memory = Memory(array.shape, torch.from_numpy(array).dtype, core_id)
-        memory.write(torch.from_numpy(array))
+        memory = Memory(array.nbytes, core_id)
+        memory.write(array)
         _Runtime.tensors.append(memory)
         return cls(memory, array.shape, array.dtype, name)
 
@@ -66,12 +65,12 @@ class NrtpyTensor:
         array = np.ascontiguousarray(array)
         if array.nbytes != self._memory.data.nbytes:
             raise ValueError(f"{array.nbytes} bytes written to a tensor of {self._memory.data.nbytes}")
-        self._memory.write(torch.from_numpy(array).view(self._memory.data.dtype).view(self._memory.data.shape))
+        self._memory.write(array)
 
     def numpy(self):
         # The runtime knows bytes, and not always a type.
-        array = self._memory.read().numpy()
-        return array.view(f"|V{array.itemsize}") if array.dtype == np.int16 else array
+        void = self.dtype == np.int16
+        return self._memory.read().view(f"|V{self.dtype.itemsize}" if void else self.dtype).reshape(self.shape)
 
 
 class NrtpyModel:
@@ -116,5 +115,4 @@ class NrtpyModel:
 
 
 def _metadata(tensor) -> TensorMetadata:
-    size = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta").nbytes
-    return TensorMetadata(tensor.shape, size)
+    return TensorMetadata(tensor.shape, size_of(tensor))

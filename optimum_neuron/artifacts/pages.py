@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in pages as large as the system has them: fewer TLB misses when every weight is read each step."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+
+_HUGE_PAGE = 2 << 20
+_MAPPINGS = Path("/proc/self/smaps")
+
+
+def zeroed(size: int) -> mmap.mmap:
+    """At least one byte of private memory: what processes share is not to be had in huge pages."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _prefer_huge_pages(memory)
+    return memory
+
+
+def copied(file: BinaryIO, size: int) -> mmap.mmap:
+    """The first `size` bytes of a file that was just opened; zeros where it has fewer."""
+    memory = zeroed(size)
+    file.readinto(memoryview(memory)[:size])  # type: ignore[attr-defined]
+    return memory
+
+
+def mapped(descriptor: int, size: int) -> mmap.mmap:
+    """The bytes of a file, as the system caches them; what is written to them stays in this process."""
+    memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    _prefer_huge_pages(memory)
+    return memory
+
+
+def has_huge_pages(memory: mmap.mmap) -> bool:
+    """Whether the system maps parts of a file as huge pages; many file systems of many kernels cache in small ones only."""
+    view = memoryview(memory)
+    for start in range(0, len(view), _HUGE_PAGE):
+        view[start]  # is mapped by being read
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    try:
+        return _huge_bytes(address) > 0
+    except OSError:
+        return False
+
+
+def _huge_bytes(address: int) -> int:
+    """Of a mapped file at an address, as the system counts them."""
+    inside = False
+    with _MAPPINGS.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            name, *values = line.split()
+            if not name.endswith(":"):  # the head of a mapping
+                begin, end = (int(bound, 16) for bound in name.split("-"))
+                inside = begin <= address < end
+            elif inside and name == "FilePmdMapped:":
+                return int(values[0]) * 1024
+    return 0
+
+
+def _prefer_huge_pages(memory: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's cache: folders that are kept between runs, and believed only where nobody else can have written to them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import huggingface_hub.constants
+
+
+CACHE_VARIABLE = "OPTIMUM_NEURON_CACHE"
+
+
+def cache_folder(kind: str) -> Path:
+    """A folder that is kept between runs, made if need be, below OPTIMUM_NEURON_CACHE or else the Hub's home.
+
+    What is in it is run as native code, or believed: it has to belong to this user or to root, and nobody else may write to it.
+
+    Raises:
+        OSError: it cannot be made.
+        PermissionError: it is not to be trusted.
+    """
+    default = Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron"
+    root = Path(os.environ.get(CACHE_VARIABLE) or default)
+    for folder in (root, root / kind):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"the compile cache {folder} cannot be made ({error.strerror}); set {CACHE_VARIABLE} to a folder of your own"
+            ) from error
+        problem = untrusted(folder.stat())
+        if problem:
+            raise PermissionError(
+                f"the compile cache {folder} {problem}, and this process would run what it holds; set {CACHE_VARIABLE} to "
+                f"a folder that only you can write to, or make this one so if you trust its files"
+            )
+    return root / kind
+
+
+def untrusted(status: os.stat_result) -> str | None:
+    """Why a file or folder is not to be trusted, or None."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(status.st_mode):
+        return "can be changed by other users"
+    return None

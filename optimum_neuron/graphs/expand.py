@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the nodes that stand for layers by the nodes of a layer that was traced, with each layer's own weights and cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .attention import CALLS_APART
+from .repeated_layers import LayerTrace, Template, operators
+
+
+_BEGIN, _END, _REPEATED = (getattr(operators, name).default for name in ("begin", "end", "repeated"))
+_STATE = re.compile(r"(kv_cache\.[a-z]+_)(\d+)((?:_\d+)?)")
+_Rename = Callable[[str], str]
+
+
+class NotAlikeError(Exception):
+    """Layers that look the same were traced to other nodes, or to nodes that others need: all have to be traced."""
+
+
+def expand(program: ExportedProgram, trace: LayerTrace) -> None:
+    """Gives a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
+
+    Raises:
+        NotAlikeError: what was traced does not tell what was left out.
+    """
+    nodes = list(program.graph_module.graph.nodes)
+    if not any(node.target in (_BEGIN, _END, _REPEATED) for node in nodes):
+        return
+    segments = _Segments(program, trace)
+    for template in trace.templates:
+        if any(trace.layers[_number(node)][0] is template for node in nodes if node.target is _REPEATED):
+            segments.check(template)
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for node in nodes:
+        if node.target in (_BEGIN, _END):
+            made[node] = made[node.all_input_nodes[0]]
+        elif node.target is _REPEATED:
+            made[node] = segments.copy(node, graph, made)
+        else:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    program.graph_module.graph = graph
+
+
+def _number(node: Node) -> int:
+    number: Any = node.args[1]
+    return int(number)
+
+
+class _Segments:
+    """The nodes of each layer that was traced between its marks."""
+
+    def __init__(self, program: ExportedProgram, trace: LayerTrace) -> None:
+        self._trace = trace
+        self._constants = program.constants
+        nodes = list(program.graph_module.graph.nodes)
+        place = {node: index for index, node in enumerate(nodes)}
+        by_name = {node.name: node for node in nodes if node.op == "placeholder"}
+        self._specs: dict[Node, InputSpec] = {
+            by_name[spec.arg.name]: spec
+            for spec in program.graph_signature.input_specs
+            if spec.kind is not InputKind.USER_INPUT
+        }
+        self._placeholders = {spec.target: node for node, spec in self._specs.items()}
+        ends = {_number(node): node for node in nodes if node.target is _END}
+        self._ends: dict[tuple[int, int], Node] = {}
+        self._begins: dict[tuple[int, int], Node] = {}
+        self._inner: dict[tuple[int, int], list[Node]] = {}
+        for begin in nodes:
+            if begin.target is _BEGIN and _number(begin) in ends:
+                template, member = trace.layers[_number(begin)]
+                key, end = (id(template), member), ends[_number(begin)]
+                self._begins[key], self._ends[key] = begin, end
+                self._inner[key] = nodes[place[begin] + 1 : place[end]]
+
+    def check(self, template: Template) -> None:
+        """Compares the layers that were traced; others may read what a layer computes only where it ends.
+
+        Raises:
+            NotAlikeError: they are not the same.
+        """
+        first, *others = ((id(template), member) for member in template.traced)
+        for key in (first, *others):
+            own = {*self._inner[key], self._ends[key]}
+            if any(user not in own for node in self._inner[key] for user in node.users):
+                raise NotAlikeError
+        for key in others:
+            rename = _renaming(template, key[1])
+            same = {self._begins[first]: self._begins[key]}
+            if len(self._inner[first]) != len(self._inner[key]):
+                raise NotAlikeError
+            for one, other in zip(self._inner[first], self._inner[key], strict=True):
+                self._compare(one, other, same, rename)
+                same[one] = other
+            results = [self._ends[each].all_input_nodes[0] for each in (first, key)]
+            if same.get(results[0]) is not results[1]:
+                raise NotAlikeError
+
+    def _compare(self, one: Node, other: Node, same: dict[Node, Node], rename: _Rename) -> None:
+        expected = map_arg((one.args, one.kwargs), lambda node: self._counterpart(node, same, rename))
+        alike = one.op == other.op and one.target == other.target and self._alike(expected, (other.args, other.kwargs))
+        if not alike or _forms(one) != _forms(other):
+            raise NotAlikeError
+
+    def _counterpart(self, node: Node, same: dict[Node, Node], rename: _Rename) -> Node:
+        """What another layer reads in the place of a node."""
+        if node in same:
+            return same[node]
+        spec = self._specs.get(node)
+        if spec is None or spec.target is None:
+            return node
+        renamed = rename(spec.target)
+        if renamed not in self._placeholders:
+            raise NotAlikeError
+        return self._placeholders[renamed]
+
+    def _alike(self, one: Any, other: Any) -> bool:
+        """Whether arguments are the same; of constants that torch.export lifted out of the code, whether they are equal."""
+        if isinstance(one, Node) and isinstance(other, Node):
+            return one is other or self._are_equal_constants(one, other)
+        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+            return len(one) == len(other) and all(map(self._alike, one, other))
+        if isinstance(one, dict) and isinstance(other, dict):
+            return one.keys() == other.keys() and all(self._alike(one[key], other[key]) for key in one)
+        return type(one) is type(other) and bool(one == other)
+
+    def _are_equal_constants(self, one: Node, other: Node) -> bool:
+        tensors = []
+        for node in (one, other):
+            spec = self._specs.get(node)
+            if spec is None or spec.target is None or spec.kind is not InputKind.CONSTANT_TENSOR:
+                return False
+            tensors.append(self._constants[spec.target])
+        return tensors[0].dtype == tensors[1].dtype and torch.equal(*tensors)
+
+    def copy(self, node: Node, graph: Graph, made: dict[Node, Node]) -> Node:
+        """Appends the nodes of the layer for which a node stands; returns its result."""
+        template, member = self._trace.layers[_number(node)]
+        key = (id(template), template.traced[0])
+        rename = _renaming(template, member)
+        own = {self._begins[key]: made[node.all_input_nodes[0]]}
+
+        def source(read: Node) -> Node:
+            return own[read] if read in own else made[self._counterpart(read, {}, rename)]
+
+        for each in self._inner[key]:
+            own[each] = graph.node_copy(each, source)
+        return own[self._ends[key].all_input_nodes[0]]
+
+
+def _renaming(template: Template, member: int) -> _Rename:
+    """From the names of what the first traced layer reads to what another one does."""
+    kind, origin = template.kind, template.traced[0]
+    numbers: dict[int, int] = {}
+    values = kind.values(member)
+    for place, number in kind.values(origin).items():
+        if numbers.setdefault(number, values[place]) != values[place]:
+            raise NotAlikeError
+    own, others = (f"model.{kind.path}.{each}." for each in (origin, member))
+
+    def state(match: re.Match[str]) -> str:
+        calls, number = divmod(int(match[2]), CALLS_APART)
+        if number not in numbers:
+            raise NotAlikeError
+        return f"{match[1]}{numbers[number] + calls * CALLS_APART}{match[3]}"
+
+    def rename(name: str) -> str:
+        if name.startswith(own):
+            return others + name.removeprefix(own)
+        return _STATE.sub(state, name) if _STATE.fullmatch(name) else name
+
+    return rename
+
+
+def _forms(node: Node) -> list[Any]:
+    values = node.meta.get("val")
+    forms: list[Any] = []
+    for each in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(each, Tensor):
+            if any(not isinstance(size, int) for size in each.shape):  # sizes that follow values
+                raise NotAlikeError
+            forms.append((each.shape, each.dtype, each.stride()))
+        else:
+            forms.append(each)
+    return forms

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What computes a linear layer of a type: what `linears` and `expertLinear` have in common.
+#pragma once
+
+#include "linear_block.h"
+#if defined(STEP_AMX)
+#include "linear_amx.h"
+#endif
+
+namespace step {
+namespace {
+
+template <class Kind>
+struct WorkerOf {
+  using Type = BlockWorker<Kind>;
+};
+#if defined(STEP_AMX)
+template <>
+struct WorkerOf<BFloat16> {
+  using Type = AmxWorker;
+};
+#endif
+
+template <class Kind>
+using LinearWorker = typename WorkerOf<Kind>::Type;
+template <class Kind>
+using Input = typename LinearWorker<Kind>::Input;
+
+}  // namespace
+}  // namespace step

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the library of the kernels from C++, for one instruction set.
+
+It imports nothing outside of Python's own library: the build of a wheel runs it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ..cores import usable_cpus
+from ..processes import Processes, run_jobs
+from .host import InstructionSet
+
+
+SOURCES = Path(__file__).with_name("native")
+PREBUILT = Path(__file__).with_name("prebuilt")
+# Products and sums are contracted where a kernel says so, and nowhere else: elsewhere bits would depend on a loop's tail.
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
+# What makes a library run on machines that do not have this compiler's own libraries, and shows others nothing of them.
+PORTABLE = {
+    "linux": ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-Wl,-s"),
+    "darwin": ("-Wl,-x",),
+}
+
+
+def compiler() -> str | None:
+    """The C++ compiler: the variable CXX, or the system's."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+def check_compiler() -> None:
+    """Raises RuntimeError where there is no C++ compiler."""
+    if compiler() is None:
+        raise RuntimeError(
+            "this installation has no kernels built from its sources, and found no g++ or clang++ to build them; install "
+            "one (apt-get install g++), or name it in the environment variable CXX, or install a wheel made for this machine"
+        )
+
+
+def key(chosen: InstructionSet) -> str:
+    """A digest of all that decides what a library computes, but for the compiler."""
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(SOURCES.iterdir())}
+    facts = [files, sys.platform, platform.machine(), chosen.name, chosen.flags, _FLAGS]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def prebuilt_name(chosen: InstructionSet) -> str:
+    """The name of a wheel's library. It has the key, so that other sources never find it."""
+    return f"{chosen.name}-{key(chosen)}.so"
+
+
+def build(output: Path, chosen: InstructionSet, link_flags: Sequence[str] = ()) -> None:
+    """Compiles the library.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed; then its message is included.
+    """
+    check_compiler()
+    sources = sorted(SOURCES.glob("*.cpp"))
+    command = [str(compiler()), *_FLAGS, *chosen.flags]
+    processes = Processes()
+    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        objects = {source: str(Path(scratch, source.stem + ".o")) for source in sources}
+        compilations = [
+            partial(_run, processes, [*command, "-c", str(source), "-o", target]) for source, target in objects.items()
+        ]
+        run_jobs(compilations, usable_cpus(), processes.end)
+        strict = [] if sys.platform == "darwin" else ["-Wl,--no-undefined"]  # found here, not where it is loaded
+        _run(processes, [*command, *objects.values(), "-shared", *strict, *link_flags, "-o", str(output)])
+
+
+def _run(processes: Processes, command: list[str]) -> None:
+    with processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        output, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} failed on the CPU kernels:\n{output.strip()[-2000:]}")

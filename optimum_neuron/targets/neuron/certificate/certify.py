@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes an artifact's certificate while it is exported: all graphs linted, and executed beside the eager step."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ....artifacts.artifact import GRAPHS_FOLDER
+from ....artifacts.skeleton import assign, empty_model
+from ....artifacts.weights import named_tensors
+from ....checkpoints.digest import file_sha256
+from ....version import __version__
+from ... import CompileJob
+from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..lint.lint import Finding, lint
+from ..lint.lint import passed_rules as passed
+from ..lint.rules import RULES_VERSION
+from .comparison import Comparison, Expected, compare, expect, sampled
+from .document import Certificate
+from .recording import digest
+from .reference import run_reference, state_scales
+from .setup import Setup, in_float32, make_setup, steps_of
+from .trial import choose_trial
+
+
+def certify(model: PreTrainedModel, job: CompileJob) -> Certificate:
+    """Executes the graphs of a folder that becomes an artifact.
+
+    Args:
+        model: what is exported, whole, with its weights.
+        job: whose folder has the graphs and weights.
+
+    Raises:
+        ValueError: a graph computes something else than the model does; what, and where, is named.
+        RuntimeError: XLA cannot execute a graph.
+    """
+    trusted = job.trust_remote_code
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = steps_of(job.config, job.model)
+        trial = choose_trial(job.folder, job.config, job.model, steps, Path(scratch), trust_remote_code=trusted)
+        setup = make_setup(job.folder, trial, job.model, job.tied_weights, trust_remote_code=trusted)
+        scales, expected, comparisons = compare_with_eager(model, setup, trust_remote_code=trusted)
+    different = next((each for each in comparisons if not each.holds), None)
+    if different is not None:
+        raise ValueError(
+            f"the lowered graphs do not compute what the model does: {different}; use target='cpu', and report the model"
+        )
+    return Certificate(
+        rules_version=RULES_VERSION,
+        rules=passed_rules(job.folder, job.config.target),
+        graphs={path.stem: file_sha256(path) for path in hlo_files(job.folder)},
+        layers=trial.layers,
+        all_layers=trial.all_layers,
+        config=trial.config,
+        executed={name: module.io.hlo_sha256 for name, module in setup.modules.items()},
+        steps=len(setup.steps),
+        tokens=sum(len(step.written) for step in setup.steps),
+        steps_sha256=digest(setup.steps),
+        scales=scales,
+        comparisons=comparisons,
+        expected=expected,
+        versions=versions(),
+    )
+
+
+def compare_with_eager(
+    model: nn.Module, setup: Setup, *, trust_remote_code: bool
+) -> tuple[dict[str, int], tuple[Expected, ...], tuple[Comparison, ...]]:
+    """Executes in float32, and where the graphs have another type also in that.
+
+    Args:
+        model: the whole one.
+
+    Returns:
+        The scales of the history, a record of what was expected, and how the modules compare.
+    """
+    scales: dict[str, int] = {}
+    records, comparisons = [], list[Comparison]()
+    for dtype in dict.fromkeys(("float32", setup.trial.config.dtype)):
+        scales, expected = _expected(model, setup, dtype, scales, trust_remote_code=trust_remote_code)
+        comparisons += compare(expected, setup.execute(dtype, scales))
+        records.append(sampled(expected, setup.steps))
+    return scales, tuple(records), tuple(comparisons)
+
+
+def _expected(
+    model: nn.Module, setup: Setup, dtype: str, scales: dict[str, int], *, trust_remote_code: bool
+) -> tuple[dict[str, int], Expected]:
+    """What the eager step makes in a type; its model is gone before XLA gets weights of its own.
+
+    Args:
+        scales: empty where they are not known yet.
+    """
+    reference = _reference_model(model, setup, dtype, trust_remote_code=trust_remote_code)
+    states = setup.states(dtype)
+    scales = scales or state_scales(reference, states, setup.graphs, setup.spec, setup.steps)
+    one, moved = (
+        run_reference(reference, states, setup.graphs, setup.spec, setup.steps, scales, shake=shake)
+        for shake in (False, True)
+    )
+    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads)
+
+
+def _reference_model(model: nn.Module, setup: Setup, dtype: str, *, trust_remote_code: bool) -> nn.Module:
+    """The model of the trial by transformers, in a type of its own, with the weights of the whole model."""
+    own = setup.trial.config.dtype
+    if setup.trial.whole and dtype == own:
+        return model
+    reference = empty_model(setup.trial.folder, dtype, trust_remote_code=trust_remote_code)
+    tensors = named_tensors(model)
+    taken = {name: tensors[name] if dtype == own else in_float32(tensors[name]) for name in named_tensors(reference)}
+    assign(reference, taken)
+    return reference
+
+
+def passed_rules(folder: Path, target: str) -> tuple[str, ...]:
+    """The lint's rules that no graph of a folder breaks."""
+    findings: list[Finding] = []
+    for path in hlo_files(folder):
+        findings += lint(path.stem, path.read_bytes(), read_graph_io(path), target)
+    return passed(findings)
+
+
+def hlo_files(folder: Path) -> list[Path]:
+    """The HLO modules of an artifact's folder."""
+    return sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))
+
+
+def versions() -> dict[str, str]:
+    """Of what lowers and computes here."""
+    found = {"optimum_neuron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("torch-xla", "neuronx-cc"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what executed modules make with what the eager step makes, within a bound that follows from measured rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .host_ranks import Found
+from .parts import Heads, part, real_heads
+from .recording import Step
+from .reference import Reference
+
+
+# How many times what moving each module's results by a unit moves the eager step. Tiny models differ by up to 1.0 times as
+# much; the rest is for wide layers, whose sums in another order such moves do not cover.
+TIMES_ROUNDING = 16.0
+# A 16-bit router may choose other experts by rounding, which moves few tokens far: there means are compared.
+STATISTICS = {"float32": "largest", "bfloat16": "mean", "float16": "mean"}
+_COLUMNS, _POSITIONS = 24, 24
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of all that one subject is compared by.
+
+    Attributes:
+        subject: what is compared, in words.
+        dtype: in which the module was executed.
+        place: where the difference is nearest to its bound, or beyond it.
+        difference, noise, bound: `noise` is what rounding was measured to move; of tokens, how many rows chose others.
+        count: numbers that were compared.
+    """
+
+    subject: str
+    dtype: str
+    place: str
+    difference: float
+    noise: float
+    bound: float
+    count: int
+
+    @property
+    def holds(self) -> bool:
+        """False also where the difference is no number."""
+        return self.difference <= self.bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.subject} in {self.dtype} differ by {self.difference:.2g} from the eager step at {self.place}, where at most "
+            f"{self.bound:.2g} is rounding"
+        )
+
+
+@dataclass
+class Entry:
+    """Numbers that are expected somewhere.
+
+    Attributes:
+        rows: of the first dimension, those that are compared; None: all but the last, where padding is written.
+        heads: of the second dimension; None: all.
+        positions: of these numbers, flat, those that are kept; None: all.
+    """
+
+    subject: str
+    place: str
+    values: Tensor
+    noise: float
+    rows: tuple[int, ...] | None
+    heads: list[int] | None = None
+    positions: list[int] | None = None
+
+    def pick(self, found: Tensor) -> Tensor:
+        """The numbers of a result that are compared with `values`."""
+        kept = found[:-1] if self.rows is None else found[list(self.rows)]
+        kept = kept if self.heads is None else kept[:, self.heads]
+        return kept if self.positions is None else kept.flatten()[self.positions]
+
+
+@dataclass
+class Expected:
+    """What executed steps are expected to make.
+
+    Attributes:
+        outputs: by number of the step and name of the output; states have the number of steps.
+        tokens: of each row in use, those that rounding may choose; empty where they are not compared.
+    """
+
+    dtype: str
+    outputs: dict[tuple[int, str, int], Entry] = field(default_factory=dict)
+    tokens: dict[tuple[int, str], dict[int, tuple[int, ...]]] = field(default_factory=dict)
+
+
+def statistic(difference: Tensor, dtype: str) -> float:
+    """One number of many; infinite where one of them is no number."""
+    if not difference.numel():
+        return 0.0
+    each = difference.float().abs().nan_to_num(torch.inf, torch.inf, torch.inf)
+    return float(each.max() if STATISTICS[dtype] == "largest" else each.mean())
+
+
+def expect(
+    one: Reference, moved: Reference, steps: Sequence[Step], dtype: str, ranks: int, heads: Heads | None
+) -> Expected:
+    """What follows from the eager step, once as it is and once moved by rounding."""
+    expected = Expected(dtype)
+    noise = _noise_of_logits(one, moved, steps, dtype)
+    for (number, name), logits in one.logits.items():
+        rows, graph = _rows(steps[number], name), steps[number].graph
+        for rank in range(ranks):
+            place = f"step {number}" + (f" of rank {rank}" if ranks > 1 else "")
+            entry = Entry(f"{graph}: {name}", place, logits[list(rows)], noise, rows)
+            expected.outputs[number, name, rank] = entry
+    if STATISTICS[dtype] == "largest":
+        for (number, name), choice in one.choices.items():
+            bound = TIMES_ROUNDING * noise
+            expected.tokens[number, name] = {row: choice.accepted(row, bound) for row in _rows(steps[number], name)}
+    for name, state in one.states.items():
+        moved_by = statistic(moved.states[name][:-1].float() - state[:-1].float(), dtype)
+        subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"
+        for rank in range(ranks):
+            own, kept = state, None
+            if heads is not None:
+                own, kept = part(state, heads[name][rank]), real_heads(heads[name][rank])
+            entry = Entry(subject, name, torch.empty(0), moved_by, None, kept)
+            entry.values = entry.pick(own)
+            expected.outputs[len(steps), name, rank] = entry
+    return expected
+
+
+def _noise_of_logits(one: Reference, moved: Reference, steps: Sequence[Step], dtype: str) -> float:
+    """Over all rows in use, also those of which a graph returns the token alone."""
+    pairs = [(number, name, logits, moved.logits[number, name]) for (number, name), logits in one.logits.items()]
+    pairs += [(*key, choice.logits, moved.choices[key].logits) for key, choice in one.choices.items()]
+    rows = [_difference(found, logits, _rows(steps[number], name)) for number, name, logits, found in pairs]
+    return statistic(torch.cat(rows), dtype)
+
+
+def _difference(found: Tensor, expected: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return (found[list(rows)] - expected[list(rows)]).flatten()
+
+
+def _rows(step: Step, output: str) -> tuple[int, ...]:
+    return step.rows[output.split(".")[0]]
+
+
+def compare(expected: Expected, found: Found) -> list[Comparison]:
+    """One comparison per graph and output, and per kind of state."""
+    results: dict[str, Comparison] = {}
+    pooled: dict[str, list[Tensor]] = {}
+    for (number, name, rank), entry in expected.outputs.items():
+        tensor = found[rank][number].get(name)
+        picked = torch.full_like(entry.values, torch.nan) if tensor is None else entry.pick(tensor)
+        difference = picked.float() - entry.values.float()
+        if entry.rows is not None:
+            pooled.setdefault(entry.subject, []).append(difference.flatten())
+            difference = torch.cat(pooled[entry.subject]) if STATISTICS[expected.dtype] == "mean" else difference
+        size, bound = statistic(difference, expected.dtype), TIMES_ROUNDING * entry.noise
+        one = Comparison(entry.subject, expected.dtype, entry.place, size, entry.noise, bound, difference.numel())
+        results[entry.subject] = _worse(results.get(entry.subject), one, pooled=entry.rows is not None)
+    return [*results.values(), *_compare_tokens(expected, found)]
+
+
+def _worse(known: Comparison | None, one: Comparison, *, pooled: bool) -> Comparison:
+    """The one nearer to its bound, with the count of both; a mean over all that came before stands for itself."""
+    if known is None:
+        return one
+    if pooled and STATISTICS[one.dtype] == "mean":
+        return one
+    worse = one if _share(one) > _share(known) else known
+    return replace(worse, count=known.count + one.count)
+
+
+def _share(one: Comparison) -> float:
+    if one.bound:
+        return one.difference / one.bound
+    return 0.0 if one.difference == 0 else float("inf")
+
+
+def _compare_tokens(expected: Expected, found: Found) -> Iterable[Comparison]:
+    wrong: dict[str, list[str]] = {}
+    counts: dict[str, int] = {}
+    for (number, name), accepted in expected.tokens.items():
+        subject = name
+        for rank, results in enumerate(found):
+            tokens = results[number].get(name)
+            for row, allowed in accepted.items():
+                counts[subject] = counts.get(subject, 0) + 1
+                if tokens is None or int(tokens[row]) not in allowed:
+                    wrong.setdefault(subject, []).append(f"step {number}, row {row}, rank {rank}")
+    for subject, count in counts.items():
+        places = wrong.get(subject, [])
+        yield Comparison(subject, expected.dtype, places[0] if places else "", len(places), 0.0, 0.0, count)
+
+
+def sampled(expected: Expected, steps: Sequence[Step]) -> Expected:
+    """The same with a few numbers of each tensor, half of those of states in columns that steps wrote: a record of it."""
+    kept = Expected(expected.dtype, tokens=expected.tokens)
+    random = np.random.default_rng(2)
+    written = sorted({place for step in steps for place in step.written})
+    for key, entry in expected.outputs.items():
+        size = entry.values.numel()
+        if entry.rows is None:
+            positions = (
+                _written_positions(entry.values, written, random) + random.integers(0, size, _POSITIONS).tolist()
+            )
+        else:
+            positions = random.integers(0, size, min(size, _COLUMNS)).tolist() if size else []
+        values = entry.values.flatten()[positions]
+        kept.outputs[key] = replace(entry, values=values, positions=positions)
+    return kept
+
+
+def _written_positions(values: Tensor, written: Sequence[tuple[int, int]], random: np.random.Generator) -> list[int]:
+    """Flat positions in a state `[slots, heads, columns, dim]`, at tokens that were written; none in another state."""
+    if values.dim() != 4 or not values.numel():
+        return []
+    _, heads, columns, dim = values.shape
+    places = []
+    for index in random.integers(0, len(written), _POSITIONS):
+        slot, column = written[index]
+        head, offset = int(random.integers(heads)), int(random.integers(dim))
+        places.append(((slot * heads + head) * columns + column) * dim + offset)
+    return places

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that a certificate executes: made of sizes and a seed alone, so that any machine makes the same.
+
+Slots begin with a history of numbers in every column, so that one step near the end of its context tries all columns that
+it may see and must not see, also those of a window; a prompt as long as the context would cost thousands of times as much.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....graphs.spec import CHUNK, DECODE, GREEDY, GraphSpec, SamplingParams, TensorSpec
+from ..graph_io import COPY_SLOT
+
+
+_SAMPLED = SamplingParams(8, 0.9, 0.8)
+_IDLE = -1
+# Whole numbers of so many bits are exact in every type of a cache.
+_LARGEST_LEVEL = 127
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of a graph.
+
+    Attributes:
+        inputs: by name, in the graph's order.
+        rows: by group of rows, those whose results are somebody's.
+        written: slot and column of each token that the step writes.
+    """
+
+    graph: str
+    inputs: Mapping[str, Tensor]
+    rows: Mapping[str, tuple[int, ...]]
+    written: tuple[tuple[int, int], ...]
+
+
+def drawn(tokens: str) -> str:
+    """What the tokens of a sampler are called beside those that its step chose, of whose name this is made."""
+    return tokens.replace(".tokens", ".drawn")
+
+
+def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -> tuple[Step, ...]:
+    """The steps of all graphs, in the order in which they run.
+
+    Per graph with chunks: a prompt that ends within a chunk, its continuation off the chunks' boundaries beside other rows of
+    the same prompt where there are several, a chunk at the end of the context, and one of a single token. Decode rows follow
+    these prompts, stand at the end of the context, or idle; sampled rows alternate with greedy ones. A copied slot decodes.
+
+    Args:
+        token_ids: how many the model takes.
+        copies: whether there is a graph that copies slots.
+    """
+    writer = _Writer(token_ids, graphs[0].batch_size)
+    steps = [step for number, spec in enumerate(graphs) for step in writer.steps(spec, number)]
+    if copies:
+        decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
+        last, context = decoding.batch_size - 1, decoding.context_length
+        length = max(1, context // 2)
+        steps.append(_copy(0, last, length))
+        # Behind the first column that is not copied, so that it stays as it is.
+        steps.append(writer.step(decoding, {last: min(length + 1, context - 1)}, {}))
+    return tuple(steps)
+
+
+def history(specs: Sequence[TensorSpec], scales: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """What slots hold before the first step, state by state, exact in every type.
+
+    Args:
+        scales: by state, the power of two that its largest number is about.
+    """
+    for number, spec in enumerate(specs):
+        levels = np.random.default_rng([1, number]).integers(
+            -_LARGEST_LEVEL, _LARGEST_LEVEL, spec.shape, dtype=np.int8, endpoint=True
+        )
+        step = 2.0 ** (scales[spec.name] - _LARGEST_LEVEL.bit_length())
+        yield spec.name, (torch.from_numpy(levels).float() * step).to(getattr(torch, spec.dtype))
+
+
+def digest(steps: Sequence[Step]) -> str:
+    """sha256 of all that steps are given."""
+    found = hashlib.sha256()
+    for step in steps:
+        found.update(step.graph.encode())
+        for name, tensor in step.inputs.items():
+            found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+class _Writer:
+    """Tells the slots' texts on from graph to graph."""
+
+    def __init__(self, token_ids: int, slots: int) -> None:
+        self._random = np.random.default_rng(0)
+        self._token_ids = token_ids
+        self._slots = slots
+        self._lengths = [0] * slots
+        self._turn = 0
+
+    def steps(self, spec: GraphSpec, number: int) -> Iterator[Step]:
+        one, other = number % self._slots, (number + 1) % self._slots
+        if not spec.has_chunk:
+            for turn in range(2):
+                yield self.step(spec, self._decoding(spec, turn, set()), {})
+            return
+        for turn, pieces in enumerate(self._pieces(spec, one, other)):
+            busy = {slot for slot, _, _ in pieces}
+            decode = self._decoding(spec, turn, busy) if spec.has_decode else {}
+            yield self.step(spec, decode, dict(enumerate(pieces)))
+
+    def _pieces(self, spec: GraphSpec, one: int, other: int) -> list[list[tuple[int, int, int]]]:
+        """Of each step: slot, first position and number of tokens by chunk row."""
+        size, context, rows = spec.chunk_size, spec.context_length, spec.ctx_batch_size
+        short = max(1, size * 2 // 3)
+        texts = [(one, 0, size), (one, size, short)] if rows > 1 else [(one, 0, short)]
+        start = texts[-1][1] + short
+        texts += [(one, start, size), (other, context - size, size), (other, 0, 1)]
+        kept = [piece for piece in texts if piece[1] + piece[2] <= context]
+        together = rows if rows <= 2 else rows - 1  # the last of many rows idles
+        return [kept[index : index + together] for index in range(0, len(kept), together)]
+
+    def _decoding(self, spec: GraphSpec, turn: int, busy: set[int]) -> dict[int, int]:
+        """Slot to position of the decode rows: every third one idles."""
+        context, positions = spec.context_length, {}
+        for slot in range(self._slots):
+            if slot in busy or (self._slots > 2 and (slot + turn) % 3 == 2):
+                continue
+            follows = self._lengths[slot] if 0 < self._lengths[slot] < context else context // 2
+            positions[slot] = context - 1 if (slot + turn) % 2 == 0 else follows
+        return positions
+
+    def step(self, spec: GraphSpec, decode: Mapping[int, int], chunks: Mapping[int, tuple[int, int, int]]) -> Step:
+        """A step's inputs: `decode` is slot to position, `chunks` row to slot, first position and number of tokens."""
+        inputs = {each.name: self._input(each) for each in spec.inputs()}
+        written = []
+        if spec.has_decode:
+            positions = inputs[f"{DECODE}.position_ids"].fill_(_IDLE)
+            for slot, position in decode.items():
+                positions[slot] = position
+                written.append((slot, position))
+                self._lengths[slot] = position + 1
+        if spec.has_chunk:
+            inputs[f"{CHUNK}.position_ids"].fill_(_IDLE)
+            inputs[f"{CHUNK}.seq_ids"].zero_()
+            for row, (slot, start, count) in chunks.items():
+                columns = torch.arange(spec.chunk_size).clamp(max=count - 1)
+                ids = inputs[f"{CHUNK}.input_ids"][row]
+                ids.copy_(ids[columns].clone())
+                inputs[f"{CHUNK}.position_ids"][row] = start + columns
+                inputs[f"{CHUNK}.seq_ids"][row] = slot
+                written += [(slot, position) for position in range(start, start + count)]
+                self._lengths[slot] = start + count
+        rows = {DECODE: tuple(decode), CHUNK: tuple(chunks)}
+        return Step(spec.name, inputs, rows, tuple(written))
+
+    def _input(self, spec: TensorSpec) -> Tensor:
+        name = spec.name.split(".")[1]
+        if name == "uniforms":
+            return torch.from_numpy(self._random.random(spec.shape, dtype=np.float32))
+        if name == "sampling_params":
+            self._turn += 1
+            rows = [_SAMPLED if (row + self._turn) % 2 else GREEDY for row in range(spec.shape[0])]
+            return torch.tensor(rows, dtype=torch.float32)
+        return torch.from_numpy(self._random.integers(0, self._token_ids, spec.shape, dtype=np.int32))
+
+
+def _copy(source: int, destination: int, length: int) -> Step:
+    numbers = {"source": source, "destination": destination, "length": length}
+    inputs = {f"copy.{name}": torch.tensor([number], dtype=torch.int32) for name, number in numbers.items()}
+    return Step(COPY_SLOT, inputs, {}, tuple((destination, column) for column in range(length)))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the eager step makes of recorded steps, how far rounding moves it, and which tokens rounding may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....graphs.checks.parity import shaken
+from ....graphs.kv_cache import KVCache
+from ....graphs.ops import EAGER_OPS
+from ....graphs.spec import GraphSpec, ModelSpec, SamplingParams, TensorSpec
+from ....graphs.step import StepModule
+from ...eager import EagerExecutable
+from ..graph_io import COPY_SLOT
+from .recording import Step, drawn, history
+
+
+_TOKENS = ".tokens"
+_TEMPERATURE = SamplingParams._fields.index("temperature")
+# Where a uniform number may lie, as parts of how far rounding moves it.
+_PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A call of the sampler: logits `[rows, vocab]`, and what else it is given."""
+
+    logits: Tensor
+    others: tuple[Any, ...]
+
+    def greedy(self) -> Choice:
+        """The same at temperature 0."""
+        params, *rest = self.others
+        return Choice(self.logits, (torch.zeros_like(params), *rest))
+
+    def accepted(self, row: int, bound: float) -> tuple[int, ...]:
+        """The tokens that a row's sampler may choose where each logit is off by up to `bound`.
+
+        Greedy, whoever is so near to the largest. Sampled, whatever the row's own number finds when it is moved by as much
+        as such logits move a probability.
+        """
+        params, uniforms, *rest = self.others
+        logits, own = self.logits[row : row + 1], params[row : row + 1]
+        temperature = float(own[0, _TEMPERATURE])
+        if temperature == 0:
+            near = (logits[0] >= logits[0].max() - 2 * bound).nonzero().flatten()
+            return tuple(near.tolist())
+        shift = min(4 * bound / temperature, 1.0)
+        places = (uniforms[row : row + 1] + shift * torch.tensor(_PLACES)).clamp(0, 1 - 2**-24)
+        drawn = [int(EAGER_OPS.sample(logits, own, place[None], *rest)) for place in places]
+        return tuple(sorted(set(drawn)))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What steps make.
+
+    Attributes:
+        logits: by number of the step and name of the output, `[rows, vocab]`.
+        choices: the same of the outputs that are tokens.
+        states: at the end, by name.
+    """
+
+    logits: dict[tuple[int, str], Tensor]
+    choices: dict[tuple[int, str], Choice]
+    states: dict[str, Tensor]
+
+
+@torch.no_grad()
+def run_reference(
+    model: torch.nn.Module,
+    states: Sequence[TensorSpec],
+    graphs: Sequence[GraphSpec],
+    spec: ModelSpec,
+    steps: Sequence[Step],
+    scales: Mapping[str, int],
+    *,
+    shake: bool = False,
+) -> Reference:
+    """Runs the eager target over a history of its own.
+
+    Args:
+        shake: whether all modules' results are off by a unit in their last place.
+    """
+    cache = KVCache(states)
+    calls: list[Choice] = []
+
+    def sample(logits: Tensor, *others: Any) -> Tensor:
+        calls.append(Choice(logits.clone(), others))
+        return EAGER_OPS.sample(logits, *others)
+
+    modules = {each.name: StepModule(model, cache, each, replace(EAGER_OPS, sample=sample)).eval() for each in graphs}
+    executable = EagerExecutable(modules, cache)
+    for name, state in history(states, scales):
+        executable.write_state(name, state)
+    logits: dict[tuple[int, str], Tensor] = {}
+    choices: dict[tuple[int, str], Choice] = {}
+    with shaken(model, 0) if shake else nullcontext():
+        for number, step in enumerate(steps):
+            if step.graph == COPY_SLOT:
+                source, destination, length = (int(each) for each in step.inputs.values())
+                executable.copy_slot(source, destination, length)
+                continue
+            calls.clear()
+            results = executable.run(step.graph, list(step.inputs.values()))
+            sampled = iter(calls)
+            for output, result in zip(modules[step.graph].spec.outputs(spec.vocab_size), results, strict=True):
+                if output.name.endswith(_TOKENS):
+                    # The step chooses the largest of each row, and a sampler of its own draws.
+                    choice = next(sampled)
+                    choices[number, output.name] = choice.greedy()
+                    choices[number, drawn(output.name)] = choice
+                else:
+                    logits[number, output.name] = result.clone()
+    return Reference(logits, choices, {each.name: executable.read_state(each.name) for each in states})
+
+
+@torch.no_grad()
+def state_scales(
+    model: torch.nn.Module,
+    states: Sequence[TensorSpec],
+    graphs: Sequence[GraphSpec],
+    spec: ModelSpec,
+    steps: Sequence[Step],
+) -> dict[str, int]:
+    """Of each state, the power of two that the largest number that this model writes is about."""
+    first = next(step for step in steps if step.graph != COPY_SLOT)
+    nothing = {each.name: -126 for each in states}
+    found = run_reference(model, states, graphs, spec, [first], nothing).states
+    largest = {name: float(state[:-1].float().abs().max()) for name, state in found.items()}
+    return {name: max(-20, min(20, round(float(torch.tensor(size).log2())))) for name, size in largest.items()}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is executed, from an artifact's folder: steps, modules, and each rank's weights and history."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ....artifacts.artifact import GRAPHS_FOLDER
+from ....artifacts.skeleton import empty_model
+from ....artifacts.weights import rank_weights_name
+from ....config import NeuronConfig
+from ....graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, sampler_inputs, state_specs
+from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..graph_io import COPY_SLOT, SAMPLERS, SCORES
+from ..lowering.lower_all import lower_all
+from ..sharding import shard_plan
+from .host_ranks import Found, Given, Module, execute
+from .parts import Heads, part, state_heads
+from .recording import Step, drawn, history, record_steps
+from .trial import Trial, tied_in
+from .widened import widen
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A trial, ready to be executed.
+
+    Attributes:
+        folder: with the artifact's weights.
+        tied: alias to stored name.
+        heads: which heads ranks hold; None for a single rank.
+    """
+
+    folder: Path
+    trial: Trial
+    spec: ModelSpec
+    tied: Mapping[str, str]
+    modules: Mapping[str, Module]
+    steps: tuple[Step, ...]
+    heads: Heads | None
+
+    @property
+    def ranks(self) -> int:
+        return self.trial.config.tensor_parallel_size
+
+    @property
+    def graphs(self) -> tuple[GraphSpec, ...]:
+        return graph_specs(self.trial.config)
+
+    def states(self, dtype: str) -> tuple[TensorSpec, ...]:
+        """Of the whole model, in a type of their own."""
+        return state_specs(dataclasses.replace(self.trial.config, dtype=dtype), self.spec)
+
+    def execute(self, dtype: str, scales: Mapping[str, int]) -> Found:
+        """Runs all steps on all ranks.
+
+        Args:
+            dtype: the artifact's, or float32 for modules that are widened.
+        """
+        wide = dtype != self.trial.config.dtype
+        modules = {name: Module(*widen(*each)) if wide else each for name, each in self.modules.items()}
+        whole = dict(history(self.states(dtype), scales))
+        states = [
+            whole if self.heads is None else {name: part(each, self.heads[name][rank]) for name, each in whole.items()}
+            for rank in range(self.ranks)
+        ]
+        scores = {name: torch.zeros(shape) for name, shape in self._scores().items()}
+        weights = [self._weights(rank, wide=wide) for rank in range(self.ranks)]
+        runs = [list(self._runs(step)) for step in self.steps]
+        found = execute(modules, weights, [own | scores for own in states], [run for each in runs for run in each])
+        return [_by_step(results, [len(each) for each in runs]) for results in found]
+
+    def _scores(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what steps leave for samplers."""
+        states = (each for module in self.modules.values() for each in module.io.inputs if each.role == "state")
+        return {each.name: each.shape for each in states if each.name.startswith(SCORES)}
+
+    def _runs(self, step: Step) -> Iterator[Given]:
+        """A step, and every sampler that may follow it."""
+        yield Given(step.graph, step.inputs)
+        for group, sampler in SAMPLERS.items():
+            names = [each.name for each in sampler_inputs(group, 0)]
+            if names[0] in step.inputs:
+                yield Given(sampler, {name: step.inputs[name] for name in names})
+
+    def _weights(self, rank: int, *, wide: bool) -> dict[str, Tensor]:
+        needed = {name for module in self.modules.values() for name in module.io.names("weight")}
+        found = {}
+        with safe_open(self.folder / rank_weights_name(rank, self.ranks), framework="pt") as file:
+            for name in sorted(needed):
+                tensor = file.get_tensor(self.tied.get(name, name))
+                found[name] = tensor.float() if wide and tensor.is_floating_point() else tensor
+        return found
+
+
+def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    """What each step's runs returned, samplers under names of their own; and last, the states."""
+    rest = iter(results)
+    steps = []
+    for count in counts:
+        found = dict(next(rest))
+        for _ in range(count - 1):
+            found |= {drawn(name): tokens for name, tokens in next(rest).items()}
+        steps.append(found)
+    return [*steps, next(rest)]
+
+
+def steps_of(config: NeuronConfig, spec: ModelSpec) -> tuple[Step, ...]:
+    """The steps that are executed at a config's sizes."""
+    ids = min(spec.num_embeddings, spec.vocab_size)
+    return record_steps(graph_specs(config), ids, copies=config.batch_size > 1 and spec.reuses_prefixes)
+
+
+def make_setup(
+    folder: Path, trial: Trial, spec: ModelSpec, tied: Mapping[str, str], *, trust_remote_code: bool
+) -> Setup:
+    """Reads an artifact's modules, or lowers those of its first layers.
+
+    Args:
+        folder: of the artifact, or one that becomes it: with its graphs and weights.
+        spec: of the artifact's whole model.
+
+    Raises:
+        ValueError: the first layers cannot be lowered, or not be shared by so many ranks.
+    """
+    config = trial.config
+    if trial.whole:
+        few, names = spec, [each.name for each in graph_specs(config)]
+        names += SAMPLERS.values() if config.on_device_sampling else ()
+        names += [COPY_SLOT] if config.batch_size > 1 and spec.reuses_prefixes else []
+        modules = {name: _read_module(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)) for name in names}
+    else:
+        few = first_layers(spec, trial.layers)
+        tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
+        lowered = lower_all(trial.folder, config, tied, trust_remote_code=trust_remote_code)
+        modules = {graph.name: Module(graph.hlo, graph.io) for graph in lowered}
+    heads = None
+    if config.tensor_parallel_size > 1:
+        model = empty_model(trial.folder, config.dtype, trust_remote_code=trust_remote_code)
+        heads = state_heads(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), few, model)
+    return Setup(folder, trial, few, tied, modules, steps_of(config, few), heads)
+
+
+def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """What the graphs of a model's first layers keep."""
+    return dataclasses.replace(
+        spec,
+        layers=tuple(each for each in spec.layers if each.layer_idx < layers),
+        convolutions=tuple(each for each in spec.convolutions if each.layer_idx < layers),
+    )
+
+
+def _read_module(path: Path) -> Module:
+    return Module(path.read_bytes(), read_graph_io(path))
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """A weight as a model in float32 has it."""
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

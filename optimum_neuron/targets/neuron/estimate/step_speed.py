@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the steps of a model take on a group of cores: the time that nothing beats, and the one that is expected.
+
+The first is a roofline: no step is faster than its bytes at full bandwidth or its products at full rate. The second has the
+shares of both that published runs reached, and a latency per layer: see sdk/step_times.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....graphs.spec import GraphSpec
+from ..sdk.hardware import Chip
+from ..sdk.step_times import DECODE, PREFILL, Accuracy, StepTimes
+from .step_needs import SCORE_BYTES
+
+
+if TYPE_CHECKING:
+    from .core_sizes import CoreSizes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step of one graph, in seconds.
+
+    Attributes:
+        tokens: that the step advances, all rows in use.
+        peak_s: at the chip's peaks.
+        expected_s: as published runs tell.
+        low_s, high_s: where four of five models lie that no run of the fit had; never below the peak.
+        bound: what the peak time is spent on, "memory" or "compute".
+    """
+
+    tokens: int
+    peak_s: float
+    expected_s: float
+    low_s: float
+    high_s: float
+    bound: str
+
+    @property
+    def peak_rate(self) -> float:
+        """Tokens per second that nothing exceeds."""
+        return self.tokens / self.peak_s
+
+    @property
+    def expected_rate(self) -> float:
+        """Tokens per second as published runs tell."""
+        return self.tokens / self.expected_s
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens per second at `high_s` and at `low_s`."""
+        return self.tokens / self.high_s, self.tokens / self.low_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one core of a group does in a step, each in seconds at the chip's peak, but for the latencies.
+
+    Attributes:
+        weights, cache: reading them.
+        products: of weights and what they are multiplied with.
+        scores: reading and writing attention's float32 scores once.
+        latencies: layers, each counted once and once more for every doubling of the group.
+    """
+
+    weights: float
+    cache: float
+    products: float
+    scores: float
+    latencies: float
+
+    def seconds(self, times: StepTimes) -> float:
+        """What the step is expected to take."""
+        return (
+            self.weights / times.weights
+            + self.cache / times.cache
+            + self.products / times.flops
+            + self.scores / times.scores
+            + self.latencies * times.layer_s
+        )
+
+
+def step_work(sizes: CoreSizes, rows: int, length: int, context_length: int, chip: Chip, cores: int) -> StepWork:
+    """The work of a step of `rows` rows of `length` tokens, in graphs where every expert computes every token.
+
+    Args:
+        context_length: columns of the cache that attention reads.
+        cores: of the group.
+    """
+    scores = rows * length * context_length * sizes.heads * SCORE_BYTES
+    return StepWork(
+        weights=weight_bytes_read(sizes, None) / chip.core_bandwidth,
+        cache=cache_bytes_read(sizes, rows, context_length) / chip.core_bandwidth,
+        products=flops(sizes, rows, length, 0, all_experts=True) / chip.core_flops(sizes.dtype),
+        scores=scores / chip.core_bandwidth,
+        latencies=sizes.depth * (1 + math.log2(cores)),
+    )
+
+
+def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: StepTimes) -> Speed:
+    """The time of one step, of decode rows or of chunk rows, when every core of the group works on its part.
+
+    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, in which every
+    expert computes every token.
+    """
+    decodes = graph.has_decode
+    rows, length = (graph.batch_size, 1) if decodes else (graph.ctx_batch_size, graph.chunk_size)
+    accuracy: Accuracy = DECODE if decodes else PREFILL
+    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_read(sizes, rows, graph.context_length)
+    memory = reading / chip.core_bandwidth
+    products = flops(sizes, rows, length, graph.context_length, all_experts=False) / chip.core_flops(sizes.dtype)
+    peak = max(memory, products)
+    expected = step_work(sizes, rows, length, graph.context_length, chip, cores).seconds(times)
+    return Speed(
+        tokens=rows * length,
+        peak_s=peak,
+        expected_s=expected,
+        low_s=max(peak, expected * accuracy.low),
+        high_s=expected * accuracy.high,
+        bound="memory" if memory >= products else "compute",
+    )
+
+
+def weight_bytes_read(sizes: CoreSizes, tokens: int | None) -> float:
+    """Bytes of weights that a step reads: all but embedding tables.
+
+    Args:
+        tokens: of routed experts, those count that as many tokens are expected to use; None: all.
+    """
+    unused = 0.0 if tokens is None else sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
+    return sizes.weight_bytes - sizes.table_bytes - unused
+
+
+def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: int) -> int:
+    """Bytes of keys and values that a step reads: the graph's context, whatever of it is in use."""
+    return rows * context_length * sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
+
+
+def flops(sizes: CoreSizes, rows: int, length: int, context_length: int, *, all_experts: bool) -> float:
+    """Floating point operations of a step's matrix products: two per parameter and token.
+
+    Args:
+        length: tokens of a row; one token scores its own key apart from its context.
+        all_experts: whether every expert computes every token, or only those that it is routed to.
+    """
+    routed = sum(e.params * (1 if all_experts else e.per_token / e.count) for e in sizes.experts)
+    seen = sum(
+        layer.layers
+        * layer.heads
+        * ((layer.key_dim + layer.value_dim) * context_length + layer.key_dim * (length == 1))
+        for layer in sizes.attention
+    )
+    head = sizes.head_params * (rows if sizes.keeps_logits else rows * length)
+    return 2 * (rows * length * (sizes.linear_params + routed + seen) + head)

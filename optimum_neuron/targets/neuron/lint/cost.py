@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step must move and compute on one core, counted in its HLO: the one cost model of the Neuron targets.
+
+It is a lower bound. Elementwise operators, slices and reshapes are computed by the operator that takes their result, and
+a result that the core's own memory (SBUF) can hold never leaves it. So device memory is read by each operator that needs a
+weight, a state or a result too large for the core, and a state that is read by two operators is read twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..graph_io import GraphIO
+from ..lowering import hlo
+from ..sdk.hardware import CHIPS
+from .graph import Graph
+from .weight_rules import changes_order
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Operators that a compiler cannot join with the one that takes their result; all others are computed there.
+_KERNELS = frozenset({
+    *COLLECTIVES, "dot", "convolution", "reduce", "reduce-window", "select-and-scatter", "sort", "gather", "scatter",
+    "dynamic-slice", "dynamic-update-slice", "custom-call", "transpose", "batch-norm-inference", "reverse", "tuple",
+})  # fmt: skip
+_RESHAPES = frozenset({"reshape", "bitcast", "copy", "broadcast"})
+_UPDATES = frozenset({"scatter", "dynamic-update-slice"})
+_SMALLEST_SBUF = min(chip.core_sbuf for chip in CHIPS.values())
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """One run of a graph on one core.
+
+    Attributes:
+        read: bytes of device memory.
+        needed: the least of it: each weight, state and input once, as far as any operator looks at it.
+        written: bytes of device memory.
+        transposed: bytes of weights and states whose dimensions change places before a product takes them.
+        flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
+        collectives: how often each kind runs.
+        collective_bytes: of their results, or of their operands where these are larger.
+    """
+
+    name: str
+    read: int
+    needed: int
+    written: int
+    transposed: int
+    flops: dict[str, int]
+    collectives: dict[str, int]
+    collective_bytes: int
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    def seconds(self, target: str) -> float:
+        """The roofline: memory and products overlap, and collectives and launches take no time.
+
+        Raises:
+            ValueError: the target's peaks are not known.
+        """
+        chip = CHIPS.get(target)
+        if chip is None:
+            raise ValueError(f"target={target!r} is no chip with peaks; choose one of {', '.join(CHIPS)}")
+        products = sum(count / chip.core_flops(dtype) for dtype, count in self.flops.items())
+        return max((self.read + self.written) / chip.core_bandwidth, products)
+
+
+def graph_cost(name: str, data: bytes, io: GraphIO, target: str) -> GraphCost:
+    """Counts one graph; on-chip memory is that of its target, or for `hlo` the smallest.
+
+    Raises:
+        ValueError: `data` is no HLO module, or a product in it is of a type for which no peak is known.
+    """
+    return _Counter(Graph(name, hlo.parse(data), io, target)).count()
+
+
+class _Counter:
+    """Walks a graph's entry computation once."""
+
+    def __init__(self, graph: Graph) -> None:
+        chip = CHIPS.get(graph.target)
+        self._graph = graph
+        self._sbuf = _SMALLEST_SBUF if chip is None else chip.core_sbuf
+        self._entry = hlo.entry(graph.module)
+        self._position = {each.id: index for index, each in enumerate(self._entry.instructions)}
+        self._in_place = self._updates_in_place()
+
+    def count(self) -> GraphCost:
+        reads: dict[int, list[int]] = defaultdict(list)
+        written = transposed = moved = 0
+        flops: Counter[str] = Counter()
+        collectives: Counter[str] = Counter()
+        for each in self._entry.instructions:
+            if not self._is_kernel(each):
+                continue
+            for source, size in self._reads(each):
+                reads[source].append(size)
+            written += self._written(each)
+            if each.opcode == "transpose":
+                transposed += self._of_memory(each)
+            elif each.opcode in ("dot", "convolution"):
+                flops[self._dtype(each)] += self._flops(each)
+            elif each.opcode in COLLECTIVES:
+                collectives[each.opcode] += 1
+                moved += max(_bytes(each.shape), sum(_bytes(part.shape) for part in self._graph.operands(each)))
+        return GraphCost(
+            name=self._graph.name,
+            read=sum(map(sum, reads.values())),
+            needed=sum(max(sizes) for source, sizes in reads.items() if self._is_parameter(source)),
+            written=written,
+            transposed=transposed,
+            flops=dict(flops),
+            collectives=dict(collectives),
+            collective_bytes=moved,
+        )
+
+    def _is_parameter(self, number: int) -> bool:
+        return bool(self._graph.by_id[number].opcode == "parameter")
+
+    def _is_kernel(self, each: Any) -> bool:
+        if each.opcode == "transpose":
+            return changes_order(each, self._graph.operands(each)[0])
+        return each.opcode in _KERNELS
+
+    def _reads(self, kernel: Any) -> Iterator[tuple[int, int]]:
+        """What an operator reads of device memory: the id of a parameter or result, and bytes."""
+        for source, count in self._cone(kernel):
+            where = self._in_place.get(source.id, source.id)
+            if source.opcode == "parameter" or where != source.id or _bytes(source.shape) > self._sbuf:
+                yield where, count * _itemsize(source.shape)
+
+    def _cone(self, kernel: Any) -> Iterator[tuple[Any, int]]:
+        """Parameters and results of other operators that one takes, and how many of their elements it can need."""
+        limits: dict[int, int] = {}
+        found: Counter[int] = Counter()
+        pending: list[int] = []
+        for operand, count in self._needed(kernel):
+            self._visit(operand, count, limits, found, pending)
+        while pending:  # users before what they use, so that a limit is known in full when it is passed on
+            each = self._entry.instructions[-heapq.heappop(pending)]
+            for operand in self._graph.operands(each):
+                self._visit(operand, limits[each.id], limits, found, pending)
+        for number, count in found.items():
+            source = self._graph.by_id[number]
+            yield source, min(count, _elements(source.shape))
+
+    def _visit(self, each: Any, limit: int, limits: dict[int, int], found: Counter[int], pending: list[int]) -> None:
+        count = min(limit, _elements(each.shape))
+        if each.opcode == "parameter" or self._is_kernel(each):
+            found[each.id] += count
+            return
+        if each.id not in limits:
+            heapq.heappush(pending, -self._position[each.id])
+        limits[each.id] = max(count, limits.get(each.id, 0))
+
+    def _needed(self, kernel: Any) -> Iterator[tuple[Any, int]]:
+        """An operator's operands, and how many elements of each it looks at."""
+        operands = self._graph.operands(kernel)
+        if kernel.opcode == "tuple":
+            aliased = {entry.output_shape_index[0] for entry in self._graph.module.input_output_alias.entries}
+            for index, operand in enumerate(operands):
+                if index not in aliased or self._update_of(operand) is None:
+                    yield operand, _elements(operand.shape)
+            return
+        first, *others = operands
+        if kernel.opcode in ("gather", "dynamic-slice"):
+            yield first, _elements(kernel.shape)
+        elif kernel.id not in self._in_place:
+            yield first, _elements(first.shape)
+        for operand in others:
+            yield operand, _elements(operand.shape)
+
+    def _written(self, kernel: Any) -> int:
+        if kernel.id in self._in_place:
+            return _bytes(self._graph.operands(kernel)[1 if kernel.opcode == "dynamic-update-slice" else 2].shape)
+        if kernel.opcode == "tuple":
+            return sum(_bytes(operand.shape) for operand, _ in self._needed(kernel))
+        size = _bytes(kernel.shape)
+        return size if size > self._sbuf else 0
+
+    def _updates_in_place(self) -> dict[int, int]:
+        """Scatters and updates that change a state's own memory, and that state's parameter."""
+        parameters = hlo.parameters(self._graph.module)
+        root = self._graph.by_id[self._entry.root_id]
+        found: dict[int, int] = {}
+        for alias in self._graph.module.input_output_alias.entries:
+            chain, update = [], self._update_of(self._graph.operands(root)[alias.output_shape_index[0]])
+            while update is not None:
+                chain.append(update.id)
+                before = self._graph.operands(update)[0]
+                update = self._update_of(before)
+            if chain and self._through_reshapes(before).id == parameters[alias.parameter_number].id:
+                found |= dict.fromkeys(chain, parameters[alias.parameter_number].id)
+        return found
+
+    def _update_of(self, each: Any) -> Any | None:
+        each = self._through_reshapes(each)
+        return each if each.opcode in _UPDATES else None
+
+    def _through_reshapes(self, each: Any) -> Any:
+        while each.opcode in _RESHAPES or (each.opcode == "transpose" and not self._is_kernel(each)):
+            operand = self._graph.operands(each)[0]
+            if _elements(operand.shape) != _elements(each.shape):
+                break
+            each = operand
+        return each
+
+    def _of_memory(self, transpose: Any) -> int:
+        """Bytes of a weight or a state that an operator changes the order of."""
+        source = self._through_reshapes(self._graph.operands(transpose)[0])
+        while source.opcode in ("slice", "convert"):
+            source = self._through_reshapes(self._graph.operands(source)[0])
+        held = source.id in self._in_place or source.opcode == "parameter"
+        return _elements(transpose.shape) * _itemsize(source.shape) if held else 0
+
+    def _dtype(self, product: Any) -> str:
+        name = hlo.dtype_name(self._graph.operands(product)[0].shape)
+        if not all(name in chip.flops for chip in CHIPS.values()):
+            raise ValueError(f"{self._graph.name}: {product.name} is a product of {name}, for which no peak is known")
+        return name
+
+    def _flops(self, product: Any) -> int:
+        left, right = self._graph.operands(product)
+        if product.opcode == "dot":
+            dims = product.dot_dimension_numbers.lhs_contracting_dimensions
+            terms = math.prod(left.shape.dimensions[dim] for dim in dims)
+        else:  # each result is a sum over one filter
+            filters = product.convolution_dimension_numbers.kernel_output_feature_dimension
+            terms = _elements(right.shape) // right.shape.dimensions[filters]
+        return 2 * _elements(product.shape) * terms
+
+
+def _elements(shape: Any) -> int:
+    return math.prod(shape.dimensions)
+
+
+def _itemsize(shape: Any) -> int:
+    return hlo.byte_count(shape) // max(_elements(shape), 1)
+
+
+def _bytes(shape: Any) -> int:
+    """Of an array, or of all parts of a tuple."""
+    return sum(map(_bytes, shape.tuple_shapes)) if shape.tuple_shapes else hlo.byte_count(shape)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about operators: which ones a graph may have, and in what form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..lowering import hlo
+from .graph import INTEGERS, Graph, Place, Severity
+from .operators import CONTROL_FLOW, CUSTOM_CALLS, FORBIDDEN, HOST, RANDOM, SORTS, SUPPORTED, is_listed
+
+
+TOPK_CALL = "AwsNeuronTopK"
+LARGEST_TOPK = 16384
+# Rows of so many values were seen to compile on trn2 for so large a k only.
+LONG_ROW, LARGEST_TOPK_OF_LONG_ROW = 32768, 8
+
+
+def opcodes(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF001 and EUOC002 of the SDK; what is supported: release-notes/components/compiler.rst."""
+    remedy = "express it in other operators"
+    for each in graph.by_id.values():
+        if each.opcode in FORBIDDEN:
+            continue
+        known = each.opcode in SUPPORTED
+        if graph.operators is not None and not is_listed(each.opcode, graph.operators):
+            # The list leaves out operators that the SDK's own graphs are full of.
+            severity: Severity = "warning" if known else "error"
+            yield each, f"the installed compiler does not list {each.opcode}", remedy, severity
+        elif graph.operators is None and not known:
+            yield each, f"{each.opcode} is not documented as supported", remedy, "warning"
+
+
+def control_flow(graph: Graph) -> Iterator[Place]:
+    """compiler/neuronx-cc/faq.rst of the SDK: neither control flow nor shapes that depend on values."""
+    for each in graph.of(*CONTROL_FLOW):
+        yield each, f"a {each.opcode} is control flow", "unroll it, or decide on the host", "error"
+
+
+def host_transfers(graph: Graph) -> Iterator[Place]:
+    """Error code EVRF001 of the SDK: a NEFF runs on the device alone."""
+    for each in graph.of(*HOST):
+        yield each, f"a {each.opcode} talks to the host within a step", "pass it as an input or output", "error"
+
+
+def random(graph: Graph) -> Iterator[Place]:
+    """Error code EVRF006 of the SDK; its list of operators says that RngBitGenerator ignores the user's seed."""
+    for each in graph.of(*RANDOM):
+        yield each, "random numbers of the device ignore seeds", "pass uniform numbers as an input", "error"
+
+
+def reduce_windows(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF017 to EVRF019 of the SDK. torch-xla makes one of every cumulative sum."""
+    for each in graph.of("reduce-window"):
+        yield each, "a reduce-window, as of cumsum", "multiply by a triangle of ones", "error"
+
+
+def sorts(graph: Graph) -> Iterator[Place]:
+    """Error code EVRF029, seen on trn2 by public ports; api-torch-neuronx-trace.rst of the SDK names sort as unsupported.
+
+    One of the ways to a NEFF turns a sort whose beginning is kept into AwsNeuronTopK (aws-neuron-sdk issue 1339), the others do not.
+    """
+    remedy = (
+        "take the largest one by one, as torch.topk is lowered up to k = 16, or count what is larger than a threshold"
+    )
+    for each in graph.of(*SORTS):
+        source = graph.operands(each)[0].shape
+        yield each, f"a {each.opcode} of {hlo.dtype_name(source)}{list(source.dimensions)}", remedy, "error"
+
+
+def top_k_calls(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF013 and EVRF014 of the SDK (aws-neuron-sdk issue 1339); unsigned indices as nkipy's emitter writes them.
+
+    Rows of 32,768 values were reported to compile on trn2 for k <= 8 only.
+    """
+    for each in graph.of("custom-call"):
+        if each.custom_call_target != TOPK_CALL:
+            continue
+        keys, results = graph.operands(each)[0].shape, list(each.shape.tuple_shapes)
+        if hlo.dtype_name(keys) in INTEGERS:
+            yield each, f"a top-k of {hlo.dtype_name(keys)}", "convert the scores to float32 first", "error"
+        if len(results) != 2 or hlo.dtype_name(results[1]) != "uint32":
+            yield each, "a top-k whose second result is not uint32 indices", "declare indices as uint32", "error"
+        k = max((shape.dimensions[-1] for shape in results if shape.dimensions), default=0)
+        limit = LARGEST_TOPK_OF_LONG_ROW if keys.dimensions[-1] >= LONG_ROW else LARGEST_TOPK
+        if k > limit:
+            problem = f"a top-k with k = {k} of {keys.dimensions[-1]} values, above {limit}"
+            yield each, problem, "search a threshold by counting what is larger", "error"
+
+
+def custom_calls(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF015 and EHCA005 of the SDK, whose page lists the targets that the compiler knows."""
+    for each in graph.of("custom-call"):
+        if each.custom_call_target not in CUSTOM_CALLS:
+            problem = f"custom call {each.custom_call_target} is not one that the compiler knows"
+            yield each, problem, "express it in HLO operators", "error"
+
+
+def slices(graph: Graph) -> Iterator[Place]:
+    """release-notes/components/compiler.rst of the SDK: DynamicUpdateSlice with a constant index only."""
+    for each in graph.of("dynamic-slice", "dynamic-update-slice"):
+        indices = graph.operands(each)[1 if each.opcode == "dynamic-slice" else 2 :]
+        if any(index.opcode != "constant" for index in indices):
+            yield each, f"a {each.opcode} whose start is computed", "use gather, scatter or index_select", "error"
+
+
+def convolutions(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF010 and EVRF011 of the SDK: dilation of the input together with that of the kernel, or with a stride."""
+    for each in graph.of("convolution"):
+        dimensions = each.window.dimensions
+        if not any(dimension.base_dilation > 1 for dimension in dimensions):
+            continue
+        if any(dimension.window_dilation > 1 for dimension in dimensions):
+            yield each, "a convolution that dilates its input and its kernel", "dilate one of them only", "error"
+        if any(dimension.stride > 1 for dimension in dimensions):
+            yield each, "a convolution that dilates its input and takes strides", "do one of them only", "error"
+
+
+def reductions(graph: Graph) -> Iterator[Place]:
+    """release-notes/components/compiler.rst of the SDK: Reduce begins with a constant."""
+    for each in graph.of("reduce"):
+        operands = graph.operands(each)
+        if any(graph.origin(start).opcode != "constant" for start in operands[len(operands) // 2 :]):
+            yield (
+                each,
+                "a reduce that begins with a computed number",
+                "begin with a constant, add the number after",
+                "error",
+            )
+
+
+def strided_stores(graph: Graph) -> Iterator[Place]:
+    """longdct/vllm-neuron, neuron-lowering-pitfalls.md: a partial store of stride 2 does not lower."""
+    remedy = "write whole groups of neighbours, or select between old and new values"
+    for each in graph.of("pad"):
+        if any(dimension.interior_padding > 0 for dimension in each.padding_config.dimensions):
+            yield each, "a pad between values, which stores with a stride", remedy, "error"
+    for each in graph.of("scatter"):
+        sizes, numbers = graph.operands(each)[0].shape.dimensions, each.scatter_dimension_numbers
+        indexed = set(numbers.scatter_dims_to_operand_dims)
+        inserted = set(numbers.inserted_window_dims)
+        whole = [axis for axis, size in enumerate(sizes) if size > 1 and axis not in inserted]
+        if any(axis > min(whole, default=len(sizes)) for axis in indexed & inserted if sizes[axis] > 1):
+            yield each, "a scatter of columns, which stores with a stride", remedy, "error"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about numbers and shapes: types, ranges, constants, and what is computed in another type than written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..lowering import hlo
+from .graph import INTEGERS, Graph, Place
+
+
+CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belong with the weights
+# A power of two above half of the largest number of a type: two that are as large add up to infinity.
+MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
+
+
+def types(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF004, EVRF005, EVRF051, EVRF052, ESFH002 and ESPP004 of the SDK."""
+    reported = set()
+    for each in graph.by_id.values():
+        name = hlo.dtype_name(each.shape)
+        remedy = _type_remedy(name, graph.target)
+        if remedy is not None and (name, each.opcode) not in reported:
+            reported.add((name, each.opcode))
+            yield each, f"type {name} does not run on {graph.target}", remedy, "error"
+
+
+def _type_remedy(name: str, target: str) -> str | None:
+    if name.startswith("complex"):
+        return "compute with real numbers"
+    if name in ("float64", "int64", "uint64"):
+        return "use the 32-bit type"
+    if name.endswith("fnuz"):
+        return "use float8_e4m3 or float8_e5m2"
+    if name == "float8_e4m3fn" and target in ("inf2", "trn1", "trn2", "hlo"):
+        return "use bfloat16, or float8_e4m3 scaled to 240"
+    return "use float8_e4m3fn" if name == "float8_e4m3" and target == "trn3" else None
+
+
+def dynamic_shapes(graph: Graph) -> Iterator[Place]:
+    """Error code EMOD025 of the SDK."""
+    for each in graph.by_id.values():
+        if any(each.shape.is_dynamic_dimension) or any(size < 0 for size in each.shape.dimensions):
+            yield each, f"shape {list(each.shape.dimensions)} is dynamic", "compute it with a fixed size", "error"
+
+
+def integer_compute(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF016, EVRF022, EVRF035 and EVRF060 to EVRF063 of the SDK: float32 is exact up to 2^24 only."""
+    for each in graph.of("dot"):
+        if hlo.dtype_name(graph.operands(each)[0].shape) in INTEGERS:
+            yield each, "a matrix product of integers", "convert to float32 first", "error"
+    for each in graph.of("scatter", "all-reduce", "reduce-scatter"):
+        if hlo.dtype_name(each.shape) in INTEGERS and _combines(graph, each):
+            yield each, f"an integer {each.opcode} is computed in float32", "compute it in float32 yourself", "error"
+    for each in graph.of("power"):
+        if hlo.dtype_name(each.shape) in INTEGERS:
+            yield each, "an integer power", "multiply, or convert to float32", "error"
+    for each in graph.of("shift-right-arithmetic"):
+        if hlo.dtype_name(each.shape) not in ("int32", "uint32"):
+            yield each, "an arithmetic shift of other than 32 bits", "convert to int32 first", "error"
+
+
+def _combines(graph: Graph, instruction: Any) -> bool:
+    """Whether the called computation computes, rather than take the new value."""
+    computation = graph.computations[instruction.called_computation_ids[0]]
+    return bool(graph.by_id[computation.root_id].opcode != "parameter")
+
+
+def unsigned(graph: Graph) -> Iterator[Place]:
+    """longdct/vllm-neuron, neuron-lowering-pitfalls.md: uint32 is lost unless the cast is last; a top-k's -1 is 4294967295."""
+    for each in graph.by_id.values():
+        if each.opcode == "tuple" or hlo.dtype_name(each.shape) == "uint32":
+            continue
+        if each.opcode != "convert" and any(
+            hlo.dtype_name(operand.shape) == "uint32" for operand in graph.operands(each)
+        ):
+            yield each, f"{each.opcode} of uint32", "compute with int32, and convert to uint32 last", "error"
+    for each in graph.by_id.values():
+        if hlo.dtype_name(each.shape) == "uint32" and each.opcode not in ("convert", "get-tuple-element", "parameter"):
+            yield each, f"{each.opcode} as uint32", "compute with int32, and convert to uint32 last", "error"
+
+
+def index_ranges(graph: Graph) -> Iterator[Place]:
+    """Error codes EVRF031 and EVRF056 of the SDK; nrt_status.rst, 1006: a device neither clamps nor drops indices."""
+    for each in graph.of("gather", "scatter"):
+        operand, indices = graph.operands(each)[:2]
+        if each.opcode == "gather":
+            dims = each.gather_dimension_numbers.start_index_map
+        else:
+            dims = each.scatter_dimension_numbers.scatter_dims_to_operand_dims
+        largest = _largest_index(graph, indices)
+        if len(dims) == 1 and largest is not None and largest >= operand.shape.dimensions[dims[0]]:
+            size = operand.shape.dimensions[dims[0]]
+            problem = f"index {largest} of a {each.opcode} is beyond dimension {dims[0]} of size {size}"
+            yield each, problem, "the device has no clamping: send it to a row that exists", "error"
+
+
+def _largest_index(graph: Graph, index: Any) -> int | None:
+    """The largest value, where it is known from an iota or a constant."""
+    index = graph.origin(index)
+    if index.opcode == "iota":
+        return int(index.shape.dimensions[index.dimensions[0] if index.dimensions else 0]) - 1
+    if index.opcode == "constant" and index.literal.s32s:
+        return int(max(index.literal.s32s))
+    return None
+
+
+def constants(graph: Graph) -> Iterator[Place]:
+    """nrt_status.rst of the SDK, 1003: a step in which a NaN appears has failed; inf - inf is one."""
+    for each in graph.of("constant"):
+        size = hlo.byte_count(each.shape)
+        if size > CONSTANT_LIMIT:
+            problem = f"a constant of {size:,} bytes, above {CONSTANT_LIMIT:,}"
+            yield each, problem, "make it a buffer of the model, so that it comes with the weights", "error"
+        if any(not math.isfinite(value) for value in hlo.literal_values(each)) and not _is_initial_value(graph, each):
+            yield each, "a constant that is infinite or NaN", "mask with a finite number, as -3e4", "error"
+
+
+def _is_initial_value(graph: Graph, constant: Any) -> bool:
+    """The largest of nothing is minus infinity: every reduce starts there."""
+    users = graph.users[constant.id]
+    return bool(users) and all(
+        user.opcode == "reduce" and constant.id in user.operand_ids[len(user.operand_ids) // 2 :] for user in users
+    )
+
+
+def mask_sums(graph: Graph) -> Iterator[Place]:
+    """nrt_status.rst of the SDK, 1003: two masks of the lowest numbers add up to minus infinity, and a row of it to NaN."""
+    for each in graph.of("add"):
+        limit = MASK_LIMITS.get(hlo.dtype_name(each.shape), math.inf)
+        if all(_is_mask(graph, operand, limit) for operand in graph.operands(each)):
+            yield each, "a sum of two masks of the lowest numbers", "combine what they hide, and mask once", "error"
+
+
+def _is_mask(graph: Graph, instruction: Any, limit: float) -> bool:
+    source = graph.origin(instruction)
+    if source.opcode == "constant":
+        return any(value <= -limit for value in hlo.literal_values(source))
+    operands = graph.operands(source)
+    if source.opcode == "select":
+        return any(_is_mask(graph, choice, limit) for choice in operands[1:])
+    # torch-xla multiplies what is added by 1
+    return source.opcode == "multiply" and any(
+        _is_one(graph, factor) and _is_mask(graph, mask, limit) for factor, mask in (operands, reversed(operands))
+    )
+
+
+def _is_one(graph: Graph, instruction: Any) -> bool:
+    source = graph.origin(instruction)
+    return source.opcode == "constant" and list(hlo.literal_values(source)) == [1.0]
+
+
+def flat_splits(graph: Graph) -> Iterator[Place]:
+    """longdct/vllm-neuron, neuron-lowering-pitfalls.md: torch-xla 2.11 lowers a split of columns to slices of a flat tensor.
+
+    So a chunk has the first row's columns, and after them what follows in memory. Nothing fails.
+    """
+    for each in graph.of("slice"):
+        flat = graph.operands(each)[0]
+        if flat.opcode != "reshape" or len(flat.shape.dimensions) != 1:
+            continue
+        sizes = graph.operands(flat)[0].shape.dimensions
+        cut = [user.shape.dimensions for user in graph.users[each.id] if user.opcode == "reshape"]
+        if sum(size > 1 for size in sizes) > 1 and any(len(chunk) > 1 and chunk[-1] != sizes[-1] for chunk in cut):
+            yield each, "columns that are cut as if rows had no end", "slice each dimension by itself", "error"
+
+
+def dead_operands(graph: Graph) -> Iterator[Place]:
+    """longdct/vllm-neuron, neuron-lowering-pitfalls.md: a rotary suffix became zeros in a concatenation of rank 4."""
+    for each in graph.of("concatenate"):
+        last = len(each.shape.dimensions) - 1
+        if last < 3 or list(each.dimensions) != [last]:
+            continue
+        for operand in graph.operands(each):
+            source = graph.origin(operand)
+            if source.opcode == "constant" and not any(hlo.literal_values(source)):
+                yield each, "a concatenation with zeros in place of a tensor", "overwrite columns, or use pad", "error"

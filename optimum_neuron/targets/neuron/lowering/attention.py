@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as the Neuron compiler takes it: in parts that are joined, with scores and softmax in float32, written out.
+
+Decode rows attend over the cache as it was before the step, and over their own token, apart: nothing of that waits for the
+step's scatter, or reads what it wrote. Chunk rows attend over what was written, a block of columns after the other, so
+that scores exist one block at a time. Equal to the reference within float32 noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....graphs import kv_cache
+from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, select_columns
+from ....graphs.attention_parts import merge_attention_states
+from ....graphs.interface import AttentionCall
+from ....graphs.masks import Window
+from ..sdk.hardware import SBUF
+
+
+# Float32 scores of a block. A third of a core's memory on any chip: its weights in the model's type take half as much, and
+# as much is left to keys, values and queries.
+SCORES_LIMIT = min(SBUF.values()) // 3
+# Columns that one instruction of the tensor engine takes.
+COLUMNS = 512
+
+# Outputs `[rows, kv_heads, group * tokens, value_dim]` in float32 and their log-sum-exp: group query heads share a kv head.
+State = tuple[Tensor, Tensor]
+# From a range of columns to which of them each token sees, `[rows, tokens, columns]`, and which are multiplied with weights at
+# all, `[rows, columns]`: zeros stand for the values of the others.
+Look = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+def attend_decode(
+    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Decode rows over the cache before the step and over their own tokens.
+
+    Args:
+        query: `[rows, heads, 1, key_dim]`.
+        keys, values: the layer's whole cache, without what the step writes.
+        key, value: `[rows, kv_heads, dim]`, as the step writes them.
+
+    Returns:
+        `[rows, 1, heads, value_dim]`.
+    """
+    rows, kv_heads, _ = key.shape
+    keys, values = (kv_cache.read(each, None, rows, group.context_length) for each in (keys, values))
+    _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
+    query = _by_kv_head(query, kv_heads)
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
+        earlier = group.earlier(call.sliding_window, start, stop)
+        return earlier, earlier[:, 0]
+
+    past = _over_blocks(call, query, keys, values, look, width)
+    own = value[:, :, None].float(), _scores(call, query, key[:, :, None])[..., 0]
+    return _by_token(_with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
+
+
+def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """As `graphs.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
+    rows, heads, tokens, _ = query.shape
+    keys, values = (kv_cache.read(each, group.seq_ids, rows, group.context_length) for each in (keys, values))
+    length, width = score_block(rows * heads, tokens, group.context_length)
+    outputs = []
+    for first in range(0, tokens, length):
+        look = _visible_and_kept(group.part(first, first + length), call.sliding_window, keys)
+        part = _by_kv_head(query[:, :, first : first + length], keys.shape[1])
+        state = _over_blocks(call, part, keys, values, look, width)
+        outputs.append(_by_token(_with_sinks(call, state), values.dtype, length))
+    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
+    """How many tokens of a row and how many columns attend at a time, so that their scores keep to `SCORES_LIMIT`.
+
+    All blocks of tokens are alike, so that a token's result does not depend on which it is in.
+
+    Args:
+        heads: query heads of all rows.
+    """
+    limit = SCORES_LIMIT // (4 * heads)
+    if tokens * columns <= limit:
+        return tokens, columns
+    width = min(columns, max(COLUMNS, limit // tokens // COLUMNS * COLUMNS))
+    length = max((each for each in range(1, tokens + 1) if tokens % each == 0 and each * width <= limit), default=1)
+    return length, width
+
+
+def _visible_and_kept(group: AttentionRows, window: Window, keys: Tensor) -> Look:
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        # A token of the row may see a broken one that another does not.
+        kept = group.seen(window, start, stop) & (kv_cache.broken(keys[:, :, start:stop]) == 0)
+        return group.visible(window, start, stop), kept
+
+    return look
+
+
+def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, look: Look, width: int) -> State:
+    """`_attend` over all columns, `width` at a time."""
+    state: State | None = None
+    for start in range(0, keys.shape[2], width):
+        stop = min(start + width, keys.shape[2])
+        block = _attend(call, query, keys[:, :, start:stop], values[:, :, start:stop], *look(start, stop))
+        state = block if state is None else merge_attention_states(*state, *block)
+    assert state is not None
+    return state
+
+
+def _attend(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, kept: Tensor) -> State:
+    """`query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`.
+
+    A token that sees none of them gets a log-sum-exp so low that its weight beside any other's is zero.
+
+    Args:
+        visible, kept: as `Look` gives them.
+    """
+    values = select_columns(values, kept)
+    scores = _scores(call, query, keys).unflatten(
+        2, (-1, visible.shape[1])
+    )  # [rows, kv_heads, group, tokens, columns]
+    fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
+    scores = torch.where(visible[:, None, None], scores, fill).flatten(2, 3)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    output = (weights.to(values.dtype) @ values).float() * (1.0 / total)
+    return output, (largest + torch.log(total))[..., 0]
+
+
+def _scores(call: AttentionCall, query: Tensor, keys: Tensor) -> Tensor:
+    """`[rows, kv_heads, group * tokens, columns]` in float32, without a mask."""
+    scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
+    return scores if call.softcap is None else torch.tanh(scores * (1.0 / call.softcap)) * call.softcap
+
+
+def _with_sinks(call: AttentionCall, state: State) -> State:
+    """A sink takes its share of a head's weight, as a key without a value would."""
+    if call.sinks is None:
+        return state
+    output, total = state
+    rows, kv_heads, queries = total.shape
+    group = call.sinks.float().view(1, kv_heads, -1, 1)
+    sinks = group.expand(rows, -1, -1, queries // group.shape[2]).flatten(2, 3)
+    return merge_attention_states(output, total, torch.zeros_like(output), sinks)
+
+
+def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
+    """`[rows, heads, tokens, dim]` to `[rows, kv_heads, group * tokens, dim]`: keys and values are never repeated."""
+    return query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _by_token(state: State, dtype: torch.dtype, tokens: int) -> Tensor:
+    """A state's output as `[rows, tokens, heads, value_dim]`."""
+    return state[0].to(dtype).unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that are written otherwise than torch or torch-xla would, before a graph is lowered.
+
+By the operator and its shapes, not by the model: whatever calls it gets the form that the Neuron compiler takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .weight_uses import LINEAR
+
+
+# Of a top-k without a sort: so many rounds, each a few passes over the scores. Routers choose fewer.
+LARGEST_K = 16
+# The two largest finite numbers of float32. Beyond what scores may be: NaN above them, and what is chosen below them.
+_BEYOND, _LARGEST = (2 - 2.0**-23) * 2.0**127, (2 - 2.0**-22) * 2.0**127
+
+
+def decompositions() -> Any:
+    """torch's own decompositions and those of this module, for `ExportedProgram.run_decompositions`."""
+    table = torch.export.default_decompositions()
+    table.pop(LINEAR)  # whose weights are told apart from other matrices
+    table[torch.ops.aten.mean.dim] = _mean
+    table[torch.ops.aten.mean.default] = _mean
+    table[torch.ops.aten.topk.default] = top_k
+    return table
+
+
+def _mean(
+    x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch-xla's own guards against dividing by 0 with NaN, which the device reports as an error where it meets it."""
+    dims = dim or list(range(x.dim()))
+    count = math.prod(x.shape[each] for each in dims)
+    return torch.sum(x, dims, keepdim, dtype=dtype) * (1.0 / count)
+
+
+def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """`torch.topk` of up to LARGEST_K numbers in rounds: the largest that is left, the first index that has it, and so on.
+
+    Falling values, on a tie the lowest index first; torch leaves open which of equal numbers it takes, and in what order. NaN is
+    the largest, as in torch. Infinity is tied with the last two finite numbers of float32, so that no round meets it.
+
+    Returns:
+        Values and int64 indices, `k` along `dim`. NotImplemented where this form does not serve, for a lowering by a sort.
+    """
+    if not largest or not x.is_floating_point() or not x.dim() or not 1 <= k <= LARGEST_K:
+        return NotImplemented
+    scores = x.float()
+    scores = torch.where(scores.isnan(), _BEYOND, scores.clamp(-_LARGEST, _LARGEST))
+    count = x.shape[dim]
+    shape = [1] * x.dim()
+    shape[dim] = count
+    order = torch.arange(count, dtype=torch.int32, device=x.device).view(shape)
+    values, indices = [], []
+    for _ in range(k):
+        index = torch.where(scores >= scores.amax(dim, keepdim=True), order, count).amin(dim, keepdim=True)
+        chosen = order == index
+        values.append(torch.where(chosen, x, 0.0).sum(dim, keepdim=True, dtype=x.dtype))
+        indices.append(index)
+        scores = torch.where(chosen, -_BEYOND, scores)
+    return torch.cat(values, dim), torch.cat(indices, dim).to(torch.int64)

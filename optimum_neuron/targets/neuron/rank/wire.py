@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a rank and its parent: JSON and bytes behind a head that says how many, through a socket pair."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+
+_MARK = b"RANK"
+_HEAD = struct.Struct("<4sIQ")  # the mark, the bytes of JSON, the bytes of data
+_LARGEST_JSON = 1 << 28
+
+
+class WireError(Exception):
+    """The other side sent what is no message."""
+
+
+class Channel:
+    """One end of a socket pair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: dict[str, Any], data: bytes = b"", timeout: float | None = None) -> None:
+        """Sends a message with data.
+
+        Args:
+            timeout: seconds until the other side has taken it.
+
+        Raises:
+            OSError: the other side has closed its end, or TimeoutError.
+        """
+        text = json.dumps(message).encode()
+        self._socket.settimeout(timeout)
+        self._socket.sendall(_HEAD.pack(_MARK, len(text), len(data)) + text)
+        if data:
+            self._socket.sendall(data)
+
+    def receive(self, timeout: float | None = None, most: int | None = None) -> tuple[dict[str, Any], bytearray]:
+        """The next message, whole, and its data.
+
+        Args:
+            timeout: seconds.
+            most: bytes of data that the message may have; None for any number.
+
+        Raises:
+            EOFError: the other side has closed its end.
+            TimeoutError: the message has not ended by then.
+            WireError: it is none.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        head = self._read(_HEAD.size, deadline)
+        mark, length, size = _HEAD.unpack(head)
+        if mark != _MARK or length > _LARGEST_JSON or (most is not None and size > most):
+            raise WireError(f"a message cannot begin with {bytes(head)!r}")
+        text = self._read(length, deadline)
+        try:
+            message = json.loads(text)
+        except ValueError as error:
+            raise WireError(f"{bytes(text[:80])!r} is no JSON ({error})") from None
+        if not isinstance(message, dict):
+            raise WireError(f"{bytes(text[:80])!r} is no JSON object")
+        return message, self._read(size, deadline)
+
+    def _read(self, size: int, deadline: float | None) -> bytearray:
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            if deadline is not None:
+                # Zero would make the socket non-blocking.
+                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            else:
+                self._socket.settimeout(None)
+            try:
+                count = self._socket.recv_into(view[done:])
+            except ConnectionResetError:
+                count = 0
+            if count == 0:
+                raise EOFError
+            done += count
+        return data

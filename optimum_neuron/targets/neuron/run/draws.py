@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samplers run after a step: those of the groups of rows in which a token is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ....graphs.sampling import TEMPERATURE
+from ....graphs.spec import SAMPLING_PARAMS, UNIFORMS
+from ..graph_io import SAMPLERS, GraphIO
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A graph that draws a group's tokens, and where a step has what it takes and replaces.
+
+    Attributes:
+        graph: its name.
+        positions, sampling_params, uniforms: numbers of a step's inputs.
+        tokens: number of a step's output.
+    """
+
+    graph: str
+    positions: int
+    sampling_params: int
+    uniforms: int
+    tokens: int
+
+    def is_due(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether a row that is not idle is to be drawn: all others keep the largest, which the step has chosen."""
+        return bool(((inputs[self.sampling_params][:, TEMPERATURE] > 0) & (inputs[self.positions][:, 0] >= 0)).any())
+
+    def inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the sampler takes, of a step's inputs."""
+        return [inputs[self.sampling_params], inputs[self.uniforms]]
+
+
+def draws(calls: Mapping[str, Sequence[str]], graphs: Mapping[str, GraphIO]) -> dict[str, tuple[Draw, ...]]:
+    """Those of each step.
+
+    Args:
+        calls: the names of a step's inputs, in order.
+    """
+    return {name: tuple(_draws(call, graphs[name])) for name, call in calls.items()}
+
+
+def _draws(call: Sequence[str], io: GraphIO) -> list[Draw]:
+    returned = [each.name for each in io.outputs if each.alias_of is None]
+    return [
+        Draw(
+            graph,
+            call.index(f"{group}.position_ids"),
+            call.index(f"{group}.{SAMPLING_PARAMS}"),
+            call.index(f"{group}.{UNIFORMS}"),
+            returned.index(f"{group}.tokens"),
+        )
+        for group, graph in SAMPLERS.items()
+        if f"{group}.{SAMPLING_PARAMS}" in call
+    ]

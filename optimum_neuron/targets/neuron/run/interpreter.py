@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python of the ranks' processes: this one, or one that an option or a variable names; asked what it has before any starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...processes import Processes
+from ..rank import __file__ as _rank_init
+from ..sdk.stacks import Found
+
+
+PYTHON_VARIABLE = "OPTIMUM_NEURON_RANK_PYTHON"
+RANK_FOLDER = Path(_rank_init).parent
+OLDEST_PYTHON = (3, 10)
+_VERSION = re.compile(r"\d+\.\d+")
+_ANSWER_TIMEOUT = 120.0  # seconds; importing numpy from a cold disk takes some
+_INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
+# Of this interpreter: another one has packages of its own.
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """An interpreter that can hold a rank.
+
+    Attributes:
+        path: the program.
+        own: whether it is this process's.
+    """
+
+    path: str
+    own: bool
+    found: Found
+
+    def command(self, *arguments: str) -> list[str]:
+        """Starts the rank's side in it."""
+        return _command(self.path, *arguments)
+
+    def environment(self) -> dict[str, str]:
+        """What it inherits."""
+        return _environment(self.own)
+
+
+def find_interpreter(named: str | None) -> Interpreter:
+    """The interpreter that an option names, or the variable, or this one.
+
+    Raises:
+        RuntimeError: it cannot hold a rank; the message says why.
+    """
+    variable = os.environ.get(PYTHON_VARIABLE) or None
+    option, path = (PYTHON_VARIABLE, variable) if named is None else ("rank_python", named)
+    where = f"this Python ({sys.executable})" if path is None else f"{option}={path}"
+    own, program = path is None, shutil.which(sys.executable if path is None else path)
+    if program is None:
+        raise RuntimeError(f"{where}: there is no such program; {_INSTEAD}")
+    path = program
+    answer = _ask(where, path, own)
+    python = str(answer["python"])
+    if tuple(map(int, python.split(".")[:2])) < OLDEST_PYTHON:
+        least = ".".join(map(str, OLDEST_PYTHON))
+        raise RuntimeError(f"{where} is Python {python}, and a rank needs {least} or later; {_INSTEAD}")
+    if answer["numpy"] is None:
+        raise RuntimeError(
+            f"{where} is Python {python} without a numpy that works ({answer['numpy_problem']}), and a rank needs one; "
+            f"install it there: {path} -m pip install numpy"
+        )
+    return Interpreter(path, own, Found(python, answer["torch"], answer["packages"]))
+
+
+def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
+    """What an interpreter has, as it says itself."""
+    with Processes().start(
+        _command(path, "probe"),
+        env=_environment(own),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_ANSWER_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}") from None
+    lines = output.decode("utf-8", errors="replace").strip().splitlines()
+    if process.returncode != 0:
+        said = errors.decode("utf-8", errors="replace").strip().splitlines()[-1:] or lines[-1:]
+        raise RuntimeError(f"{where} ended with status {process.returncode} ({''.join(said)[:300]}); {_INSTEAD}")
+    try:
+        answer = json.loads(lines[-1] if lines else "")
+        if not _VERSION.match(answer["python"]):
+            raise ValueError(answer)
+    except (ValueError, TypeError, KeyError):
+        raise RuntimeError(f"{where} answered {''.join(lines)[:80]!r}, as no Python does; {_INSTEAD}") from None
+    return answer
+
+
+def _command(path: str, *arguments: str) -> list[str]:
+    # Without byte code: another version's does not belong into this package's folder.
+    return [path, "-B", str(RANK_FOLDER), *arguments]
+
+
+def _environment(own: bool) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if own or name not in _OWN_VARIABLES}

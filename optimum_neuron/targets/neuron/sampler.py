@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The on-device sampler as an operator: a node of a traced graph, written out when that is lowered.
+
+To trace its thousand operators would take longer than to lower them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, library
+
+from ...graphs import sampling
+from ...graphs.collectives import all_gather
+
+
+# All ranks' tensors side by side along dimension 1.
+GatherColumns = Callable[[Tensor], Tensor]
+
+
+@library.custom_op("optimum_neuron::sample", mutates_args=())
+def sample(
+    logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, vocab_size: int, ranks: int
+) -> Tensor:
+    """`graphs.sampling.sample_shard` of a rank among so many.
+
+    Args:
+        logits: `[rows, columns]` float32, of the rank's part of the vocabulary.
+        sampling_params, uniforms: as in `graphs.sampling.sample`.
+        first: int32 number, the token of the rank's first column.
+        vocab_size: of all ranks.
+
+    Returns:
+        `[rows]` int32, the same on all ranks.
+    """
+    return written_out(gathering(ranks), logits, sampling_params, uniforms, first, vocab_size, ranks)
+
+
+@sample.register_fake
+def _(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, vocab_size: int, ranks: int) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+def gathering(ranks: int) -> GatherColumns:
+    """As operators of an exported graph."""
+
+    def gather(own: Tensor) -> Tensor:
+        joined: Tensor = all_gather(own, 1, ranks)
+        return joined
+
+    return gather
+
+
+def written_out(
+    gather: GatherColumns,
+    logits: Tensor,
+    sampling_params: Tensor,
+    uniforms: Tensor,
+    first: Tensor,
+    vocab_size: int,
+    ranks: int,
+) -> Tensor:
+    """What `sample` computes, in elementary operators."""
+    if ranks == 1:
+        return sampling.sample(logits, sampling_params, uniforms)
+    return sampling.sample_shard(logits, sampling_params, uniforms, first, vocab_size, _of_all(gather, ranks))
+
+
+def largest(logits: Tensor, first: Tensor, vocab_size: int, ranks: int) -> Tensor:
+    """What `sample` chooses at temperature 0, in elementary operators."""
+    return sampling.largest_of_shard(logits, first, vocab_size, _of_all(gathering(ranks), ranks))
+
+
+def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """The argmax of each row: what a step chooses that leaves its logits for a sampler."""
+    return sampling.first_largest(logits)[:, 0]
+
+
+def _of_all(gather: GatherColumns, ranks: int) -> sampling.Gather:
+    return lambda own: gather(own).unflatten(1, (ranks, -1))
+
+
+# The node of an exported graph.
+SAMPLE = torch.ops.optimum_neuron.sample.default

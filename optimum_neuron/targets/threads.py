@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many threads compute on the host: as many as torch's, which takes what the machine has for what this process may use."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+import torch
+
+from .cores import allowed_cpus, physical_cores, usable_cores
+
+
+logger = logging.getLogger(__name__)
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@cache
+def fit_threads() -> None:
+    """Lowers torch's number of threads to the cores that this process may use, once per process.
+
+    What somebody chose stays: by a variable, or by torch.set_num_threads, which shows by a number that is not torch's own, or
+    that is set later.
+    """
+    found, usable = torch.get_num_threads(), usable_cores()
+    if found <= usable or any(os.environ.get(name) for name in VARIABLES) or found not in _defaults():
+        return
+    torch.set_num_threads(usable)
+    logger.info(
+        "computing with %d threads, not %d: this process may use no more cores; OMP_NUM_THREADS sets another number",
+        usable,
+        found,
+    )
+
+
+def _defaults() -> set[int]:
+    """What torch, MKL and OpenMP take where nobody chooses: all CPUs or cores, of the machine or of the affinity."""
+    allowed, everything = allowed_cpus(), range(os.cpu_count() or 1)
+    return {len(allowed), len(everything), physical_cores(allowed), physical_cores(everything)}

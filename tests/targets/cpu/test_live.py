@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs leave out: steps for fewer tokens give live tokens the bits that they have with all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import Kernels, Planned
+from random_graphs import Graph
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optimum_neuron.graphs.sampling import sample
+from optimum_neuron.targets.cpu.operators import OPS
+from optimum_neuron.targets.cpu.plan.program import Sample, Tokens
+
+
+TOKENS = 6
+
+
+@examples(240)
+@given(st.data())
+def test_live_tokens_of_random_graphs_have_the_bits_of_torch(best_kernels: Kernels, data: st.DataObject) -> None:
+    small = st.integers(1, 3)
+    shapes = [(TOKENS, data.draw(small), data.draw(st.sampled_from((1, 2, TOKENS, 33)))), (TOKENS, 5), (5,)]
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    inputs = [torch.randint(-5, 6, shape).float() for shape in shapes]
+    graph = Graph(data, inputs)
+    for _ in range(data.draw(st.integers(4, 16))):
+        graph.grow()
+    graph.finish()
+    graph.outputs = [i for i, each in enumerate(graph.values) if each.dim() and len(each) == TOKENS]
+    planned, expected = Planned(best_kernels, graph, inputs, TOKENS), graph(*inputs)
+    for live in (*range(1, TOKENS + 1), 1 << 40):
+        for number, found, wanted in zip(graph.outputs, planned(*inputs, live=live), expected, strict=True):
+            assert torch.equal(found[:live], wanted[:live]), (number, live, found, wanted)
+
+
+class _Layer(nn.Module):
+    """What layers do with tokens, those of a table among it, and the choice of rows at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(50, 32), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.requires_grad_(False)
+
+    def forward(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        x = self.table(ids)[None]
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        heads = self.up(normed).view(1, TOKENS, 3, 16).transpose(1, 2)
+        turned = torch.cat([-heads[..., 8:], heads[..., :8]], -1) * heads
+        x = x + self.down(functional.silu(turned.transpose(1, 2).reshape(1, TOKENS, 48)))
+        scores, chosen = torch.topk(x[0], 4)
+        return (x[:, OPS.output_rows(rows)][0] + 1, scores.softmax(-1), chosen.int())
+
+
+def test_each_step_of_a_layer_ends_at_the_last_live_token(kernels: Kernels) -> None:
+    inputs = [torch.randint(0, 50, (TOKENS,), dtype=torch.int32), torch.tensor([0, 1, 1, 2, 2, 3], dtype=torch.int32)]
+    planned = Planned(kernels, _Layer(), inputs, TOKENS)
+    assert all(step.tokens is not None for step in planned.plan.steps)
+    whole = planned(*inputs)
+    for live in range(1, TOKENS + 1):
+        fewer = planned(*inputs, live=live)
+        assert all(torch.equal(a[:live], b[:live]) for a, b in zip(fewer, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * 2 + (x * 2).sum(0),
+        lambda x: (x * 2).flip(0) + 1,
+        lambda x: (x * 2)[torch.tensor([5, 4, 3, 2, 1, 0])] + 1,
+        lambda x: (x * 2).view(2, 3, 4).transpose(0, 1).reshape(6, 4) + 1,
+        lambda x: (x * 2).t().contiguous().view(6, 4) + 1,
+        lambda x: torch.cat([(x * 2)[1:], x[:1]]),
+        lambda x: (x * 2).cumsum(0),
+        lambda x: (x * 2) @ (x * 2).t(),
+    ],
+)
+def test_what_tokens_take_from_one_another_is_computed_for_all(
+    best_kernels: Kernels, function: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.arange(24.0).view(TOKENS, 4)
+    planned = Planned(best_kernels, lambda x: (function(x),), [x], TOKENS)
+    for live in range(1, TOKENS + 1):
+        assert torch.equal(planned(x, live=live)[0][:live], function(x)[:live])
+
+
+def test_tokens_are_chosen_for_live_rows_alone_in_one_step(kernels: Kernels) -> None:
+    table = torch.randn(TOKENS, 300)
+    inputs = [table, torch.tensor([[0, 1.0, 1.0, 0.0]] * TOKENS), torch.rand(TOKENS)]
+    planned = Planned(kernels, lambda x, params, uniforms: (OPS.sample(x, params, uniforms),), inputs, TOKENS)
+    sampled = [step for step in planned.plan.steps if isinstance(step, Sample)]
+    assert planned.calls_torch == [] and [step.tokens for step in sampled] == [Tokens(0, TOKENS)]
+    expected = sample(*inputs)
+    for live in range(1, TOKENS + 1):
+        assert torch.equal(planned(*inputs, live=live)[0][:live], expected[:live])

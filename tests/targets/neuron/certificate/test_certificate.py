@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates: written by an export, all or nothing; read strictly; repeated by `neuron inspect --verify`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import export_tiny, tiny_config
+from optimum.commands.register.neuron import NeuronInspectCommand
+
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
+from optimum_neuron.targets.neuron.certificate import trial as trials
+from optimum_neuron.targets.neuron.certificate.document import CERTIFICATE_NAME, Certificate
+from optimum_neuron.targets.neuron.certificate.recording import record_steps
+from optimum_neuron.targets.neuron.certificate.reference import Choice
+from optimum_neuron.targets.neuron.certificate.verify import Line, verify_certificate
+from optimum_neuron.targets.neuron.certificate.widened import widen
+from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+
+
+@pytest.fixture(scope="module")
+def half(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In bfloat16, with experts."""
+    return export_tiny(
+        sharp_checkpoints["gpt_oss"],
+        tmp_path_factory.mktemp("half") / "out",
+        target="hlo",
+        dtype="bfloat16",
+        certificate=True,
+    )
+
+
+def _verify(folder: Path) -> list[Line]:
+    return verify_certificate(Artifact.open(folder), trust_remote_code=False)
+
+
+def _rewrite(folder: Path, name: str, text: str) -> None:
+    """Changes a file, and vouches for it in the manifest."""
+    (folder / name).write_text(text)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest["files"][name] = {"sha256": file_sha256(folder / name), "size": (folder / name).stat().st_size}
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+def test_an_export_certifies_what_it_executed(hlo_artifact: Callable[[str], Path]) -> None:
+    folder = hlo_artifact("llama")
+    certificate = Certificate.read(folder)
+    assert CERTIFICATE_NAME in Artifact.open(folder).manifest["files"]
+    assert certificate.graphs == {path.stem: file_sha256(path) for path in (folder / "graphs").glob("*.hlo")}
+    assert certificate.executed == certificate.graphs
+    assert (certificate.layers, certificate.all_layers) == (2, 2)
+    assert {"torch", "torch-xla", "transformers", "optimum_neuron"} <= certificate.versions.keys()
+    assert all(each.holds and each.count for each in certificate.comparisons)
+    assert all(line.holds for line in _verify(folder))
+
+
+def test_a_16_bit_artifact_is_compared_in_its_own_type_and_in_float32(half: Path) -> None:
+    certificate = Certificate.read(half)
+    assert {each.dtype for each in certificate.comparisons} == {"float32", "bfloat16"}
+    assert all(each.noise < 1e-5 for each in certificate.comparisons if each.dtype == "float32")
+    assert all(line.holds for line in _verify(half))
+
+
+def test_widening_changes_types_alone(half: Path) -> None:
+    path = next((half / "graphs").glob("mixed*.hlo"))
+    wide, io = widen(path.read_bytes(), read_graph_io(path))
+    before, after = hlo.parse(path.read_bytes()), hlo.parse(wide)
+    pairs = list(zip(hlo.instructions(before), hlo.instructions(after), strict=True))
+    assert all(one.opcode == other.opcode and one.name == other.name for (_, one), (_, other) in pairs)
+    names = {hlo.dtype_name(instruction.shape) for _, instruction in hlo.instructions(after)}
+    assert "bfloat16" in {hlo.dtype_name(each.shape) for _, each in hlo.instructions(before)}
+    assert "bfloat16" not in names and {each.dtype for each in io.inputs} <= {"float32", "int32"}
+
+
+def test_of_a_large_model_the_first_layers_of_each_kind_are_executed(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "deep"
+    from tiny import TINY_SIZES
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        **TINY_SIZES | {"num_hidden_layers": 5}, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(checkpoint)
+    monkeypatch.setattr(trials, "LARGEST_WORK", 1e3)
+    folder = export_tiny(checkpoint, tmp_path / "out", target="hlo", certificate=True)
+    certificate = Certificate.read(folder)
+    # The first layer with a window is the third.
+    assert (certificate.layers, certificate.all_layers) == (3, 5)
+    assert certificate.executed.keys() == certificate.graphs.keys() and certificate.executed != certificate.graphs
+    monkeypatch.undo()
+    lines = {line.subject: line for line in _verify(folder)}
+    assert all(line.holds for line in lines.values())
+    assert lines["modules of the first layers"].found == "the same bytes"
+
+
+def test_an_export_whose_graphs_compute_something_else_leaves_nothing(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optimum_neuron.targets.neuron.lowering import rank_model
+
+    ops = dataclasses.replace(NEURON_OPS, output_rows=lambda rows: (rows - 1).clamp(min=0))
+    monkeypatch.setattr(rank_model, "NEURON_OPS", ops)
+    with pytest.raises(ValueError, match=r"do not compute what the model does: .* in float32 differ by"):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", certificate=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_artifact_without_a_certificate_loads_and_verify_says_so(
+    hlo_artifact: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(hlo_artifact("llama"), folder)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    del manifest["files"][CERTIFICATE_NAME]
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (folder / CERTIFICATE_NAME).unlink()
+    Artifact.open(folder).verify()
+    with pytest.raises(SystemExit) as ended:
+        _inspect(folder)
+    assert ended.value.code == 1 and "export the model again" in capsys.readouterr().out
+
+
+def _inspect(folder: Path) -> None:
+    command = NeuronInspectCommand.__new__(NeuronInspectCommand)
+    command.args = Namespace(artifact=folder, verify=True, trust_remote_code=False)
+    command.run()
+
+
+def test_verify_prints_what_holds(
+    hlo_artifact: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _inspect(hlo_artifact("llama"))
+    shown = capsys.readouterr().out
+    assert "recorded inputs" in shown and "lint rules passed" in shown and "DIFFERS" not in shown
+
+
+def _changed(data: Any, *path: Any, value: Any) -> str:
+    place = data
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("version",), 2, "version"),
+        (("extra",), 1, "extra"),
+        (("graphs",), {"mixed": "0"}, "not of the form"),
+        (("executed", "layers"), 0, "layers"),
+        (("comparisons", 0, "bound"), 1.0, "times rounding"),
+        (("comparisons", 0, "difference"), 1.0, "it certifies that"),
+        (("comparisons",), [], "it compares nothing"),
+        (("expected", 0, "outputs", 0, "values"), [1.0], "values at"),
+        (("scales",), {"kv_cache.key_0": 0.5}, "not a whole number"),
+    ],
+)
+def test_a_certificate_that_no_export_wrote_is_refused_in_a_sentence(
+    path: tuple[Any, ...], value: Any, message: str, hlo_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    document = json.loads((hlo_artifact("llama") / CERTIFICATE_NAME).read_text())
+    (tmp_path / CERTIFICATE_NAME).write_text(_changed(document, *path, value=value))
+    with pytest.raises(ArtifactError, match=message):
+        Certificate.read(tmp_path)
+
+
+def test_a_tampered_certificate_or_weight_is_refused(hlo_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    for name in (CERTIFICATE_NAME, "weights/model.safetensors"):
+        folder = tmp_path / name.partition("/")[0]
+        shutil.copytree(hlo_artifact("llama"), folder)
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+        with pytest.raises(ArtifactError, match="was changed after the export"):
+            _verify(folder)
+
+
+def test_verify_tells_numbers_and_graphs_that_differ(hlo_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(hlo_artifact("llama"), folder)
+    document = json.loads((folder / CERTIFICATE_NAME).read_text())
+    document["expected"][0]["outputs"][0]["values"][0] += 0.01
+    name = next(iter(document["graphs"]))
+    document["graphs"][name] = "0" * 64
+    document["rules"]["passed"].append("a rule of another version")
+    _rewrite(folder, CERTIFICATE_NAME, json.dumps(document))
+    wrong = {line.subject for line in _verify(folder) if not line.holds}
+    subject = document["expected"][0]["outputs"][0]["subject"]
+    assert wrong == {f"{name}: sha256", "lint rules passed", f"{subject} in float32"}
+
+
+@pytest.mark.parametrize("change", [{"step": 99}, {"rank": 1}, {"rows": [7]}, {"positions": [10**9]}, {"heads": [9]}])
+def test_a_record_of_numbers_that_no_step_makes_is_refused(
+    change: dict[str, Any], hlo_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(hlo_artifact("llama"), folder)
+    document = json.loads((folder / CERTIFICATE_NAME).read_text())
+    state = next(each for each in document["expected"][0]["outputs"] if each["name"] == "kv_cache.key_0")
+    state |= {"values": [0.0], "positions": [0]} | change
+    _rewrite(folder, CERTIFICATE_NAME, json.dumps(document))
+    with pytest.raises(ArtifactError, match="that no step of these graphs makes"):
+        _verify(folder)
+
+
+def test_another_target_has_no_certificate(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="eager")
+    assert not (folder / CERTIFICATE_NAME).exists()
+    with pytest.raises(ValueError, match="holds no HLO"):
+        _verify(folder)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_steps_are_such_as_a_runner_makes(rows: int) -> None:
+    """Of one slot, columns follow one another; a step's slots are different ones in decode and chunk rows; some rows idle."""
+    config = tiny_config(batch_size=4, ctx_batch_size=rows, context_buckets=(32, 64))
+    steps = record_steps(graph_specs(config), 300, copies=True)
+    assert {step.graph for step in steps} == {spec.name for spec in graph_specs(config)} | {"copy_slot"}
+    for step in steps:
+        assert len(set(step.written)) == len(step.written)
+        assert all(tensor.min() >= 0 for name, tensor in step.inputs.items() if name.endswith("input_ids"))
+        if step.graph.startswith("mixed"):
+            chunks = set(step.inputs["chunk.seq_ids"][list(step.rows["chunk"])].tolist())
+            assert not chunks & set(step.rows["decode"])
+    ends = {column for step in steps for _, column in step.written}
+    assert {0, 31, 63} <= ends
+    assert any(int(tensor.min()) == -1 for step in steps for name, tensor in step.inputs.items() if "position" in name)
+
+
+def test_tokens_that_rounding_may_choose_are_accepted_and_no_others() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0 - 1e-6, -3.0]])
+    greedy = Choice(logits, (torch.tensor([GREEDY]), torch.tensor([0.0])))
+    assert greedy.accepted(0, 1e-6) == (1, 2) and greedy.accepted(0, 1e-8) == (1,)
+    end = float(logits.softmax(-1)[0, :2].sum())  # of the second token, in their order
+    params = torch.tensor([SamplingParams(top_k=4, temperature=1.0)])
+    edge = Choice(logits, (params, torch.tensor([end + 1e-6])))
+    assert edge.accepted(0, 1e-6) == (1, 2) and edge.accepted(0, 1e-9) == (2,)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes of a lowering, planted one at a time: the certificate's comparison finds each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_config
+from safetensors.torch import load_file, save_file
+from tiny import TINY_SIZES
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+from optimum_neuron.artifacts.weights import rank_weights_name
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.graphs import kv_cache
+from optimum_neuron.graphs import step as step_module
+from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.scores import Scores
+from optimum_neuron.graphs.spec import CHUNK, DECODE, state_specs
+from optimum_neuron.targets import get_target
+from optimum_neuron.targets.neuron.certificate.comparison import Comparison, Expected, compare, expect
+from optimum_neuron.targets.neuron.certificate.host_ranks import Module
+from optimum_neuron.targets.neuron.certificate.parts import state_heads
+from optimum_neuron.targets.neuron.certificate.reference import run_reference, state_scales
+from optimum_neuron.targets.neuron.certificate.setup import Setup, steps_of
+from optimum_neuron.targets.neuron.certificate.trial import Trial
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.lowering import decompositions, hlo, lower, rank_model, sampler_graph
+from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
+from optimum_neuron.targets.neuron.sharding import shard_plan
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclasses.dataclass
+class Case:
+    """A model of a layer that has a window and whose projections have biases, and what its steps are to make."""
+
+    setup: Setup
+    expected: Expected
+    scales: dict[str, int]
+
+    def lower(self, *names: str) -> dict[str, Module]:
+        config, folder = self.setup.trial.config, self.setup.folder
+        rank = rank_model.rank_model(folder, config, self.setup.tied, trust_remote_code=False)
+        states = state_specs(config, rank.spec)
+        ranks, cache = self.setup.ranks, KVCache(states)
+        graphs = [
+            lower.lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
+            for spec in self.setup.graphs
+            if spec.kind in names
+        ]
+        rows = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size}
+        graphs += [lower.lower_sampler(group, rows[group], rank.columns, rank.vocab_size, rank.plan) for group in rows]
+        graphs += [lower.lower_slot_copy(states, ranks)] if COPY_SLOT in names else []
+        return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
+
+    def compare(self, modules: Mapping[str, Module]) -> list[Comparison]:
+        setup = dataclasses.replace(self.setup, modules=modules)
+        return compare(self.expected, setup.execute("float32", self.scales))
+
+
+def _checkpoint(folder: Path) -> PreTrainedModel:
+    config = Qwen2Config(
+        **TINY_SIZES | {"num_hidden_layers": 1}, use_sliding_window=True, sliding_window=8, max_window_layers=0
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) / 10)
+    model.save_pretrained(folder)
+    return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
+
+
+def _case(folder: Path, ranks: int, *names: str) -> Case:
+    """Only the named graphs run: the mixed one has decode rows and chunk rows."""
+    model = _checkpoint(folder / "checkpoint")
+    config = tiny_config(target="trn2", tensor_parallel_size=ranks)
+    spec = inspect_model(model)
+    artifact = folder / "artifact"
+    (artifact / "weights").mkdir(parents=True)
+    model.config.save_pretrained(artifact)
+    tied = get_target("trn2").write_model(model, config, artifact)
+    steps = tuple(step for step in steps_of(config, spec) if step.graph.startswith(names))
+    heads = None if ranks == 1 else state_heads(shard_plan(model, ranks), spec, model)
+    setup = Setup(artifact, Trial(artifact, config, 1, 1), spec, tied, {}, steps, heads)
+    states = setup.states("float32")
+    scales = state_scales(model, states, setup.graphs, spec, steps)
+    one, moved = (
+        run_reference(model, states, setup.graphs, spec, steps, scales, shake=shake) for shake in (False, True)
+    )
+    return Case(setup, expect(one, moved, steps, "float32", ranks, heads), scales)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return _case(tmp_path_factory.mktemp("one"), 1, "mixed")
+
+
+@pytest.fixture(scope="module")
+def sound(one_rank: Case) -> dict[str, Module]:
+    return one_rank.lower("mixed")
+
+
+def _wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..., Any]) -> None:
+    """Replaces a function by one that gets it as its first argument."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: changed(original, *args, **kwargs))
+
+
+def _ops(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    monkeypatch.setattr(rank_model, "NEURON_OPS", dataclasses.replace(rank_model.NEURON_OPS, **changed))
+
+
+def _mask_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    def visible(original: Any, rows: AttentionRows, window: Any, start: int = 0, stop: int | None = None) -> Tensor:
+        columns = torch.arange(start, rows.context_length if stop is None else stop, dtype=torch.int32)
+        return original(rows, window, start, stop) & (columns != rows.position_ids[:, :, None])
+
+    _wrap(monkeypatch, AttentionRows, "visible", visible)
+
+
+def _window_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(
+        monkeypatch,
+        AttentionRows,
+        "visible",
+        lambda original, rows, window, *columns: original(rows, window and window + 1, *columns),
+    )
+
+
+def _missing_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(monkeypatch, nn.Linear, "forward", lambda _, linear, x: nn.functional.linear(x, linear.weight))
+
+
+def _position_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(
+        monkeypatch,
+        Qwen2RotaryEmbedding,
+        "forward",
+        lambda original, module, x, position_ids: original(module, x, position_ids + 1),
+    )
+
+
+def _rope_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = original(*args)
+        return cos * 1.001, sin * 1.001
+
+    _wrap(monkeypatch, Qwen2RotaryEmbedding, "forward", forward)
+
+
+def _swapped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(monkeypatch, kv_cache, "whole_or_nan", lambda original, key, value: original(value, key))
+
+
+def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = rank_model.NEURON_OPS.write_cache
+    _ops(monkeypatch, write_cache=lambda cache, states, rows, columns: write(cache, states[:3], rows[:3], columns[:3]))
+
+
+def _wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
+        return original(positions, actual, slots if offset == 0 else 2 - slots, trash, offset)
+
+    _wrap(monkeypatch, step_module, "write_indices", indices)
+
+
+def _padding_in_a_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
+        return original(positions, actual, slots, trash - 1, offset)
+
+    _wrap(monkeypatch, step_module, "write_indices", indices)
+
+
+def _dtype_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(monkeypatch, torch, "exp", lambda original, x: original(x).bfloat16().float())
+
+
+def _wrong_output_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    _ops(monkeypatch, output_rows=lambda rows: (rows - 1).clamp(min=0))
+
+
+def _sampler_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(original: Any, logits: Tensor, params: Tensor, *others: Any) -> Tensor:
+        return original(logits, params * torch.tensor([1.0, 1.0, 0.0, 1.0]), *others)
+
+    _wrap(monkeypatch, sampler_graph, "sample", greedy)
+
+
+def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(original: Any, self: Scores, group: str, logits: Tensor, active: Tensor) -> None:
+        original(self, group, logits.flip(0), active)
+
+    _wrap(monkeypatch, Scores, "keep", keep)
+
+
+def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(monkeypatch, decompositions, "_mean", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001)
+
+
+PLANTED: dict[str, Plant] = {
+    "mask edge": _mask_edge,
+    "window edge": _window_edge,
+    "missing bias": _missing_bias,
+    "position off by one": _position_off_by_one,
+    "rope scaling": _rope_scaling,
+    "swapped keys and values": _swapped_keys_and_values,
+    "stale state": _stale_state,
+    "chunk row in a wrong slot": _wrong_slot,
+    "padding in a live slot": _padding_in_a_live_slot,
+    "dtype cut": _dtype_cut,
+    "wrong row for the head": _wrong_output_row,
+    "sampler without temperature": _sampler_without_temperature,
+    "scores of another row": _scores_of_another_row,
+    "wrong norm": _wrong_norm,
+}
+
+
+def _places(comparisons: list[Comparison]) -> list[str]:
+    return [str(each) for each in comparisons if not each.holds]
+
+
+def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, Module]) -> None:
+    comparisons = one_rank.compare(sound)
+    assert _places(comparisons) == []
+    assert {each.subject.split(": ")[-1] for each in comparisons} == {
+        "decode.logits", "chunk.logits", "key", "value", "decode.tokens", "chunk.tokens",
+        "decode.drawn", "chunk.drawn",
+    }  # fmt: skip
+    # Far from the bound, so that it is no matter of luck.
+    assert all(each.difference <= each.bound / 3 for each in comparisons)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_defect_is_found(name: str, one_rank: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[name](monkeypatch)
+    assert _places(one_rank.compare(one_rank.lower("mixed")))
+
+
+def _changed(modules: Mapping[str, Module], change: Callable[[Any], None]) -> dict[str, Module]:
+    """Steps that are changed, and samplers as they are."""
+    changed = dict(modules)
+    for name, each in modules.items():
+        if name in SAMPLERS.values():
+            continue
+        module = hlo.parse(each.hlo)
+        change(module)
+        changed[name] = Module(hlo.serialize(module), each.io)
+    return changed
+
+
+def _with_weights(case: Case, files: list[dict[str, Tensor]], names: list[str], folder: Path) -> Case:
+    """The same with other weights."""
+    (folder / "weights").mkdir(parents=True)
+    for name, tensors in zip(names, files, strict=True):
+        save_file(tensors, folder / name)
+    return dataclasses.replace(case, setup=dataclasses.replace(case.setup, folder=folder))
+
+
+def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, Module], tmp_path: Path) -> None:
+    tensors = load_file(one_rank.setup.folder / rank_weights_name(0, 1))
+    name = next(each for each in tensors if "o_proj.weight" in each)
+    tensors[name] = tensors[name].T.contiguous()
+    assert _places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
+
+
+def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
+    def swap(module: Any) -> None:
+        one, other = module.input_output_alias.entries[:2]
+        one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
+
+    assert _places(one_rank.compare(_changed(sound, swap)))
+
+
+def test_a_state_that_is_not_written_back_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
+    assert _places(one_rank.compare(_changed(sound, lambda module: module.input_output_alias.entries.pop())))
+
+
+def test_a_copy_of_one_column_too_many_is_found(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _case(tmp_path_factory.mktemp("copy"), 1, "mixed", COPY_SLOT)
+    assert _places(case.compare(case.lower("mixed", COPY_SLOT))) == []
+    forward = SlotCopy.forward
+    monkeypatch.setattr(
+        SlotCopy, "forward", lambda self, source, destination, length: forward(self, source, destination, length + 1)
+    )
+    assert _places(case.compare(case.lower("mixed", COPY_SLOT)))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return _case(tmp_path_factory.mktemp("two"), 2, "mixed")
+
+
+@pytest.fixture(scope="module")
+def sound_ranks(two_ranks: Case) -> dict[str, Module]:
+    return two_ranks.lower("mixed")
+
+
+def test_sound_ranks_hold(two_ranks: Case, sound_ranks: dict[str, Module]) -> None:
+    assert _places(two_ranks.compare(sound_ranks)) == []
+
+
+def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def dropped(original: Any, target: Any, args: Any, world_size: int) -> Tensor:
+        calls.append(target)
+        return args[0] if len(calls) == 2 else original(target, args, world_size)
+
+    _wrap(monkeypatch, lower, "_collective", dropped)
+    modules = two_ranks.lower("mixed")
+    assert len(calls) > 2 and _places(two_ranks.compare(modules))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        "gate_proj-up_proj.weight",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("o_proj.weight", "q_proj.bias", "tensor_parallel_rank")
+        ),
+    ],
+)
+def test_a_wrong_split_is_found(weight: str, two_ranks: Case, sound_ranks: dict[str, Module], tmp_path: Path) -> None:
+    """Two ranks have each other's part of one tensor."""
+    names = [rank_weights_name(rank, 2) for rank in range(2)]
+    files = [load_file(two_ranks.setup.folder / name) for name in names]
+    name = next(each for each in files[0] if weight in each)
+    files[0][name], files[1][name] = files[1][name], files[0][name]
+    assert _places(_with_weights(two_ranks, files, names, tmp_path).compare(sound_ranks))

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose rules a lint applies: those of a named target, or of this machine's, and only to sizes that a host has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import export_tiny
+from transformers import LlamaConfig
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.lint import model
+from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+from optimum_neuron.targets.neuron.lint.model import model_graphs
+from optimum_neuron.targets.neuron.sdk import devices
+from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
+
+
+def test_sizes_that_no_host_has_are_refused_before_anything_is_lowered(tmp_path: Path) -> None:
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    for target, size, told in (("inf2", 12, "use 8 or 24"), ("trn1", 4, "use 2 or 8"), ("trn3", 65, "use 64")):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size} is no group .* {target} connects.*{told}$"):
+            next(model_graphs(tmp_path, NeuronConfig(target=target, tensor_parallel_size=size)))
+
+
+def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig(num_hidden_layers=1, max_position_embeddings=4096, dtype="bfloat16").save_pretrained(tmp_path)
+    lowered: list[NeuronConfig] = []
+
+    def lower_all(folder: Path, config: NeuronConfig, *args: Any, **options: Any) -> list[Any]:
+        lowered.append(config)
+        return []
+
+    monkeypatch.setattr(model, "lower_all", lower_all)
+    with pytest.raises(ValueError, match="'auto': this machine has no Neuron device; name one of inf2"):
+        next(model_graphs(tmp_path, NeuronConfig()))
+    monkeypatch.setattr(devices, "find_devices", lambda: NeuronDevices("trn1", 1, 2))
+    with pytest.raises(ValueError, match="no group of cores that trn1 connects"):
+        next(model_graphs(tmp_path, NeuronConfig(tensor_parallel_size=4)))
+    assert list(model_graphs(tmp_path, NeuronConfig(sequence_length=4096))) == []
+    assert [(one.target, one.context_buckets) for one in lowered] == [("trn1", (256, 1024, 4096))]
+
+
+def test_an_artifact_is_held_to_the_rules_of_this_machine(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = Artifact.open(export_tiny(tiny_checkpoints["llama"], tmp_path / "out", target="hlo"))
+    assert lint_artifact(artifact, "trn1") == []
+    with pytest.raises(ValueError, match="'auto': this machine has no Neuron device"):
+        lint_artifact(artifact, "auto")
+    monkeypatch.setattr(devices, "find_devices", lambda: NeuronDevices("trn1", 1, 2))
+    assert lint_artifact(artifact, "auto") == []

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models of many types lower to: no sort, no top-k, no cumulative sum, no 64-bit type; and no rule of the lint is broken."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from architectures.configs import tiny_config
+from transformers import AutoModelForCausalLM
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.checks.inspect import look_at
+from optimum_neuron.graphs.checks.rope_length import keep_frequencies
+from optimum_neuron.graphs.interface import ATTENTION_NAME, with_attention
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+
+
+# With a router of every kind: by groups, of one expert, with biases, interleaved with dense layers; and without experts.
+ROUTED = (
+    "afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+    "glm4_moe", "gpt_oss", "granitemoe", "lfm2_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+DENSE = (
+    "apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "codegen", "cohere", "cohere2",
+    "cohere_compass_text", "ctrl", "cwm", "diffllama", "electra", "ernie", "ernie4_5", "exaone4", "falcon", "fuyu",
+    "gemma", "gemma2", "gemma3_text", "gpt2", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3",
+)  # fmt: skip
+# One of each kind; the others by the full profile.
+KINDS = ("afmoe", "bert", "deepseek_v3", "diffllama", "falcon", "gpt_oss", "lfm2_moe", "llama")
+FORBIDDEN_OPERATORS = {"sort", "topk", "reduce-window", "while", "custom-call", "rng", "rng-bit-generator"}
+FORBIDDEN_TYPES = {"float64", "int64", "uint64", "uint32", "complex64", "complex128"}
+
+
+def mixed_graph(name: str) -> LoweredGraph:
+    """The graph of a tiny model in which decode rows and chunk rows meet."""
+    config = NeuronConfig(
+        batch_size=2,
+        sequence_length=64,
+        prefill_chunk_size=8,
+        dtype="float32",
+        target="hlo",
+    )
+    torch.manual_seed(0)
+    model = with_attention(
+        lambda attention: AutoModelForCausalLM.from_config(
+            copy.deepcopy(tiny_config(name)), dtype=torch.float32, attn_implementation=attention
+        ),
+        ATTENTION_NAME,
+    )
+    keep_frequencies(model)
+    model.eval().requires_grad_(False)
+    spec = look_at(model)
+    cache = KVCache(state_specs(config, spec))
+    graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
+    return lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.full]) for name in (*ROUTED, *DENSE)]
+)
+def test_no_graph_needs_what_compilers_refuse(name: str) -> None:
+    graph = mixed_graph(name)
+    instructions = [each for _, each in hlo.instructions(hlo.parse(graph.hlo))]
+    operators = Counter(each.opcode for each in instructions)
+    assert operators["dot"] and operators["scatter"]
+    assert not FORBIDDEN_OPERATORS & operators.keys()
+    assert not FORBIDDEN_TYPES & {hlo.dtype_name(each.shape) for each in instructions}
+    assert not [finding for finding in lint(graph.name, graph.hlo, graph.io, "hlo") if finding.severity == "error"]

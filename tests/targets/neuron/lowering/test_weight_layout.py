@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights come as products take them: none is transposed in a graph, and layers that read one tensor are one product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import export_tiny, tiny_config
+from moe import CONFIGS
+from safetensors.torch import load_file
+from tiny import TINY_CONFIGS, TINY_SIZES
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifacts.weights import named_tensors
+from optimum_neuron.graphs.interface import ATTENTION_NAME
+from optimum_neuron.graphs.spec import TensorSpec
+from optimum_neuron.targets import get_target
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.lint.cost import graph_cost
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo, rank_model, weight_uses
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, decomposed, lower_program
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.targets.neuron.lowering.rank_model import find_layout
+from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
+from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable, HloProgram
+from optimum_neuron.targets.neuron.sharding import shard_plan, whole_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.weight_layout import StoredWeight, WeightLayout
+
+
+MODELS = {**TINY_CONFIGS, "qwen3_moe": CONFIGS["qwen3_moe"]}
+# What each layer's own modules read at once.
+JOINED = {
+    "llama": {"q_proj-k_proj-v_proj", "gate_proj-up_proj"},
+    "gemma2": {"q_proj-k_proj-v_proj", "gate_proj-up_proj"},
+    "gpt_oss": {"q_proj-k_proj-v_proj"},
+    "deepseek_v3": {"q_a_proj-kv_a_proj_with_mqa", "gate_proj-up_proj"},
+    "lfm2": {"q_proj-k_proj-v_proj", "w1-w3"},
+    "qwen3_moe": {"q_proj-k_proj-v_proj"},
+}
+
+
+def graphs(name: str, ranks: int, folder: Path) -> Iterator[LoweredGraph]:
+    MODELS[name]().save_pretrained(folder)
+    config = tiny_config(target="trn2", tensor_parallel_size=ranks)
+    return lower_all(folder, config, {}, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("lfm2", 1)]
+    + [(name, 2) for name in JOINED if name != "lfm2"]
+    + [pytest.param(name, 1, marks=pytest.mark.full) for name in JOINED if name != "lfm2"],
+)
+def test_no_graph_transposes_a_weight_and_layers_of_one_input_are_one_product(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    for graph in graphs(name, ranks, tmp_path):
+        assert not [each for each in lint(graph.name, graph.hlo, graph.io, "trn2") if each.rule == "transposed-weight"]
+        if graph.kind in (COPY_SLOT, *SAMPLERS.values()):
+            continue
+        names = graph.io.names("weight")
+        joined = {part for each in names for part in each.split(".") if "-" in part}
+        assert joined == JOINED[name]
+        parts = {part for each in joined for part in each.split("-")}
+        alone = [each for each in names if each.endswith("weight") and each.split(".")[-2] in parts]
+        assert not alone
+
+
+class _Layers(nn.Module):
+    """Layers that read one tensor, one of them tied to the table; a cast weight; a weight that code itself transposes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed = nn.Embedding(7, 4)
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5, bias=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.router = nn.Parameter(torch.empty(2, 4))
+        self.experts = nn.Parameter(torch.empty(2, 6, 4))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        routed = nn.functional.linear(x.double(), self.router.double()).float()
+        y = self.b(torch.tanh(self.b(x)[..., :4]))
+        expert = x.expand(2, *x.shape[1:]) @ self.experts.transpose(1, 2)
+        return torch.cat([self.a(x), y, self.head(x), routed, expert[:1], expert[1:]], -1)
+
+
+class _Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Layers()
+
+    def forward(self, ids: Tensor) -> tuple[Tensor]:
+        return (self.model(ids),)
+
+
+IDS = torch.tensor([[1, 6, 0]], dtype=torch.int32)
+
+
+def export(step: nn.Module) -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(step.eval(), (IDS,), strict=False)
+
+
+def lower(step: nn.Module) -> LoweredGraph:
+    inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 29), "float32")]
+    return lower_program(export(step), "function", "function", inputs, outputs, 1)
+
+
+@torch.no_grad()
+def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
+    step = _Step()
+    layout = weight_layout(decomposed(export(step)))
+    table = {"model.embed.weight", "model.head.weight"}
+    assert {each.order for each in layout.stored if "model.experts" in each.parts} == {(0, 2, 1)}
+    assert [{*each.parts} for each in layout.stored if len(each.parts) > 1] in [
+        [{"model.a.weight", tied}] for tied in sorted(table)
+    ]
+    assert layout.replaced == {"model.a.weight", "model.b.weight", "model.router", "model.experts"}
+    graph = lower(step)
+    stored = {each.name: each.tensor(step.get_parameter) for each in layout.stored}
+    given = {"x.ids": IDS} | dict(step.named_parameters(remove_duplicate=False)) | stored
+    (tmp_path / "function.hlo").write_bytes(graph.hlo)
+    program = HloProgram(tmp_path / "function.hlo", graph.io)
+    (found,) = program.run([given[each.name].contiguous().to(program.device) for each in graph.io.inputs])
+    (expected,) = step(IDS)
+    assert (found.cpu() - expected).abs().max() < 2e-6
+    assert graph_cost("function", graph.hlo, graph.io, "trn2").transposed == 0
+
+
+def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
+    graph = lower(_Step())
+    module = hlo.parse(graph.hlo)
+    product = next(
+        each for _, each in hlo.instructions(module) if each.opcode == "dot" and "model.b" in hlo.module_path(each)
+    )
+    weight = next(each for each in hlo.parameters(module) if each.name.startswith("model.b"))
+    turned = hlo.entry(module).instructions.add(name="transpose.999", opcode="transpose", id=999, dimensions=[1, 0])
+    turned.shape.CopyFrom(weight.shape)
+    turned.operand_ids.append(weight.id)
+    product.operand_ids[1] = turned.id
+    broken = [each for each in lint("g", hlo.serialize(module), graph.io, "trn2") if each.rule == "transposed-weight"]
+    assert [each.instruction for each in broken] == ["transpose.999"] and weight.name in broken[0].problem
+    del hlo.entry(module).instructions[-1]
+    product.operand_ids[1] = weight.id
+    product.dot_dimension_numbers.rhs_contracting_dimensions[:] = [1]
+    (broken,) = (
+        each for each in lint("g", hlo.serialize(module), graph.io, "trn2") if each.rule == "transposed-weight"
+    )
+    assert f"over dimension 1 of the weight {weight.name}" in broken.problem
+
+
+def test_names_of_what_is_stored_tell_its_parts_and_their_order() -> None:
+    layers = ("model.0.self.q.weight", "model.0.self.k.weight")
+    assert StoredWeight(layers, (1, 0)).name == "model.0.self.q-k.weight.order_1_0"
+    assert StoredWeight(("model.a.b",), (0, 2, 1)).name == "model.a.b.order_0_2_1"
+    assert StoredWeight(("model.a.a.w", "model.a.w"), (1, 0)).name == "model.a.a-.w.order_1_0"
+    assert len({StoredWeight(parts, (1, 0)).name for parts in (layers, layers[::-1], layers[:1])}) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both_forms(
+    ranks: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**TINY_SIZES, tie_word_embeddings=True, attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tensors, plan = named_tensors(model), whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
+    layout = find_layout(model, plan, tiny_config(target="trn2", tensor_parallel_size=ranks))
+    assert layout != WeightLayout()
+    (tmp_path / "weights").mkdir()
+    tied = write_sharded_weights(tensors, plan, tmp_path, layout)
+    assert tied == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
+    own = "model.model.layers.1.self_attn."
+    for rank, path in enumerate(sorted((tmp_path / "weights").iterdir())):
+        stored = load_file(path)
+        parts = [plan.shard(tensors[f"{own}{each}_proj.weight"], f"{own}{each}_proj.weight", rank) for each in "qkv"]
+        assert torch.equal(stored[f"{own}q_proj-k_proj-v_proj.weight.order_1_0"], torch.cat(parts).t())
+        assert not [name for name in stored if name.endswith("_proj.weight")]
+        table = stored["model.model.embed_tokens.weight"]
+        assert any(torch.equal(tensor, table.t()) for name, tensor in stored.items() if name.endswith("order_1_0"))
+
+
+def test_an_artifact_of_before_runs_as_it_is_and_is_not_compiled_again_for_other_weights(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(weight_uses, "use_stored_weights", lambda program: ({}, set()))
+        before.setattr(rank_model, "find_layout", lambda *_: WeightLayout())
+        artifact = Artifact.open(export_tiny(sharp_checkpoints["llama"], tmp_path / "old", target="hlo"))
+    target = get_target("hlo")
+    loaded = target.load(artifact, trust_native_code=True, trust_remote_code=False)
+    assert isinstance(loaded, HloExecutable)
+    with pytest.raises(ValueError, match=r"lacks model\.\S+\.order_1_0, which a graph needs; export the model again"):
+        target.load(artifact, trust_native_code=False, trust_remote_code=False)

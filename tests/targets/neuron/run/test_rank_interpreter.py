@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in an interpreter of their own, which has numpy and a runtime and no torch; and what is said of one that cannot hold a rank."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from fakes.hlo_writer import copy_graph, step_graph
+from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
+from helpers import export_tiny, random_tokens, tiny_config
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.targets.neuron.run import interpreter, rank_process, ranks
+from optimum_neuron.targets.neuron.run.interpreter import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
+from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
+from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.rank_options import RankOptions
+
+
+pytest_plugins = ("fakes.plugin",)
+FAKES = Path(fakes.__file__).parent
+SITE = FAKES / "site"
+
+
+def make_environment(folder: Path, *paths: Path, numpy: bool = True) -> str:
+    """The interpreter of a new environment, which has numpy, if at all, and what is in `paths`, and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    if numpy:
+        installed = Path(np.__file__).parent
+        for found in installed.parent.glob("numpy*"):
+            (site / found.name).symlink_to(found)
+    (site / "fakes.pth").write_text("\n".join(map(str, paths)) + "\n")
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_environment(tmp_path_factory.mktemp("bare") / "env", SITE / "device", SITE / "nrt")
+
+
+@pytest.fixture
+def plan(neuron_sdk: Sdk, tmp_path: Path) -> LoadPlan:
+    """Graphs of two ranks, for a machine whose own Python has no runtime."""
+    neuron_sdk("trn2")
+    weights = [
+        {"model.weight": cache_like(1.0 + rank), "tensor_parallel.rank": cache_like(rank, dtype=torch.int32)}
+        for rank in range(2)
+    ]
+    return make_plan(tmp_path / "graphs", [step_graph(size=1, ranks=2), copy_graph(ranks=2)], "trn2", *weights)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() == before
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def script(folder: Path, text: str) -> str:
+    """A program that may stand where an interpreter should; `$PYTHON` and `$1` to `$5` are for it to use."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\nPYTHON={sys.executable}\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two devices of XLA in a process of their own, between which collectives work."""
+    path = tmp_path / "devices.sock"
+    folders = [SITE / "device", FAKES.parent, FAKES.parents[2], Path(interpreter.__file__).parents[4]]
+    environment = os.environ | {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "2",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    process = subprocess.Popen([sys.executable, str(FAKES / "devices.py"), str(path)], env=environment)
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    monkeypatch.setenv("FAKE_NEURON_DEVICES", str(path))
+    yield
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_a_model_on_two_ranks_without_torch_gives_the_tokens_of_this_interpreter(
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    bare: str,
+    devices: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    neuron_sdk("trn2", "nrt")
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2", tensor_parallel_size=2)
+    prompts = [random_tokens(length, seed=length).tolist() for length in (5, 21, 13)]
+
+    def answers(model: NeuronModelForCausalLM) -> list[list[int]]:
+        found = model.generate_batch(prompts, max_new_tokens=5).values()
+        torch.manual_seed(3)
+        sampled = model.generate(torch.tensor([prompts[1]]), max_new_tokens=5, do_sample=True, top_k=9)
+        return [output.generated_tokens for output in found] + sampled.tolist()
+
+    eager = NeuronModelForCausalLM.from_pretrained(
+        sharp_checkpoints["llama"], export=True, config=dataclasses.replace(tiny_config(), target="eager")
+    )
+    expected = answers(eager)
+    for options in ({}, {"rank_python": bare}):
+        model = NeuronModelForCausalLM.from_pretrained(path, **options)
+        executable = model.runner.executable
+        assert isinstance(executable, RankedExecutable)
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in held(executable))
+        assert "numpy" in maps and "libtorch" not in maps
+        assert answers(model) == expected
+        executable.close()
+
+
+def held(executable: RankedExecutable) -> list[str]:
+    """The processes of ranks, behind their guards."""
+    guards = [rank.process.pid for rank in executable._ranks]
+    return [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
+
+
+def test_the_variable_names_it_too_and_bytes_of_bfloat16_pass_without_torch(
+    neuron_sdk: Sdk, tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neuron_sdk("inf2")
+    half = torch.bfloat16
+    weights = {"model.weight": cache_like(2.0, -0.5, dtype=half)}
+    plan = make_plan(tmp_path / "graphs", [step_graph(dtype="bfloat16")], "inf2", weights)
+    with pytest.raises(
+        RuntimeError, match=r"nothing in .* can run graphs on inf2: nrtpy is not installed; .*torch-neu"
+    ):
+        load_graphs(plan)
+    monkeypatch.setenv("OPTIMUM_NEURON_RANK_PYTHON", bare)
+    loaded = load_graphs(plan)
+    assert isinstance(loaded, RankedExecutable)
+    (result,) = loaded.run("token_generation", [cache_like(1.5, 3.0, dtype=half)])
+    assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
+    loaded.close()
+
+
+def test_what_runs_there_imports_nothing_but_the_standard_library_numpy_and_the_runtimes() -> None:
+    runtimes = {"nrtpy", "libtorch_neuronx_lite", "torch", "neuronx_distributed", "torch_neuronx"}
+    known = sys.stdlib_module_names | {"numpy"} | runtimes
+    for path in RANK_FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [] if node.level == 1 else ["." * node.level + str(node.module)]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.partition(".")[0] for name in names} <= known, path
+
+
+def test_an_interpreter_that_is_too_old_can_still_say_so() -> None:
+    ast.parse((RANK_FOLDER / "__main__.py").read_text(encoding="utf-8"), feature_version=(3, 4))
+    assert OLDEST_PYTHON == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"OPTIMUM_NEURON_RANK_PYTHON=.*/python: there is no such program; name the Python of an env"),
+        ('echo \'{"python": "3.8.18"}\'', r"is Python 3\.8\.18, and a rank needs 3\.10 or later; name the Python"),
+        ("echo hello", r"answered 'hello', as no Python does; name the Python"),
+        ("true", r"answered '', as no Python does"),
+        ("echo no libc >&2; exit 3", r"ended with status 3 \(no libc\); name the Python of an environment"),
+        ("sleep 600", r"did not say within 1 s what it has; name the Python"),
+    ],
+)
+def test_a_program_that_is_no_interpreter_for_ranks_is_refused_in_one_sentence(
+    text: str | None, message: str, plan: LoadPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "_ANSWER_TIMEOUT", 1.0 if text == "sleep 600" else 60.0)
+    monkeypatch.setenv(
+        "OPTIMUM_NEURON_RANK_PYTHON", str(tmp_path / "python") if text is None else script(tmp_path, text)
+    )
+    with pytest.raises(RuntimeError, match=message) as error:
+        load_graphs(plan)
+    assert "\n" not in str(error.value)
+
+
+def test_an_interpreter_without_numpy_or_runtime_is_refused(
+    plan: LoadPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(np.__file__).parents[1]))  # of this interpreter, hence not passed on
+    python = make_environment(tmp_path / "empty", numpy=False)
+    with pytest.raises(
+        RuntimeError, match=r"without a numpy that works \(No module named 'numpy'\), .* -m pip install"
+    ):
+        load_graphs(plan, RankOptions(python))
+    python = make_environment(tmp_path / "numpy")
+    assert find_interpreter(python).found.torch is None
+    with pytest.raises(
+        RuntimeError, match=r"nothing in .*/numpy/bin/python can run graphs on trn2: nrtpy is not inst"
+    ):
+        load_graphs(plan, RankOptions(python))
+
+
+SERVE = 'if [ "$3" = probe ]; then exec {bare} "$@"; fi\n'
+
+
+@pytest.mark.parametrize(
+    ("serve", "message"),
+    [
+        (
+            "echo out of luck >&2; exit 5",
+            r"loading the model failed: the process of rank \d of 2 ended with status 5; load",
+        ),
+        (
+            "exec $PYTHON -c 'import os, sys; os.write(int(sys.argv[1]), b\"y\" * 99); os.read(0, 1)' $4",
+            r"the process of rank \d of 2 answered what no rank says \(a message cannot begin with b'yyyy",
+        ),
+        (
+            "exec $PYTHON -c 'import os, sys; os.write(int(sys.argv[1]), b\"RANK\"); import time; time.sleep(600)' $4",
+            r"loading the model failed: rank \d of 2.* did not answer within 3 s; load the model again",
+        ),
+    ],
+)
+def test_a_process_that_dies_at_its_start_or_writes_something_else_is_told(
+    serve: str, message: str, plan: LoadPlan, tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_LOAD_TIMEOUT", 3.0 if "RANK" in serve else 60.0)
+    monkeypatch.setattr(rank_process, "GRACE", 0.5)
+    python = script(tmp_path, SERVE.format(bare=bare) + serve)
+    with pytest.raises(NeuronRuntimeError, match=message):
+        load_graphs(plan, RankOptions(python))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"signal": 9}, r"the process of rank 1 of 2 was ended by SIGKILL; load the model again"),
+        ({"hang": True}, r"rank 1 of 2 did not answer within 4 s, which is NEURON_RT_EXEC_TIMEOUT=3 and 1 more; if a"),
+        ({"message": "NRT Error NRT_TIMEOUT(5): late"}, r"rank 1 of 2: .*NRT_TIMEOUT \(5\): .*rank_timeout"),
+    ],
+)
+def test_a_step_that_ends_badly_there_is_told(
+    fault: dict, message: str, plan: LoadPlan, bare: str, neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_SLACK", 1)
+    monkeypatch.setattr(rank_process, "GRACE", 0.5)
+    loaded = load_graphs(plan, RankOptions(bare, 3.0))
+    assert isinstance(loaded, RankedExecutable)
+    neuron_tools.break_device(rank=1, **fault)
+    for _ in range(2):
+        with pytest.raises(NeuronRuntimeError, match=message):
+            loaded.run("token_generation", [cache_like(1.0)])
+
+
+def test_ranks_end_when_the_process_that_loaded_them_is_killed(plan: LoadPlan, bare: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from fakes.hlo_writer import copy_graph, step_graph\nfrom optimum_neuron.targets.neuron.run.load_plan import LoadPlan\n"
+        "from optimum_neuron.targets.neuron.run.runtimes import load_graphs\n"
+        "from optimum_neuron.targets.rank_options import RankOptions\n"
+        "folder = Path(sys.argv[1])\n"
+        "graphs = [step_graph(size=1, ranks=2), copy_graph(ranks=2)]\n"
+        "plan = LoadPlan(folder=folder, target='trn2', lnc=2, graphs={each.name: each.io for each in graphs}, calls={},"
+        " weights=tuple(folder / f'tp{rank}.safetensors' for rank in range(2)), tied_weights={})\n"
+        "loaded = load_graphs(plan, RankOptions(sys.argv[2]))\n"
+        "print(*(rank.process.pid for rank in loaded._ranks), flush=True)\ntime.sleep(600)\n"
+    )
+    folders = [Path(interpreter.__file__).parents[4], FAKES.parent]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(plan.folder), bare], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    guards = parent.stdout.readline().split()
+    assert len(guards) == 2
+    held = [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 60
+    while any(is_alive(pid) for pid in [*guards, *held]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: str) -> bool:
+    """A zombie whose new parent has not looked yet is no process any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("target", ["cpu", "eager", "hlo"])
+def test_options_of_ranks_are_refused_where_there_are_none(
+    target: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target=target)
+    with pytest.raises(ValueError, match=rf"rank_python='x' is for .* and an artifact for {target} runs in this one"):
+        NeuronModelForCausalLM.from_pretrained(path, rank_python="x")
+    with pytest.raises(ValueError, match=r"rank_timeout=3\.0 is for the processes of a Neuron device"):
+        NeuronModelForCausalLM.from_pretrained(path, rank_timeout=3.0)

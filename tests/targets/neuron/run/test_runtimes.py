@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading and running NEFFs through each runtime, on fakes that execute the HLO and have the documented signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import signatures
+from fakes.hlo_writer import SmallGraph, copy_graph, step_graph
+from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optimum_neuron.targets import Executable
+from optimum_neuron.targets.neuron.rank.packages import NRTPY, TORCH_LITE, TORCH_NEURONX, package_problem
+from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.sdk import devices as device
+from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
+from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+
+
+pytest_plugins = ("fakes.plugin",)
+# Packages and target for each runtime.
+RUNTIMES = {"executor": ("lite", "trn2"), "nrtpy": ("nrt", "trn3"), "nxd": ("nxd", "trn1")}
+
+
+@pytest.fixture
+def load(neuron_sdk: Sdk, tmp_path: Path) -> Iterator[Callable[..., Executable]]:
+    loaded: list[Any] = []
+
+    def load_runtime(runtime: str, graphs: Sequence[SmallGraph], weight: Tensor, **changes: Any) -> Executable:
+        packages, target = RUNTIMES[runtime]
+        neuron_sdk(target, packages)
+        plan = make_plan(tmp_path / "graphs", graphs, target, {"model.weight": weight})
+        loaded.append(load_graphs(replace(plan, **changes)))
+        return loaded[-1]
+
+    yield load_runtime
+    for executable in loaded:
+        executable.close()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_steps_compute_on_one_state_and_one_copy_of_the_weights(load: Callable[..., Executable], runtime: str) -> None:
+    graphs = [step_graph(), step_graph("token_generation_large"), step_graph("mixed")]
+    loaded = load(runtime, graphs, cache_like(2.0, 3.0))
+    assert torch.equal(loaded.read_state("kv_cache.key_0"), cache_like(0.0, 0.0))
+    x = cache_like(1.0, 10.0)
+    (first,) = loaded.run("token_generation", [x])
+    (second,) = loaded.run("mixed", [x])
+    assert torch.equal(first, cache_like(4.0, 60.0))
+    assert torch.equal(second, cache_like(8.0, 120.0))
+    assert torch.equal(loaded.read_state("kv_cache.key_0"), cache_like(4.0, 60.0))
+    loaded.write_state("kv_cache.key_0", cache_like(1.0, 1.0))
+    (third,) = loaded.run("token_generation_large", [x])
+    assert torch.equal(third, cache_like(6.0, 62.0))
+    # Results are the caller's: the next step does not change them.
+    assert torch.equal(first, cache_like(4.0, 60.0))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_copy_slot_runs_its_graph(load: Callable[..., Executable], runtime: str) -> None:
+    loaded = load(runtime, [step_graph(size=1), copy_graph()], cache_like(1.0))
+    loaded.copy_slot(7, 3, 5)
+    assert torch.equal(loaded.read_state("kv_cache.key_0"), cache_like(7.0 * 7 * 3 + 5))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_bfloat16_passes_unchanged(load: Callable[..., Executable], runtime: str) -> None:
+    half = torch.bfloat16
+    loaded = load(runtime, [step_graph(dtype="bfloat16")], cache_like(2.0, -0.5, dtype=half))
+    (result,) = loaded.run("token_generation", [cache_like(1.5, 3.0, dtype=half)])
+    assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
+    state = loaded.read_state("kv_cache.key_0")
+    assert state.dtype == half and torch.equal(state, cache_like(3.0, -1.5, dtype=half))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_inputs_that_a_graph_does_not_use_are_left_out(load: Callable[..., Executable], runtime: str) -> None:
+    calls = {"token_generation": ("decode.unused", "decode.x")}
+    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0), calls=calls)
+    (result,) = loaded.run("token_generation", [torch.zeros(3), cache_like(1.0, 2.0)])
+    assert torch.equal(result, cache_like(2.0, 4.0))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_tied_weight_is_one_tensor_under_two_names(
+    load: Callable[..., Executable], runtime: str, tmp_path: Path
+) -> None:
+    graph = step_graph()
+    path = tmp_path / "tied.safetensors"
+    save_file({"model.stored": cache_like(5.0, 6.0)}, path)
+    tied = {"weights": (path,), "tied_weights": {"model.weight": "model.stored"}}
+    loaded = load(runtime, [graph], cache_like(1.0, 1.0), **tied)
+    (result,) = loaded.run("token_generation", [cache_like(1.0, 1.0)])
+    assert torch.equal(result, cache_like(10.0, 12.0))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_recoverable_error_leaves_the_model_usable(
+    load: Callable[..., Executable],
+    runtime: str,
+    neuron_tools: NeuronTools,
+) -> None:
+    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0))
+    neuron_tools.break_device(message="NRT Error NRT_EXEC_COMPLETED_WITH_NUM_ERR(1003): Failed to execute model")
+    with pytest.raises(
+        NeuronRuntimeError, match=r"graph token_generation failed with .*\(1003\): the step produced NaN"
+    ) as e:
+        loaded.run("token_generation", [cache_like(1.0, 1.0)])
+    assert e.value.recoverable and e.value.code == 1003
+    (result,) = loaded.run("token_generation", [cache_like(1.0, 1.0)])
+    assert torch.equal(result, cache_like(2.0, 2.0))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_after_an_unrecoverable_error_every_step_tells_it(
+    load: Callable[..., Executable],
+    runtime: str,
+    neuron_tools: NeuronTools,
+) -> None:
+    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0))
+    neuron_tools.break_device(message="nrt_execute: status=101, execution unit unrecoverable")
+    for _ in range(2):
+        with pytest.raises(
+            NeuronRuntimeError, match=r"NRT_EXEC_UNIT_UNRECOVERABLE \(101\): .* load the model again"
+        ) as e:
+            loaded.run("token_generation", [cache_like(1.0, 1.0)])
+        assert not e.value.recoverable
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_weights_that_do_not_fit_are_refused(load: Callable[..., Executable], runtime: str) -> None:
+    with pytest.raises(ValueError, match=r"has model.weight as torch.float32 \[1, 1, 1, 3\], and a graph takes it as"):
+        load(runtime, [step_graph()], cache_like(1.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match=r"lacks model.weight, which a graph needs; export the model again"):
+        load(runtime, [step_graph()], cache_like(1.0, 1.0), tied_weights={"model.weight": "model.other"})
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_neff_of_another_generation_is_told(
+    load: Callable[..., Executable], runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_for = RUNTIMES[runtime][1]
+    monkeypatch.setattr(device, "find_devices", lambda: NeuronDevices(loaded_for, 1, 8))
+    with pytest.raises(NeuronRuntimeError, match=r"loading graph token_generation failed with NRT_HW_ERROR \(6\)"):
+        load_with_generation(load, runtime, monkeypatch)
+
+
+def load_with_generation(load: Callable[..., Executable], runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setenv = monkeypatch.setenv
+
+    def other(name: str, value: str, prepend: str | None = None) -> None:
+        setenv(name, "another" if name == "FAKE_NEURON_GENERATION" else value, prepend)
+
+    monkeypatch.setattr(monkeypatch, "setenv", other)
+    load(runtime, [step_graph()], cache_like(1.0, 1.0))
+
+
+def test_compiled_files_are_looked_for_before_anything_is_loaded(
+    neuron_sdk: Sdk,
+    tmp_path: Path,
+) -> None:
+    neuron_sdk("trn2", "lite")
+    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
+    plan.neff("token_generation").unlink()
+    with pytest.raises(FileNotFoundError, match=r"token_generation\.neff is missing: .*export the model again"):
+        load_graphs(plan)
+
+
+def test_a_damaged_neff_is_told(neuron_sdk: Sdk, tmp_path: Path) -> None:
+    neuron_sdk("trn2", "lite")
+    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
+    plan.neff("token_generation").write_bytes(b"x" * 5000)
+    with pytest.raises(NeuronRuntimeError, match=r"NRT_INVALID \(2\): the NEFF is not valid"):
+        load_graphs(plan)
+
+
+def test_a_package_that_does_not_start_is_explained(
+    neuron_sdk: Sdk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site" / "nrtpy").mkdir(parents=True)
+    source = "class NrtpyModel: ...\nraise ImportError('libnrt.so.1: cannot open shared object file')\n"
+    (tmp_path / "site" / "nrtpy" / "__init__.py").write_text(source)
+    neuron_sdk("trn2")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ["PYTHONPATH"]]))
+    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
+    with pytest.raises(NeuronRuntimeError, match=r"starting nrtpy failed: .*\(libnrt.so.1: .*aws-neuronx-runtime-lib"):
+        load_graphs(plan)
+
+
+def test_placeholders_are_named_and_nothing_is_imported(neuron_sdk: Sdk) -> None:
+    assert "is not installed" in (package_problem(TORCH_NEURONX) or "")
+    neuron_sdk(None, "placeholder")
+    for package in (TORCH_NEURONX, NRTPY):
+        assert f"the installed {package.distribution} is a placeholder without code (" in (
+            package_problem(package) or ""
+        )
+    # This one installs no module of its name at all.
+    assert "the installed libtorch-neuronx-lite is a placeholder without code;" in (package_problem(TORCH_LITE) or "")
+    neuron_sdk(None, "lite")
+    assert package_problem(TORCH_LITE) is None
+    assert not {"torch_neuronx", "libtorch_neuronx_lite", "nrtpy"} & sys.modules.keys()
+
+
+def test_a_package_that_lost_what_we_need_is_told(
+    neuron_sdk: Sdk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "site" / "torch_neuronx" / "native").mkdir(parents=True)
+    (tmp_path / "site" / "torch_neuronx" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert "has no xla_impl; upgrade" in (package_problem(TORCH_NEURONX) or "")
+
+
+FAKES = {
+    ("nrt", "nrtpy"): signatures.NRTPY,
+    ("lite", "libtorch_neuronx_lite"): signatures.TORCH_LITE,
+    ("nxd", "torch_neuronx.spmd"): signatures.SPMD,
+    ("nxd", "neuronx_distributed.trace.model_builder_utils"): signatures.ARTIFACTS,
+    ("nxd", "neuronx_distributed"): signatures.NXD_MODEL,
+    ("nxd", "neuronx_distributed.trace.nxd_model.base_nxd_model"): signatures.STATE_INITIALIZER,
+}
+
+
+@pytest.mark.parametrize(("packages", "module"), FAKES)
+def test_fakes_have_the_signatures_of_the_real_packages(
+    neuron_sdk: Sdk,
+    monkeypatch: pytest.MonkeyPatch,
+    packages: str,
+    module: str,
+) -> None:
+    neuron_sdk("trn2", packages)
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")
+    imported = importlib.import_module(module)
+    for name, expected in FAKES[packages, module].items():
+        fake = imported
+        for part in name.split("."):
+            fake = getattr(fake, part)
+        bare = [
+            each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(fake).parameters.values()
+        ]
+        assert str(inspect.Signature(bare)) == expected, name

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sampler runs behind a step where a row in use is to be drawn, and behind no other step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.step import example_inputs
+from optimum_neuron.targets.neuron.graph_io import SAMPLERS, GraphIO, OutputBinding
+from optimum_neuron.targets.neuron.run.draws import Draw, draws
+
+
+CONFIG = tiny_config(target="hlo", output_logits=True)
+MIXED = next(graph for graph in graph_specs(CONFIG) if graph.kind == "mixed")
+SAMPLED = torch.tensor(SamplingParams(5, 0.9, 0.7))
+
+
+def _io(spec: GraphSpec) -> GraphIO:
+    outputs = [OutputBinding(each.name, each.shape, each.dtype, None) for each in spec.outputs(300)]
+    states = (OutputBinding("scores.decode", (1, 1), "float32", "scores.decode"),)
+    return GraphIO((), (*states, *outputs), (), "0" * 64, 1)
+
+
+def _step(spec: GraphSpec) -> tuple[tuple[Draw, ...], dict[str, torch.Tensor]]:
+    names = [each.name for each in spec.inputs()]
+    inputs = dict(zip(names, example_inputs(spec.inputs()), strict=True))
+    for name, tensor in inputs.items():
+        if name.endswith("sampling_params"):
+            tensor[:] = torch.tensor(GREEDY)
+    return draws({spec.name: names}, {spec.name: _io(spec)})[spec.name], inputs
+
+
+def test_each_group_has_a_sampler_that_gives_its_tokens() -> None:
+    found, inputs = _step(MIXED)
+    outputs = [each.name for each in MIXED.outputs(300)]
+    assert [each.graph for each in found] == list(SAMPLERS.values())
+    assert [outputs[each.tokens] for each in found] == ["decode.tokens", "chunk.tokens"]
+    taken = found[1].inputs(list(inputs.values()))
+    assert taken[0] is inputs["chunk.sampling_params"] and taken[1] is inputs["chunk.uniforms"]
+
+
+@pytest.mark.parametrize("group", ["decode", "chunk"])
+def test_a_greedy_step_runs_none_and_a_row_that_is_drawn_runs_its_own(group: str) -> None:
+    found, inputs = _step(MIXED)
+    assert not any(each.is_due(list(inputs.values())) for each in found)
+    inputs[f"{group}.sampling_params"][1] = SAMPLED
+    due = [each.graph for each in found if each.is_due(list(inputs.values()))]
+    assert due == [SAMPLERS[group]]
+
+
+@pytest.mark.parametrize("group", ["decode", "chunk"])
+def test_an_idle_row_is_not_drawn_whatever_it_says(group: str) -> None:
+    found, inputs = _step(MIXED)
+    inputs[f"{group}.sampling_params"][1] = SAMPLED
+    inputs[f"{group}.position_ids"][1] = -1
+    assert not any(each.is_due(list(inputs.values())) for each in found)
+
+
+def test_a_temperature_that_is_no_number_is_greedy_as_in_the_sampler() -> None:
+    found, inputs = _step(MIXED)
+    inputs["decode.sampling_params"][:, 2] = torch.nan
+    assert not any(each.is_due(list(inputs.values())) for each in found)
+
+
+def test_where_the_host_chooses_no_sampler_follows() -> None:
+    for spec in graph_specs(tiny_config(target="hlo", on_device_sampling=False)):
+        assert _step(spec)[0] == ()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own number of threads is lowered to the cores that a process may use; a number that somebody chose stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import export_tiny, python_process
+
+from optimum_neuron.targets import threads
+from optimum_neuron.targets.threads import fit_threads
+
+
+Machine = Callable[[int, int], list[int]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Plays one of 16 CPUs in 8 cores, of which a process may run on 12 in 6; returns what torch is told."""
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    told: list[int] = []
+
+    def play(found: int, usable: int) -> list[int]:
+        fit_threads.cache_clear()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: found)
+        monkeypatch.setattr(torch, "set_num_threads", told.append)
+        monkeypatch.setattr(threads, "usable_cores", lambda: usable)
+        monkeypatch.setattr(threads, "allowed_cpus", lambda: frozenset(range(12)))
+        monkeypatch.setattr(threads, "physical_cores", lambda cpus: len(cpus) // 2)
+        monkeypatch.setattr(threads.os, "cpu_count", lambda: 16)
+        return told
+
+    yield play
+    fit_threads.cache_clear()
+
+
+@pytest.mark.parametrize("found", [16, 12, 8, 6])
+def test_torchs_own_number_is_lowered_once_with_a_line(
+    found: int, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = machine(found, 3)
+    with caplog.at_level(logging.INFO, "optimum_neuron"):
+        fit_threads()
+        fit_threads()
+    assert told == [3]
+    assert [each.getMessage() for each in caplog.records] == [
+        f"computing with 3 threads, not {found}: this process may use no more cores; OMP_NUM_THREADS sets another number"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "usable"), [(2, 3), (6, 7), (5, 3), (20, 3), (1, 1)], ids=["fewer", "fits", "chosen", "many", "one"]
+)
+def test_a_number_that_fits_or_was_chosen_stays(found: int, usable: int, machine: Machine) -> None:
+    told = machine(found, usable)
+    fit_threads()
+    assert told == []
+
+
+@pytest.mark.parametrize("name", threads.VARIABLES)
+def test_a_variable_is_a_choice(name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = machine(16, 3)
+    monkeypatch.setenv(name, "16")
+    fit_threads()
+    assert told == []
+    fit_threads.cache_clear()
+    monkeypatch.setenv(name, "")
+    fit_threads()
+    assert told == [3]
+
+
+CHOOSES_LATER = """
+import sys
+import torch
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.targets import threads
+
+threads.usable_cores = lambda: 1
+before = torch.get_num_threads()
+NeuronModelForCausalLM.from_pretrained(sys.argv[1])
+loaded = torch.get_num_threads()
+torch.set_num_threads(before)
+NeuronModelForCausalLM.from_pretrained(sys.argv[1])
+print(before, loaded, torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("target", ["eager", "cpu"])
+def test_loading_lowers_it_until_the_user_chooses(target: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target=target)
+    variables = dict.fromkeys(threads.VARIABLES, "")
+    output, errors = python_process(CHOOSES_LATER, path, **variables).communicate(timeout=200)
+    before, loaded, later = map(int, output.split())
+    assert (loaded, later) == (1, before), errors
+
+
+def test_an_export_computes_with_threads_that_fit(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[bool] = []
+    monkeypatch.setattr("optimum_neuron.export.fit_threads", lambda: fitted.append((tmp_path / "artifact").exists()))
+    export_tiny(tiny_checkpoint, tmp_path / "artifact")
+    assert fitted == [False]
