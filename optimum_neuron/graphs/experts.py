@@ -21,6 +21,7 @@ from .masks import UnsupportedModelError
 
 
 EXPERTS_NAME = "optimum_neuron"
+ROWS_OF_A_PRODUCT = 16
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,25 @@ def _every(call: ExpertsCall, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 def active_experts(call: ExpertsCall) -> Tensor:
     """Each expert in use computes the tokens that are routed to it: for modules that run as they are.
 
-    The number of products and their shapes depend on the routing, so no graph can contain it.
+    Products are of so many rows each, zeros after the last token: libraries sum in another order for other numbers of rows,
+    which follow the routing. So does the number of products, and no graph can contain it.
     """
     hidden_states = call.hidden_states.to(call.up.dtype)
     outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
+    rows = min(ROWS_OF_A_PRODUCT, len(hidden_states))
     for expert in call.index.unique().tolist():
         if expert < call.experts:
             tokens, places = (call.index == expert).nonzero(as_tuple=True)
-            up = call.activate(_one(call, expert, hidden_states[tokens], call.up, call.up_bias))
-            outputs[tokens, places] = call.normalize(_one(call, expert, up, call.down, call.down_bias))
+            padding = (0, 0, 0, -len(tokens) % rows)
+            blocks = nn.functional.pad(hidden_states[tokens], padding).split(rows)
+            outputs[tokens, places] = torch.cat([_expert(call, expert, block) for block in blocks])[: len(tokens)]
     return call.weighted_sum(outputs)
+
+
+def _expert(call: ExpertsCall, expert: int, x: Tensor) -> Tensor:
+    """`[tokens, hidden]`, both."""
+    up = call.activate(_one(call, expert, x, call.up, call.up_bias))
+    return call.normalize(_one(call, expert, up, call.down, call.down_bias))
 
 
 def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,8 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
 
 
-# Float32 logits of up to 2, of other sums in another order; measured: at most 1e-6.
-ATOL = 5e-6
+# How much farther from float64 than the model's own float32 logits an artifact's may be, whose sums are others.
+NOISE_FACTOR = 2.0
 NEW_TOKENS = 6
 CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "lora": lambda: peft.LoraConfig(r=4, lora_alpha=16, target_modules=ATTENTION, init_lora_weights=False),
@@ -42,7 +43,11 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
 
 def reference(checkpoint: Path, *adapters: Path, rows: int | None = None) -> Any:
     """transformers' model with PEFT's adapter beside the weights; all but the last are merged into them."""
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, **options)
     if rows is not None:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -58,8 +63,9 @@ def assert_same(artifact: Path, model: Any, prompt_length: int = 21) -> None:
     ids = torch.tensor([[*prompt.tolist(), *tokens]])
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits[0, prompt_length - 1 : -1]
+        exact = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits[0, prompt_length - 1 : -1]
     assert tokens == expected.argmax(-1).tolist()
-    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+    assert (logits - exact).abs().max() <= NOISE_FACTOR * (expected - exact).abs().max()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
