@@ -7,6 +7,7 @@ tensors. Numbers in which layers differ are told apart, so that who traces a lay
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import types
@@ -121,7 +122,7 @@ def _require(holds: bool) -> None:
 
 def _require_same(first: Any, second: Any, one: nn.Module, other: nn.Module) -> None:
     """Raises _DifferError unless attributes of two modules are the same, or each is its own module's."""
-    if first is second:
+    if first is second or (first is one and second is other):
         return
     _require(type(first) is type(second))
     if isinstance(first, _VALUES):
@@ -142,5 +143,7 @@ def _require_same(first: Any, second: Any, one: nn.Module, other: nn.Module) -> 
         _require(len(first) == len(second))
         for each, counterpart in zip(first, second, strict=True):
             _require_same(each, counterpart, one, other)
+    elif dataclasses.is_dataclass(first):
+        _require_same(vars(first), vars(second), one, other)
     else:
         raise _DifferError

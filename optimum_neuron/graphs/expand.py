@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -30,6 +30,9 @@ class NotAlikeError(Exception):
 def expand(program: ExportedProgram, trace: LayerTrace) -> None:
     """Gives a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
 
+    Args:
+        program: as it was traced, or decomposed: then states that layers write are results of the program.
+
     Raises:
         NotAlikeError: what was traced does not tell what was left out.
     """
@@ -47,8 +50,9 @@ def expand(program: ExportedProgram, trace: LayerTrace) -> None:
             made[node] = made[node.all_input_nodes[0]]
         elif node.target is _REPEATED:
             made[node] = segments.copy(node, graph, made)
-        else:
+        elif node.op != "output":
             made[node] = graph.node_copy(node, made.__getitem__)
+    segments.end(graph, made)
     program.graph_module.graph = graph
 
 
@@ -63,7 +67,9 @@ class _Segments:
     def __init__(self, program: ExportedProgram, trace: LayerTrace) -> None:
         self._trace = trace
         self._constants = program.constants
+        self._signature = program.graph_signature
         nodes = list(program.graph_module.graph.nodes)
+        self._output = nodes[-1]
         place = {node: index for index, node in enumerate(nodes)}
         by_name = {node.name: node for node in nodes if node.op == "placeholder"}
         self._specs: dict[Node, InputSpec] = {
@@ -82,6 +88,15 @@ class _Segments:
                 key, end = (id(template), member), ends[_number(begin)]
                 self._begins[key], self._ends[key] = begin, end
                 self._inner[key] = nodes[place[begin] + 1 : place[end]]
+        # What a decomposed program returns of the states that it writes, by name; and that of layers that are copied.
+        results = zip(self._signature.output_specs, self._results, strict=True)
+        self._states = {spec.target or "": node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
+        self._copied: dict[str, Node] = {}
+
+    @property
+    def _results(self) -> list[Node]:
+        results: Any = self._output.args[0]
+        return list(results)
 
     def check(self, template: Template) -> None:
         """Compares the layers that were traced; others may read what a layer computes only where it ends.
@@ -90,10 +105,12 @@ class _Segments:
             NotAlikeError: they are not the same.
         """
         first, *others = ((id(template), member) for member in template.traced)
+        returned = set(self._states.values())
         for key in (first, *others):
             own = {*self._inner[key], self._ends[key]}
-            if any(user not in own for node in self._inner[key] for user in node.users):
-                raise NotAlikeError
+            for node in self._inner[key]:
+                if any(user not in own and not (user is self._output and node in returned) for user in node.users):
+                    raise NotAlikeError
         for key in others:
             rename = _renaming(template, key[1])
             same = {self._begins[first]: self._begins[key]}
@@ -103,7 +120,13 @@ class _Segments:
                 self._compare(one, other, same, rename)
                 same[one] = other
             results = [self._ends[each].all_input_nodes[0] for each in (first, key)]
+            written = [
+                {name: node for name, node in self._states.items() if node in self._inner[each]}
+                for each in (first, key)
+            ]
             if same.get(results[0]) is not results[1]:
+                raise NotAlikeError
+            if {rename(name): same[node] for name, node in written[0].items()} != written[1]:
                 raise NotAlikeError
 
     def _compare(self, one: Node, other: Node, same: dict[Node, Node], rename: _Rename) -> None:
@@ -155,7 +178,22 @@ class _Segments:
 
         for each in self._inner[key]:
             own[each] = graph.node_copy(each, source)
+            own[each].meta = _renamed_modules(each.meta, rename)
+        self._copied |= {rename(name): own[state] for name, state in self._states.items() if state in own}
         return own[self._ends[key].all_input_nodes[0]]
+
+    def end(self, graph: Graph, made: dict[Node, Node]) -> None:
+        """Appends the program's results, states first, in the order of their inputs."""
+        states = {name: made[node] for name, node in self._states.items()} | self._copied
+        order = [spec.target for spec in self._signature.input_specs if spec.target in states]
+        results = [(OutputKind.BUFFER_MUTATION, states[name], name) for name in order if name is not None]
+        for spec, node in zip(self._signature.output_specs, self._results, strict=True):
+            if spec.kind is not OutputKind.BUFFER_MUTATION:
+                results.append((spec.kind, made[node], spec.target))
+        graph.output(tuple(node for _, node, _ in results)).meta = self._output.meta
+        self._signature.output_specs[:] = [
+            OutputSpec(kind, TensorArgument(node.name), target) for kind, node, target in results
+        ]
 
 
 def _renaming(template: Template, member: int) -> _Rename:
@@ -180,6 +218,13 @@ def _renaming(template: Template, member: int) -> _Rename:
         return _STATE.sub(state, name) if _STATE.fullmatch(name) else name
 
     return rename
+
+
+def _renamed_modules(meta: dict[str, Any], rename: _Rename) -> dict[str, Any]:
+    """What is known of a node, of which the modules that it comes from are another layer's."""
+    stack = meta.get("nn_module_stack") or {}
+    renamed = {key: (rename(f"{path}.")[:-1], *others) for key, (path, *others) in stack.items()}
+    return {**meta, "nn_module_stack": renamed}
 
 
 def _forms(node: Node) -> list[Any]:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from .expand import expand
 from .kv_cache import KVCache
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def export_graph(
     model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
-) -> torch.export.ExportedProgram:
+) -> ExportedProgram:
     """The step graph as one `torch.export` program, the source of every compiled target.
 
     Parameters and buffers are named `model.*`, KV state `kv_cache.*`, logits that are left for a sampler `scores.*`.
@@ -37,9 +39,17 @@ def export_graph(
 
 
 def export_layers_once(
-    model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
-) -> torch.export.ExportedProgram:
+    model: nn.Module,
+    cache: KVCache,
+    spec: GraphSpec,
+    ops: StepOps = DEFAULT_OPS,
+    scores: Scores | None = None,
+    decompose: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
+) -> ExportedProgram:
     """The same program in less time: of layers that are the same, and are shown to be, a few are traced.
+
+    Args:
+        decompose: what is done to the program, operator by operator; to few layers as well.
 
     Raises:
         RuntimeError: as `export_graph`.
@@ -49,20 +59,21 @@ def export_layers_once(
         with few_layers(model) as layers:
             program = _trace(module)
         if not layers.is_refused:
+            program = decompose(program)
             expand(program, layers)
             _check_inputs(program, module)
             return program
     except Exception as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
         logger.debug("graph %s: all layers are traced (%s: %s)", spec.name, type(error).__name__, error)
-    return export_graph(model, cache, spec, ops, scores)
+    return decompose(export_graph(model, cache, spec, ops, scores))
 
 
-def _trace(module: StepModule) -> torch.export.ExportedProgram:
+def _trace(module: StepModule) -> ExportedProgram:
     with torch.no_grad():
         return torch.export.export(module, example_inputs(module.spec.inputs()), strict=False)
 
 
-def _check_inputs(program: torch.export.ExportedProgram, module: StepModule) -> None:
+def _check_inputs(program: ExportedProgram, module: StepModule) -> None:
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     others = () if module.scores is None else (SAMPLING_PARAMS, UNIFORMS)  # a sampler's
     for argument, tensor in zip(program.graph_signature.user_inputs, module.spec.inputs(), strict=True):

@@ -3,61 +3,34 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import configs
 import pytest
 import torch
-from configs import ARCHITECTURES, LAYERS, OVERRIDES, SIZES, tiny_config
-from transformers import AutoModelForCausalLM
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.checks.rope_length import keep_frequencies
-from optimum_neuron.graphs.interface import ATTENTION_NAME, with_attention
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph, export_layers_once
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.lower import lower
 
-
-# Layers that are all the same, of two kinds in turn, with experts, with convolutions, and different at the beginning.
-NEEDED = ("llama", "gemma3_text", "gpt_oss", "lfm2", "deepseek_v3")
+from architectures.configs import ARCHITECTURES
+from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
 
 
 @pytest.fixture
 def deeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many layers that of two kinds in turn some are left out."""
-    monkeypatch.setattr(configs, "LAYERS", 2 * LAYERS)
-    for key, value in SIZES.items():
-        if value == LAYERS and ("layer" in key or key == "num_blocks"):
-            monkeypatch.setitem(SIZES, key, 2 * LAYERS)
-    for name, options in OVERRIDES.items():
-        if "layer_types" in options:
-            monkeypatch.setitem(OVERRIDES, name, options | {"layer_types": options["layer_types"] * 2})
-
-
-def _model(name: str) -> Any:
-    config = tiny_config(name)
-    torch.manual_seed(0)
-    model = with_attention(
-        lambda attention: AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
-        ),
-        ATTENTION_NAME,
-    )
-    keep_frequencies(model)
-    return model.eval().requires_grad_(False)
+    deepen(monkeypatch)
 
 
 def _whole_and_other(name: str) -> tuple[Any, Callable[[], Any]]:
     """Plan and constants of a whole trace; and what makes those of one of a few layers."""
-    model = _model(name)
+    model = graph_model(name, torch.bfloat16)
     config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="bfloat16", target="cpu")
     cache = KVCache(state_specs(config, look_at(model)))
     graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
@@ -72,7 +45,7 @@ def _check(one: Any, other: Any) -> None:
     assert all(torch.equal(own_constants[key], constants[key]) for key in constants)
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", KINDS_OF_LAYERS)
 def test_the_plan_is_that_of_a_whole_trace(name: str, deeper: None) -> None:
     whole, other = _whole_and_other(name)
     _check(whole, other())

@@ -12,6 +12,7 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import CHUNK, DECODE, TensorSpec, graph_specs, state_specs
+from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import (
     LoweredGraph,
     lower_program,
@@ -44,7 +45,7 @@ class _Function(nn.Module):
 
 def lower_function(function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1) -> LoweredGraph:
     """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
-    program = torch.export.export(_Function(function).eval(), tuple(inputs), strict=False)
+    program = decompose(torch.export.export(_Function(function).eval(), tuple(inputs), strict=False))
     (result,) = program.graph.output_node().args[0]
     specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
     return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size)

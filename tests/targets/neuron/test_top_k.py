@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optimum_neuron.targets.neuron.lowering.decompositions import LARGEST_K, decompositions, top_k
+from optimum_neuron.targets.neuron.lowering.decompositions import LARGEST_K, decompose, top_k
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -76,7 +76,7 @@ class Router(nn.Module):
 
 def test_a_router_by_groups_is_written_without_a_sort_and_chooses_the_same() -> None:
     scores = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).sigmoid()
-    program = torch.export.export(Router(), (scores,)).run_decompositions(decompositions())
+    program = decompose(torch.export.export(Router(), (scores,)))
     operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert operators and not {name for name in operators if any(part in name for part in ("topk", "sort", "cumsum"))}
     for found, expected in zip(program.module()(scores), Router()(scores), strict=True):

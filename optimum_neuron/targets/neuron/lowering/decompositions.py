@@ -7,10 +7,10 @@ By the operator and its shapes, not by the model: whatever calls it gets the for
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from .weight_uses import LINEAR
 
@@ -21,14 +21,14 @@ LARGEST_K = 16
 _BEYOND, _LARGEST = (2 - 2.0**-23) * 2.0**127, (2 - 2.0**-22) * 2.0**127
 
 
-def decompositions() -> Any:
-    """torch's own decompositions and those of this module, for `ExportedProgram.run_decompositions`."""
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """The program in operators that torch-xla lowers, and linear layers."""
     table = torch.export.default_decompositions()
     table.pop(LINEAR)  # whose weights are told apart from other matrices
     table[torch.ops.aten.mean.dim] = _mean
     table[torch.ops.aten.mean.default] = _mean
     table[torch.ops.aten.topk.default] = top_k
-    return table
+    return program.run_decompositions(table)
 
 
 def _mean(

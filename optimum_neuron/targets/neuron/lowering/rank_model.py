@@ -25,7 +25,7 @@ from ....graphs.spec import ModelSpec, graph_specs, state_specs
 from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
 from ..sharding.trace import no_data
 from ..weight_layout import WeightLayout
-from .lower import decomposed
+from .decompositions import decompose
 from .ops import NEURON_OPS
 from .weight_uses import weight_layout
 
@@ -81,8 +81,9 @@ def find_layout(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -
     rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
     cache = KVCache(state_specs(config, rank.spec))
     step = graph_specs(config)[0]
-    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns))
-    return weight_layout(decomposed(program))
+    return weight_layout(
+        export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns), decompose)
+    )
 
 
 def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:

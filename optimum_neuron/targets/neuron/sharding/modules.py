@@ -54,8 +54,9 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
     for name, section in plan.whole_inputs.items():
         module = model.get_submodule(name)
         module.forward = partial(_on_whole_input, model, module.forward, section, ranks)
+    configs: dict[tuple[int, ShardedHeads], Any] = {}
     for name, heads in plan.attention.items():
-        _set_heads(model.get_submodule(name), heads)
+        _set_heads(model.get_submodule(name), heads, configs)
 
 
 def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
@@ -122,8 +123,12 @@ def _select(blocks: Tensor, order: list[int]) -> Tensor:
     return blocks.index_select(-2, torch.tensor(order, dtype=torch.int32))
 
 
-def _set_heads(attention: Any, heads: ShardedHeads) -> None:
-    """Code that names its heads, instead of leaving them to a view's -1, finds the rank's."""
+def _set_heads(attention: Any, heads: ShardedHeads, configs: dict[tuple[int, ShardedHeads], Any]) -> None:
+    """Code that names its heads, instead of leaving them to a view's -1, finds the rank's.
+
+    Args:
+        configs: those made before, by what they were made of: layers that are the same go on sharing one.
+    """
     sizes, layout = heads.sizes, heads.layout
     local = dict.fromkeys(_QUERY_HEADS, (sizes.heads, layout.local_query))
     local |= dict.fromkeys(_KV_HEADS, (sizes.kv_heads, layout.local_key_value))
@@ -131,7 +136,8 @@ def _set_heads(attention: Any, heads: ShardedHeads) -> None:
     local |= dict.fromkeys(_GROUPS, groups)
     owners = [attention]
     if hasattr(attention, "config"):
-        attention.config = copy.copy(attention.config)  # other modules read the same config's sizes
+        whole_config = attention.config  # which other modules read, too, and the model keeps alive
+        attention.config = configs.setdefault((id(whole_config), heads), copy.copy(whole_config))
         owners.append(attention.config)
     for owner in owners:
         for name, (whole, part) in local.items():

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import pytest
 import torch
-from architectures.configs import tiny_config
-from transformers import AutoModelForCausalLM
+from architectures.models import graph_model
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.checks.rope_length import keep_frequencies
-from optimum_neuron.graphs.interface import ATTENTION_NAME, with_attention
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -48,15 +44,7 @@ def mixed_graph(name: str) -> LoweredGraph:
         dtype="float32",
         target="hlo",
     )
-    torch.manual_seed(0)
-    model = with_attention(
-        lambda attention: AutoModelForCausalLM.from_config(
-            copy.deepcopy(tiny_config(name)), dtype=torch.float32, attn_implementation=attention
-        ),
-        ATTENTION_NAME,
-    )
-    keep_frequencies(model)
-    model.eval().requires_grad_(False)
+    model = graph_model(name, torch.float32)
     spec = look_at(model)
     cache = KVCache(state_specs(config, spec))
     graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")

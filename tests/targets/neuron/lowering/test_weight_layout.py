@@ -24,7 +24,8 @@ from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo, rank_model, weight_uses
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, decomposed, lower_program
+from optimum_neuron.targets.neuron.lowering.decompositions import decompose
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.lowering.rank_model import find_layout
 from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
@@ -114,13 +115,13 @@ def export(step: nn.Module) -> torch.export.ExportedProgram:
 
 def lower(step: nn.Module) -> LoweredGraph:
     inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 29), "float32")]
-    return lower_program(export(step), "function", "function", inputs, outputs, 1)
+    return lower_program(decompose(export(step)), "function", "function", inputs, outputs, 1)
 
 
 @torch.no_grad()
 def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
     step = _Step()
-    layout = weight_layout(decomposed(export(step)))
+    layout = weight_layout(decompose(export(step)))
     table = {"model.embed.weight", "model.head.weight"}
     assert {each.order for each in layout.stored if "model.experts" in each.parts} == {(0, 2, 1)}
     assert [{*each.parts} for each in layout.stored if len(each.parts) > 1] in [

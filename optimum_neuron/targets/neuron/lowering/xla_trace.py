@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program's nodes one by one on placeholders of torch-xla, which gives its HLO module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from ....graphs import collectives
+from .. import sampler
+from . import hlo
+
+
+# Over all dimensions where none is named; torch-xla takes that for none.
+_REDUCTIONS = {torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default, torch.ops.aten.amin.default}
+
+
+class _Tracer(torch.fx.Interpreter):
+    """Runs a graph on torch-xla's device, noting the module of each operator for error messages and profiles."""
+
+    def __init__(self, module: torch.fx.GraphModule, world_size: int) -> None:
+        super().__init__(module)
+        import torch_xla
+
+        self._scope = torch_xla._XLAC.profiler.scope_pusher
+        self._device = torch_xla.device()
+        self._world_size = world_size
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        scope = self._scope(_module_path(node) or "step")
+        try:
+            return super().run_node(node)
+        finally:
+            del scope
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._assert_tensor_metadata.default:
+            return None
+        if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
+            return _collective(target, args, self._world_size)
+        if target is sampler.SAMPLE:
+            with torch.device(self._device):  # of the tensors that it makes
+                return sampler.written_out(self._gather_columns, *args)
+        if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
+            args = (args[0], list(range(args[0].dim())), *args[2:])
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._device}
+        return super().call_function(target, args, kwargs)
+
+    def _gather_columns(self, own: Tensor) -> Tensor:
+        return _collective(collectives.ALL_GATHER, (own, 1), self._world_size)
+
+
+def _collective(target: Any, args: Any, world_size: int) -> Tensor:
+    """All ranks are one group, so no rank is named."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    groups = [list(range(world_size))]
+    if target is collectives.ALL_REDUCE:
+        return torch_xla._XLAC._xla_all_reduce("sum", args[0], 1.0, groups, False)
+    gathered: Tensor = xm.all_gather(args[0], args[1], groups=groups, pin_layout=False)
+    return gathered
+
+
+def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], dict[int, Tensor]]:
+    """The module as torch-xla builds it, the parameter number of each placeholder (-1 without), and constants by number."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    import torch_xla
+    from torch_xla.core import xla_builder
+
+    _check_operators(program)
+    backend = torch_xla._XLAC
+    backend._set_ir_debug(True)  # else instructions do not say which module they come from
+    backend._clear_pending_irs(str(torch_xla.device()))
+    parameters = [
+        xla_builder.create_placeholder_tensor(tuple(node.meta["val"].shape), node.meta["val"].dtype)
+        for node in placeholders(program)
+    ]
+    with torch.no_grad():
+        values = _Tracer(program.graph_module, world_size).run(*parameters, enable_io_processing=False)
+    context = backend.lowering.LoweringContext("graph")
+    context.build(_ordered(program, values))
+    numbers = [context.tensor_parameter_id(tensor) for tensor in parameters]
+    known = set(numbers)
+    constants = {
+        number: tensor.cpu()
+        for number, tensor in context.device_parameter_id_tensor_mapping().items()
+        if number not in known
+    }
+    return hlo.parse(context.hlo()), numbers, constants
+
+
+# An operator without a kernel of torch-xla's may be made of others that have one.
+_KERNELS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def _check_operators(program: ExportedProgram) -> None:
+    """Refuses what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
+    for node in program.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+            continue
+        name = node.target.name()
+        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS):
+            raise ValueError(
+                f"{node.target} of {_module_path(node) or 'the step'} has no lowering to HLO; use target='cpu', or express it "
+                f"in other operators"
+            )
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    """The dotted name of the module that a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path: str = list(stack.values())[-1][0] if stack else ""
+    return path
+
+
+def _ordered(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:
+    """torch.export returns mutated buffers first, in an order of its own: here the step's outputs are first."""
+    user, states = [], {}
+    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            states[spec.target] = value
+        else:
+            user.append(value)
+    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target in states]
+    return [*user, *(states[target] for target in targets)]
+
+
+def placeholders(program: ExportedProgram) -> list[torch.fx.Node]:
+    """What a program takes, in order."""
+    return [node for node in program.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HLO modules of graphs of which a few layers were traced are, byte for byte, those of whole traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
+from tiny import TINY_SIZES
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.checks.inspect import look_at
+from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.program import export_graph
+from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.targets.neuron.lowering import lower
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.lowering.rank_model import rank_model
+
+
+LAYERS = 7
+
+
+def lower_whole(patch: pytest.MonkeyPatch, *args: Any) -> LoweredGraph:
+    """As `lower_step`, all layers traced."""
+
+    def whole(model: Any, cache: Any, spec: Any, ops: Any, scores: Any, decompose: Any) -> Any:
+        return decompose(export_graph(model, cache, spec, ops, scores))
+
+    with patch.context() as inner:
+        inner.setattr(lower, "export_layers_once", whole)
+        return lower_step(*args)
+
+
+@pytest.mark.parametrize("name", KINDS_OF_LAYERS)
+def test_the_module_is_that_of_a_whole_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepen(monkeypatch)
+    model = graph_model(name, torch.bfloat16)
+    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="bfloat16", target="hlo")
+    spec = look_at(model)
+    graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
+    step = (model, KVCache(state_specs(config, spec)), graph, NEURON_OPS, spec.vocab_size)
+    assert lower_step(*step) == lower_whole(monkeypatch, *step)
+
+
+def test_of_a_ranks_layers_three_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LlamaConfig(**TINY_SIZES | {"num_hidden_layers": LAYERS}).save_pretrained(tmp_path)
+    config = NeuronConfig(
+        batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo", tensor_parallel_size=2
+    )
+    rank = rank_model(tmp_path, config, {}, trust_remote_code=False)
+    numbers = {layer.mlp: number for number, layer in enumerate(rank.model.model.layers)}
+    own, ran = LlamaMLP.forward, []
+
+    def noted(self: LlamaMLP, x: Tensor) -> Tensor:
+        ran.append(numbers[self])
+        return own(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", noted)
+    cache, graph = KVCache(state_specs(config, rank.spec)), graph_specs(config)[0]
+    step = (rank.model, cache, graph, rank.ops, rank.vocab_size, 2, rank.columns)
+    found = lower_step(*step)
+    assert ran == [0, 1, 2]
+    assert found == lower_whole(monkeypatch, *step)
