@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures.configs import ARCHITECTURES
+from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
@@ -18,9 +20,6 @@ from optimum_neuron.graphs.program import export_graph, export_layers_once
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.lower import lower
-
-from architectures.configs import ARCHITECTURES
-from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
 
 
 @pytest.fixture
