@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instruction set the kernels are compiled for: the best tried one that this machine has, or what OPTIMUM_NEURON_CPU names."""
+"""Which instruction set the kernels are compiled for: the best one that this machine has, or what OPTIMUM_NEURON_CPU names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ class InstructionSet:
         flags: of the compiler.
         needs: what a machine must have, by Linux's names in /proc/cpuinfo.
         torch: variables that hold torch's own operators to it, for processes that play such a machine.
-        untried: no machine ran it yet, only an emulation: it is used where OPTIMUM_NEURON_CPU names it.
     """
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
     torch: tuple[tuple[str, str], ...] = ()
-    untried: bool = False
 
 
 def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...]:
@@ -47,7 +45,7 @@ _AMX = frozenset({"amx_tile", "amx_bf16"})
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The best first.
 _X86_64 = (
-    InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_BF16 | _AMX, untried=True),
+    InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_BF16 | _AMX),
     InstructionSet("avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, _torch("avx512", "AVX512_CORE_BF16", "AVX512")),
     InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512")),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2")),
@@ -89,7 +87,7 @@ def instruction_set() -> InstructionSet:
     available = {each.name: each for each in instruction_sets()}
     name = os.environ.get(CPU_VARIABLE, "")
     if not name:
-        return next(each for each in available.values() if not each.untried)
+        return next(iter(available.values()))
     if name not in available:
         raise ValueError(
             f"{CPU_VARIABLE}={name!r} is not an instruction set of this machine; choose one of {', '.join(available)}, or "

@@ -28,9 +28,11 @@ BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(not EMULATED_AMX, reason="needs AVX512 with bfloat16 products")
 
 
-@pytest.fixture(scope="module")
-def amx(_compile_cache: None) -> Kernels:
-    return load_kernels(EMULATED_AMX[0])
+@pytest.fixture(
+    scope="module", params=[*EMULATED_AMX, *(each.name for each in host.instruction_sets() if each.name == "amx_bf16")]
+)
+def amx(_compile_cache: None, request: pytest.FixtureRequest) -> Kernels:
+    return load_kernels(request.param)
 
 
 def as_the_manual_has_it(x: Tensor, weight: Tensor) -> Tensor:

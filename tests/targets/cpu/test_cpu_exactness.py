@@ -9,7 +9,7 @@ from helpers import Opener, decode_rows, decode_tokens, prefill_pieces, random_t
 from torch import Tensor
 
 from optimum_neuron.graphs.spec import ModelSpec
-from optimum_neuron.runtime.runner import Chunk
+from optimum_neuron.runtime.step_tensors import Chunk
 
 
 @pytest.mark.slow

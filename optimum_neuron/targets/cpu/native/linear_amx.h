@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "amx.h"
+#include "amx_few.h"
 #include "linear_block.h"
 #include "transpose.h"
 
@@ -84,6 +85,9 @@ class AmxWorker {
   }
 
   void run(Range outputs, Range tiles) {
+    if (input_.rows <= kFewRows) {
+      return input_.rows == 1 ? computeFew<1>(outputs) : computeFew<2>(outputs);
+    }
     const AmxTiles registers;
     const int64_t count = outputs.end - outputs.begin;
     const int64_t panels = divideUp(count, kPanelOutputs);
@@ -107,6 +111,21 @@ class AmxWorker {
     Chunk chunk;
     int64_t ahead;  // from these weights to those that are read next; 0: those are near
   };
+
+  template <int Rows>
+  void computeFew(Range outputs) const {
+    static_assert(Rows <= kFewRows);
+    const auto* x = static_cast<const Packed*>(input_.packed);
+    for (int64_t n = outputs.begin; n < outputs.end; n += kLanes) {
+      const int64_t count = std::min<int64_t>(outputs.end - n, kLanes);
+      const auto* weights = static_cast<const Element*>(linear_.weight) + n * input_.columns;
+      multiplyFew<Rows>(weights, input_.columns, count, x, input_.columns, kLanes * input_.columns, sums_);
+      const Vec biases = biasesOf(n, count);
+      for (int64_t row = 0; row < Rows; ++row) {
+        storeRow(loadVec(sums_ + row * kLanes) + biases, row, n, count);
+      }
+    }
+  }
 
   void computeBatch(Range panel, Range batch) {
     const int64_t steps = input_.stride / kColumns;
@@ -218,22 +237,30 @@ class AmxWorker {
   // The outputs of a tile, from number n on, to their rows.
   void store(const float* sums, int64_t n, int64_t outputs, Range rows) const {
     const int64_t count = std::min<int64_t>(outputs, kLanes);
-    const auto* bias = static_cast<const Element*>(linear_.bias);
-    // Adding -0 changes no value, adding +0 would make +0 of -0.
-    const Vec biases = !bias             ? broadcast(-0.0f)
-                       : count == kLanes ? BFloat16::load(bias + n)
-                                         : loadSome<BFloat16>(bias + n, count);
+    const Vec biases = biasesOf(n, count);
     Vec lines[kLanes];
     UNROLL for (int i = 0; i < kLanes; ++i) {
       lines[i] = loadVec(sums + i * kLanes);
     }
     transpose(lines);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-      Element values[kLanes];
-      BFloat16::store(values, lines[row - rows.begin] + biases);
-      auto* output = static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
-      std::memcpy(output, values, count * sizeof(Element));
+      storeRow(lines[row - rows.begin] + biases, row, n, count);
     }
+  }
+
+  Vec biasesOf(int64_t n, int64_t count) const {
+    const auto* bias = static_cast<const Element*>(linear_.bias);
+    // Adding -0 changes no value, adding +0 would make +0 of -0.
+    return !bias             ? broadcast(-0.0f)
+           : count == kLanes ? BFloat16::load(bias + n)
+                             : loadSome<BFloat16>(bias + n, count);
+  }
+
+  void storeRow(Vec sums, int64_t row, int64_t n, int64_t count) const {
+    Element values[kLanes];
+    BFloat16::store(values, sums);
+    auto* output = static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
+    std::memcpy(output, values, count * sizeof(Element));
   }
 
   const Input& input_;
