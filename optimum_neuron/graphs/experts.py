@@ -21,7 +21,7 @@ from .masks import UnsupportedModelError
 
 
 EXPERTS_NAME = "optimum_neuron"
-ROWS_OF_A_PRODUCT = 16
+ROWS_OF_A_PRODUCT = 12
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from .rank_options import IN_ENVIRONMENT, RankOptions
 from .threads import fit_threads
 
 
-# Where several threads share a few rows, the matrix product of float32 sums some rows in another order than others,
-# unless their number is a multiple of 4: then a token's result would depend on its place in the step.
-_ROW_MULTIPLE = 4
+# A matrix product of float32 sums the rows left over from whole tiles in another order than others, and a token's result would
+# depend on its place in the step: tiles have 4 rows where several threads share a few, 6 with AVX2 on Intel's CPUs.
+_ROW_MULTIPLE = 12
+_PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm})
 # What is left of a tensor behind its last whole pair of vectors, these compute by other code, which rounds otherwise.
 _VECTORS = 64
 _ELEMENTWISE = frozenset(
@@ -45,12 +46,16 @@ _ELEMENTWISE = frozenset(
 
 
 class _EqualRows(TorchFunctionMode):
-    """Pads what linear layers and activations get, so that every row is computed alike."""
+    """Pads what matrix products and activations get, so that every row is computed alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear and len(args) > 1:
             return _linear(*args, **kwargs)
+        if func in _PRODUCTS and args[0].dim() > 1:
+            return _product(func, *args, **kwargs)
+        if func is nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
         if func in _ELEMENTWISE and args and not kwargs.get("inplace"):
             return _elementwise(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -61,6 +66,23 @@ def _linear(x: Tensor, *parameters: Tensor | None, **kwargs: Any) -> Tensor:
     padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
     output = nn.functional.linear(padded, *parameters, **kwargs)[: len(flat)]  # type: ignore[arg-type]
     return output.view(*x.shape[:-1], output.shape[-1])
+
+
+def _product(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    missing = -x.shape[-2] % _ROW_MULTIPLE
+    if not missing:
+        return func(x, *args, **kwargs)
+    return func(nn.functional.pad(x, (0, 0, 0, missing)), *args, **kwargs)[..., : x.shape[-2], :].contiguous()
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float) -> Tensor:
+    """torch takes up to 191 queries 32 at a time, which leaves some over, and then 64 or more, which does not."""
+    rows = query.shape[-2]
+    padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if rows <= 2 * _ROW_MULTIPLE else max(192, -(-rows // 64) * 64)
+    missing = (0, 0, 0, padded - rows)
+    query, attn_mask = nn.functional.pad(query, missing), nn.functional.pad(attn_mask, missing)
+    output = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=attn_mask, scale=scale)
+    return output[..., :rows, :].contiguous()
 
 
 def _elementwise(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
