@@ -13,7 +13,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
-from optimum_neuron.config import DTYPES, TARGETS, NeuronConfig
+from optimum_neuron.config import DTYPES, MOST_LOGPROBS, TARGETS, NeuronConfig
 
 
 TASKS = ("text-generation",)
@@ -177,6 +177,15 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
         action="store_true",
         default=NeuronConfig.output_logits,
         help="return the logits of every row beside the tokens: for logits processors and scores",
+    )
+    add_option(
+        group,
+        "--top-logprobs",
+        type=int,
+        default=NeuronConfig.top_logprobs,
+        metavar="COUNT",
+        help=f"be able to tell the log-probability of each chosen token, and of the COUNT most likely ones, 0 to {MOST_LOGPROBS}: "
+        "for vLLM's logprobs without logits on the host",
     )
 
 

@@ -16,6 +16,8 @@ HLO_TARGETS = ("hlo", *NEURON_TARGETS)
 TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+# As many as servers of OpenAI's API tell of.
+MOST_LOGPROBS = 20
 DEFAULT_CHUNK_LIMIT = 512
 DEFAULT_SMALLEST_CONTEXT = 256
 # Graphs count positions and tokens in int32.
@@ -55,6 +57,8 @@ class NeuronConfig:
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
         on_device_sampling: the graphs return tokens; otherwise logits only.
         output_logits: the graphs return the logits of every row beside the tokens.
+        top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
+            tokens with theirs. Default: they cannot.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
         target: where the graphs run.
@@ -74,6 +78,7 @@ class NeuronConfig:
     dtype: str = "auto"
     on_device_sampling: bool = True
     output_logits: bool = False
+    top_logprobs: int | None = None
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
     target: str = "auto"
@@ -86,10 +91,25 @@ class NeuronConfig:
         for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        self._check_logprobs()
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("target", self.target, TARGETS)
         self._complete_sizes()
         self._check_sizes()
+
+    def _check_logprobs(self) -> None:
+        count = self.top_logprobs
+        if count is None:
+            return
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"top_logprobs must be a whole number or None, not {count!r}")
+        if not 0 <= count <= MOST_LOGPROBS:
+            raise ValueError(f"top_logprobs={count} must be between 0 and {MOST_LOGPROBS}")
+        if not self.on_device_sampling:
+            raise ValueError(
+                f"top_logprobs={count} is of tokens that the graphs choose, and on_device_sampling=False has the host choose "
+                f"them, from all logits; leave one of them out"
+            )
 
     def _complete_sizes(self) -> None:
         if self.prefill_chunk_size is None:
@@ -163,8 +183,10 @@ class NeuronConfig:
 
     @property
     def returns_decode_logits(self) -> bool:
-        """Whether decode rows return logits: asked for, or the only way to choose a token."""
-        return self.output_logits or not self.on_device_sampling
+        """Whether decode rows return logits: asked for, or the only way to choose a token; or on the host, where it costs nothing
+        and is how log-probabilities are told."""
+        told_by_host = self.top_logprobs is not None and self.target not in HLO_TARGETS
+        return self.output_logits or not self.on_device_sampling or told_by_host
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serializable dict that `from_dict` turns into an equal config."""

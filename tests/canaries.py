@@ -10,7 +10,8 @@ from helpers import LENGTH, decode_rows, fill_rows, random_tokens, read_states, 
 from torch import Tensor
 
 from optimum_neuron.graphs.spec import ModelSpec
-from optimum_neuron.runtime.runner import Chunk, GraphRunner
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
 
 
 CANARIES = (math.nan, math.inf, -math.inf)

@@ -28,10 +28,11 @@ from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
-from optimum_neuron.runtime.runner import Chunk, DecodeRows, GraphRunner, SamplingParams
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.eager import EagerExecutable
 

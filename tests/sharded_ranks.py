@@ -16,7 +16,7 @@ import torch
 from helpers import random_tokens, step_inputs, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny import TINY_SIZES
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -28,10 +28,11 @@ from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.targets.neuron.sampler import sample
 from optimum_neuron.targets.neuron.sharding import (
+    RANK_BUFFER,
     ShardPlan,
     apply_plan,
-    sample_own,
     shard_plan,
     sharded_ops,
     write_sharded_weights,
@@ -157,6 +158,13 @@ def write_case(model: PreTrainedModel, world_size: int, folder: Path) -> ShardPl
     tied = write_sharded_weights(named_tensors(model), plan, folder)
     (folder / "tied.json").write_text(json.dumps(tied))
     return plan
+
+
+def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
+    """The sampler over a rank's logits, as a graph of its own has it."""
+    first = model.get_buffer(RANK_BUFFER) * plan.local_vocab_size
+    tokens: Tensor = sample(logits, params, uniforms, first, plan.vocab_size, plan.world_size)
+    return tokens
 
 
 def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[PreTrainedModel, StepOps]:

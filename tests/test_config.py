@@ -62,6 +62,7 @@ def test_defaults_are_complete() -> None:
         "dtype": "auto",
         "on_device_sampling": True,
         "output_logits": False,
+        "top_logprobs": None,
         "tensor_parallel_size": 1,
         "float32_reduce": False,
         "target": "auto",
@@ -201,6 +202,33 @@ def test_sizes_without_a_derived_value_cannot_be_none(name: str) -> None:
 def test_partial_sums_in_float32_need_devices_that_have_them() -> None:
     with pytest.raises(ValueError, match="float32_reduce=True needs tensor_parallel_size=2 or more"):
         NeuronConfig(float32_reduce=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"top_logprobs": 21}, ValueError, "top_logprobs=21 must be between 0 and 20"),
+        ({"top_logprobs": -1}, ValueError, "top_logprobs=-1 must be between 0 and 20"),
+        ({"top_logprobs": True}, TypeError, "top_logprobs must be a whole number or None, not True"),
+        ({"top_logprobs": 5.0}, TypeError, "top_logprobs must be a whole number or None, not 5.0"),
+        (
+            {"top_logprobs": 0, "on_device_sampling": False},
+            ValueError,
+            "top_logprobs=0 is of tokens that the graphs choose",
+        ),
+    ],
+)
+def test_log_probabilities_are_of_few_tokens_that_graphs_choose(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        NeuronConfig(**options)
+
+
+@pytest.mark.parametrize(("target", "returned"), [("cpu", True), ("eager", True), ("hlo", False), ("trn2", False)])
+def test_on_the_host_they_are_told_from_logits(target: str, returned: bool) -> None:
+    assert NeuronConfig(top_logprobs=3, target=target).returns_decode_logits == returned
+    assert not NeuronConfig(target=target).returns_decode_logits
 
 
 @pytest.mark.parametrize("name", ["on_device_sampling", "output_logits", "float32_reduce"])

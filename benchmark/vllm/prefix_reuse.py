@@ -78,7 +78,7 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 def measure(model: NeuronModelForCausalLM, tokens: int, repeats: int) -> Costs:
     """Costs of a prefix of `tokens` tokens in every slot."""
     from optimum_neuron.graphs.spec import GREEDY
-    from optimum_neuron.runtime.runner import Chunk
+    from optimum_neuron.runtime.step_tensors import Chunk
 
     runner, vocab_size = model.runner, model.artifact.model.vocab_size
     prompt = np.random.default_rng(0).integers(0, vocab_size, tokens).astype(np.int32)

@@ -25,7 +25,8 @@ from ..config import HLO_TARGETS, NEURON_TARGETS
 from ..graphs.spec import GREEDY, GraphSpec
 from ..graphs.step import example_inputs
 from ..runtime.golden import GOLDEN_NAME, Golden, replay
-from ..runtime.runner import Chunk, GraphRunner
+from ..runtime.runner import GraphRunner
+from ..runtime.step_tensors import Chunk
 from ..targets import get_target
 from ..targets.neuron.lowering.requirements import check_reading
 from ..targets.neuron.sdk.devices import find_devices

@@ -67,6 +67,8 @@ class RequestSampler:
         logprob: log probability of the last token that the host chose, among what the processors left.
     """
 
+    logprobs = False
+
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
         self.slot = -1

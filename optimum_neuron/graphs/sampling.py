@@ -36,7 +36,8 @@ _LOWEST = torch.finfo(torch.float32).min
 Gather = Callable[[Tensor], Tensor]
 
 
-def _alone(own: Tensor) -> Tensor:
+def alone(own: Tensor) -> Tensor:
+    """The `Gather` of a single rank."""
     return own[:, None]
 
 
@@ -57,7 +58,7 @@ def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         `[rows]` int32.
     """
-    return sample_shard(logits, sampling_params, uniforms, 0, logits.shape[-1], _alone)
+    return sample_shard(logits, sampling_params, uniforms, 0, logits.shape[-1], alone)
 
 
 def sample_shard(
@@ -75,7 +76,7 @@ def sample_shard(
         `[rows]` int32, the same on all ranks.
     """
     temperature = sampling_params[:, TEMPERATURE]
-    real = _real(logits, first, vocab_size)
+    real = real_columns(logits, first, vocab_size)
     logits = torch.where(real, logits, _LOWEST)
     largest, greedy_token = _best(logits, first, vocab_size, gather)
     greedy = temperature <= 0
@@ -89,17 +90,17 @@ def sample_shard(
 
 def largest_of_shard(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> Tensor:
     """What `sample_shard` chooses at temperature 0."""
-    logits = torch.where(_real(logits, first, vocab_size), logits, _LOWEST)
+    logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
     return _best(logits, first, vocab_size, gather)[1].to(torch.int32)
 
 
-def _real(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
+def real_columns(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
     """`[columns]` bool: which columns are tokens."""
     return torch.arange(logits.shape[-1], dtype=torch.int32) + first < vocab_size
 
 
 def kept_weights(
-    scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = _alone
+    scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = alone
 ) -> Tensor:
     """The weight of each token, as digits of a whole number; 0 where top-k, top-p and min-p leave it out.
 
@@ -218,7 +219,7 @@ def _largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> 
     return scores >= size * (first + slope * mantissa)
 
 
-def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = _alone) -> Tensor:
+def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = alone) -> Tensor:
     """`[rows]` float32: each row's token, by inverse CDF in the order of tokens.
 
     Args:

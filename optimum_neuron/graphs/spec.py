@@ -14,6 +14,8 @@ GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
 # What inputs of a group's sampler are called.
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
+# By group of rows, the graph that tells log-probabilities of its last step: a device has it where steps return no logits.
+LOGPROBS = {DECODE: "logprobs_decode", CHUNK: "logprobs_chunk"}
 
 
 class SamplingParams(NamedTuple):
@@ -179,6 +181,11 @@ class GraphSpec:
     def returns_logits(self, group: str) -> bool:
         """Chunk rows always return logits, so that a host can choose the first token of any request."""
         return group == CHUNK or self.decode_logits
+
+
+def row_counts(config: NeuronConfig) -> dict[str, int]:
+    """How many rows each group of a step has, where it has the group."""
+    return {DECODE: config.batch_size, CHUNK: config.ctx_batch_size}
 
 
 def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:

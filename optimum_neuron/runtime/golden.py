@@ -21,7 +21,8 @@ from ..graphs.ops import EAGER_OPS
 from ..graphs.spec import GREEDY, ModelSpec, graph_specs, state_specs
 from ..graphs.step import StepModule
 from ..targets.eager import EagerExecutable
-from .runner import Chunk, DecodeRows, GraphRunner
+from .runner import GraphRunner
+from .step_tensors import Chunk, DecodeRows
 
 
 GOLDEN_NAME = "golden.json"

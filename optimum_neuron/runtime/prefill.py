@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..graphs.spec import GREEDY, SamplingParams
 from .limits import check_fits
-from .runner import Chunk, GraphRunner
+from .runner import GraphRunner
+from .step_tensors import Chunk
 
 
 def prefill(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,95 +15,20 @@ from torch import Tensor
 
 from ..config import NeuronConfig
 from ..graphs.family import GraphFamily, holds, rows_needed
-from ..graphs.spec import CHUNK, DECODE, GREEDY, GraphKind, GraphSpec, ModelSpec, SamplingParams, TensorSpec
+from ..graphs.logprobs import Logprobs, logprobs
+from ..graphs.spec import (
+    CHUNK,
+    DECODE,
+    LOGPROBS,
+    GraphKind,
+    GraphSpec,
+    ModelSpec,
+    row_counts,
+)
 from ..targets import Executable
 from .process import OwnProcess
+from .step_tensors import IDLE, Chunk, DecodeRows, GroupInputs, StepOutput
 from .token_ids import check_token_ids
-
-
-IDLE = -1
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next prompt tokens of one slot: at least one; a chunk longer than a graph's rows takes several of them."""
-
-    slot: int
-    token_ids: np.ndarray
-    sampling: SamplingParams = GREEDY
-    uniform: float = 0.0
-
-
-class DecodeRows(NamedTuple):
-    """One token for each active slot. All arrays have a row per slot.
-
-    `token_ids [batch_size]` int32 are the tokens to process, `active [batch_size]` bool leaves the other slots alone,
-    `sampling_params [batch_size, 4]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
-    [0, 1); both are ignored without on-device sampling.
-    """
-
-    token_ids: np.ndarray
-    active: np.ndarray
-    sampling_params: np.ndarray
-    uniforms: np.ndarray
-
-
-class StepOutput(NamedTuple):
-    """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them.
-
-    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. A graph
-    may use the memory again in its next run.
-    """
-
-    decode_tokens: Tensor | None = None
-    decode_logits: Tensor | None = None
-    chunk_tokens: Tensor | None = None
-    chunk_logits: Tensor | None = None
-
-
-class _GroupInputs:
-    """Input tensors of one row group, kept between steps; numpy views of the same memory are cheap to fill."""
-
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self.tensors = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-        views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
-        self.input_ids: np.ndarray = views["input_ids"]
-        self.position_ids: np.ndarray = views["position_ids"]
-        self.seq_ids: np.ndarray | None = views.get("seq_ids")
-        self.sampling_params: np.ndarray | None = views.get("sampling_params")
-        self.uniforms: np.ndarray | None = views.get("uniforms")
-        self.position_ids.fill(IDLE)
-
-    def fill_decode(self, rows: DecodeRows, lengths: np.ndarray) -> None:
-        self.input_ids[:, 0] = rows.token_ids
-        self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
-        if self.sampling_params is not None and self.uniforms is not None:
-            self.sampling_params[:] = rows.sampling_params
-            self.uniforms[:] = rows.uniforms
-
-    def fill_chunks(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> list[int]:
-        """Cuts chunks into rows; returns the row of each chunk's last token."""
-        assert self.seq_ids is not None
-        self.position_ids.fill(IDLE)
-        if self.sampling_params is not None:
-            self.sampling_params[:] = GREEDY
-        size = self.input_ids.shape[1]
-        row, last_rows = 0, []
-        for chunk in chunks:
-            start, count = int(lengths[chunk.slot]), len(chunk.token_ids)
-            for offset in range(0, count, size):
-                real = min(size, count - offset)
-                self.input_ids[row, :real] = chunk.token_ids[offset : offset + real]
-                self.input_ids[row, real:] = chunk.token_ids[offset + real - 1]
-                self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
-                self.position_ids[row, real:] = start + offset + real - 1
-                self.seq_ids[row] = chunk.slot
-                row += 1
-            last_rows.append(row - 1)
-            if self.sampling_params is not None and self.uniforms is not None:
-                self.sampling_params[row - 1] = chunk.sampling
-                self.uniforms[row - 1] = chunk.uniform
-        return last_rows
 
 
 class GraphRunner:
@@ -146,10 +69,8 @@ class GraphRunner:
         self._checks_decodes = model is not None and model.vocab_size > model.num_embeddings
         self.process = OwnProcess()
         self._warm = False
-        self._decode = _GroupInputs(self.family.kind("token_generation")[0].inputs())
-        self._chunks = {
-            graph.chunk_size: _GroupInputs(graph.inputs()) for graph in self.family.kind("chunked_prefill")
-        }
+        self._decode = GroupInputs(self.family.kind("token_generation")[0].inputs())
+        self._chunks = {graph.chunk_size: GroupInputs(graph.inputs()) for graph in self.family.kind("chunked_prefill")}
 
     def reset(self, slot: int) -> None:
         """Frees a slot. Its cache rows stay as they are: no mask ever shows them to the next request."""
@@ -234,11 +155,39 @@ class GraphRunner:
             inputs += group.tensors
         self.graph_calls[graph.name] += 1
         outputs = self.executable.run(graph.name, inputs)
+        self._last_rows = last_rows
         for chunk in chunks:
             self.lengths[chunk.slot] += len(chunk.token_ids)
         if decode is not None:
             self.lengths += decode.active
         return self._collect(graph, outputs, last_rows)
+
+    def logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
+        """Log-probabilities of the tokens that the last step chose, in the order of `rows`.
+
+        Args:
+            group: DECODE or CHUNK.
+            rows: of the group's part of `output`, which is the last step's.
+
+        Raises:
+            ValueError: the artifact was exported without `top_logprobs`.
+        """
+        count = self.config.top_logprobs
+        if count is None:
+            raise ValueError(
+                "this artifact tells no log-probabilities; export it with --top-logprobs (top_logprobs=0)"
+            )
+        tokens, logits = output.of(group)
+        assert tokens is not None
+        if logits is not None:
+            return logprobs(logits[list(rows)], tokens[list(rows)], count)
+        places = list(rows) if group == DECODE else [self._last_rows[row] for row in rows]
+        chosen = torch.zeros(row_counts(self.config)[group], dtype=torch.int32)
+        chosen[places] = tokens[list(rows)]
+        found = [each[places] for each in self.executable.run(LOGPROBS[group], [chosen])]
+        if not count:
+            found += [chosen.new_empty(len(places), 0), found[0].new_empty(len(places), 0)]
+        return Logprobs(*found)
 
     def _fill_decode(self, decode: DecodeRows | None) -> None:
         if decode is None:

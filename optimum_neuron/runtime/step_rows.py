@@ -13,8 +13,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..graphs.spec import GraphSpec, SamplingParams
-from .runner import Chunk, DecodeRows, GraphRunner
+from ..graphs.logprobs import Logprobs
+from ..graphs.spec import CHUNK, DECODE, GraphSpec, SamplingParams
+from .runner import GraphRunner
+from .step_tensors import Chunk, DecodeRows, StepOutput
 
 
 class UniformStream:
@@ -42,6 +44,7 @@ class RowRequest(Protocol):
         sampling: what the graphs are told; greedy where the host chooses.
         uniforms: its random numbers, where the graphs draw with them.
         on_host: whether the host chooses its tokens, from logits.
+        logprobs: whether the graphs tell the log-probabilities of tokens that they choose.
     """
 
     slot: int
@@ -50,6 +53,9 @@ class RowRequest(Protocol):
 
     @property
     def on_host(self) -> bool: ...
+
+    @property
+    def logprobs(self) -> bool: ...
 
 
 R = TypeVar("R", bound=RowRequest)
@@ -69,10 +75,14 @@ class StepRows(Generic[R]):
 
     Args:
         runner: the graphs and slots.
+
+    Attributes:
+        told: by slot, what the graphs told of the last run's tokens, where somebody wants it: a row of `Logprobs` each.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
         self._runner = runner
+        self.told: dict[int, Logprobs] = {}
         slots = runner.config.batch_size
         self._decode = DecodeRows(
             token_ids=np.zeros(slots, np.int32),
@@ -126,10 +136,15 @@ class StepRows(Generic[R]):
         output = self._runner.step(chunks, rows if decodes else None, graph)
         due = [(request, request.slot) for request in decodes]
         ended = [(part.request, row) for row, part in enumerate(parts) if part.ends]
-        return [
-            *_chosen(due, output.decode_tokens, output.decode_logits),
-            *_chosen(ended, output.chunk_tokens, output.chunk_logits),
-        ]
+        self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
+        return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+
+    def _tell(self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput) -> dict[int, Logprobs]:
+        wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]
+        if not wanted:
+            return {}
+        found = self._runner.logprobs(group, [row for _, row in wanted], output)
+        return {slot: Logprobs(*(each[place] for each in found)) for place, (slot, _) in enumerate(wanted)}
 
 
 def _draw(request: RowRequest) -> float:

@@ -8,7 +8,7 @@ all in its slot takes a chunk, whatever its length; any other takes its one toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
 from ..graphs.family import rows_needed
+from ..graphs.logprobs import Logprobs
 from ..graphs.spec import ModelSpec
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import PromptPart, StepRows
 from .host_sampler import HostSampler
+from .logprobs import join_logprobs
 from .requests import RequestTable, SlotRequest
+from .sampling import RAW_LOGPROBS
 from .slot_connector import SlotPlan
 
 
@@ -30,12 +33,12 @@ class _Computed:
     """A step that the graphs have run, and whose tokens are not handed out yet.
 
     Attributes:
-        on_device: requests that got a token from the graphs, with it.
+        on_device: requests that got a token from the graphs, with it and what the graphs tell of it.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
     """
 
     scheduler_output: Any
-    on_device: list[tuple[SlotRequest, int]]
+    on_device: list[tuple[SlotRequest, int, Logprobs | None]]
     on_host: list[tuple[SlotRequest, Tensor]]
 
 
@@ -51,8 +54,11 @@ class ModelRunner:
         self.runner = runner
         self._sizes = runner.config
         self._sampler = HostSampler(vllm_config, self._sizes.batch_size, model.vocab_size)
+        told = vllm_config.model_config.logprobs_mode == RAW_LOGPROBS
         self._requests = RequestTable(
-            self._sizes, vllm_config.model_config.seed, all_on_host=bool(self._sampler.processors)
+            self._sizes if told else replace(self._sizes, top_logprobs=None),
+            vllm_config.model_config.seed,
+            all_on_host=bool(self._sampler.processors),
         )
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._computed: _Computed | None = None
@@ -83,14 +89,13 @@ class ModelRunner:
         if step is None or not step.scheduler_output.num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         tokens: dict[str, list[int]] = {}
-        for state, token in step.on_device:
+        for state, token, _ in step.on_device:
             state.output_token_ids.append(token)
             self._rows.feed(state.slot, token)
             tokens[state.request_id] = [token]
-        logprobs = self._sample_on_host(step, grammar, tokens) if step.on_host else None
+        of_host = self._sample_on_host(step, grammar, tokens) if step.on_host else None
         ids = list(step.scheduler_output.num_scheduled_tokens)
-        if logprobs is not None:
-            logprobs = _ordered(logprobs, [state.request_id for state, _ in step.on_host], ids)
+        logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], of_host, ids)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
@@ -203,10 +208,4 @@ class ModelRunner:
             if isinstance(choice, Tensor):
                 self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
             else:
-                self._computed.on_device.append((state, choice))
-
-
-def _ordered(logprobs: LogprobsLists, present: list[str], ids: list[str]) -> LogprobsLists:
-    """Tells vLLM which row is whose: those without logprobs get any, and no token to look one up for."""
-    rows = {request_id: row for row, request_id in enumerate(present)}
-    return logprobs._replace(cu_num_generated_tokens=[rows.get(request_id, 0) for request_id in ids])
+                self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))

@@ -29,6 +29,7 @@ class SlotRequest:
         sampling: what the graphs are told; greedy where the host samples.
         uniforms: its random numbers where the graphs draw with them.
         host: its part in vLLM's sampler where the graphs cannot sample for it.
+        logprobs: whether it wants log-probabilities.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class SlotRequest:
     sampling: OnDeviceParams = GREEDY
     uniforms: UniformStream | None = None
     host: HostRequest | None = None
+    logprobs: bool = False
     output_token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -104,7 +106,7 @@ class RequestTable:
         if self._all_on_host or host_reason(params, self._config) is not None:
             state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
             return state
-        state.sampling = on_device_params(params)
+        state.sampling, state.logprobs = on_device_params(params), params.logprobs is not None
         if state.sampling.temperature > 0:
             # As `Engine` seeds it. NumPy takes no negative seed, which vLLM allows.
             seed = self._seeds.spawn(1)[0]

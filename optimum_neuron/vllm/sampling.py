@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import copy
+
 from vllm.sampling_params import SamplingParams
 
-from ..config import NeuronConfig
+from ..config import MOST_LOGPROBS, NeuronConfig
 from ..graphs.spec import GREEDY
 from ..graphs.spec import SamplingParams as OnDeviceParams
 
 
 # Below it vLLM takes a temperature for 0.
 GREEDY_TEMPERATURE = 1e-5
+# The mode of vLLM's log-probabilities that graphs know: those before temperature, penalties and the like.
+RAW_LOGPROBS = "raw_logprobs"
 
 
 def check_request(params: SamplingParams, config: NeuronConfig) -> None:
@@ -24,7 +28,14 @@ def check_request(params: SamplingParams, config: NeuronConfig) -> None:
         raise ValueError("watermarking is not supported by this runner; leave it out")
     reason = host_reason(params, config)
     if reason is not None and not config.returns_decode_logits:
-        raise ValueError(f"{reason}, and this artifact returns no logits; export it with --output-logits")
+        count = params.logprobs
+        alone = (
+            count is not None
+            and 0 <= count <= MOST_LOGPROBS
+            and host_reason(_without_logprobs(params), config) is None
+        )
+        other = f", or for logprobs alone with --top-logprobs {count}" if alone else ""
+        raise ValueError(f"{reason}, and this artifact returns no logits; export it with --output-logits{other}")
 
 
 def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
@@ -32,7 +43,7 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
     if not config.on_device_sampling:
         return "the artifact was exported without on-device sampling"
     asked = {
-        "logprobs": params.logprobs is not None or getattr(params, "logprob_token_ids", None) is not None,
+        "logprobs": not _tells(config, params.logprobs) or getattr(params, "logprob_token_ids", None) is not None,
         "structured outputs": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,
@@ -50,6 +61,17 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
         if wanted:
             return f"{name} needs logits on the host"
     return None
+
+
+def _tells(config: NeuronConfig, count: int | None) -> bool:
+    """Whether the graphs tell the log-probabilities of so many tokens beside the chosen one's; -1 is all of them."""
+    return count is None or (config.top_logprobs is not None and 0 <= count <= config.top_logprobs)
+
+
+def _without_logprobs(params: SamplingParams) -> SamplingParams:
+    other = copy.copy(params)
+    other.logprobs = None
+    return other
 
 
 def on_device_params(params: SamplingParams) -> OnDeviceParams:

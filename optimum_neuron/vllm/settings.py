@@ -16,6 +16,7 @@ from ..config import NeuronConfig
 from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
 from .engine_args import given
 from .options import refuse_options
+from .sampling import RAW_LOGPROBS
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -58,9 +59,18 @@ def configure(vllm_config: VllmConfig) -> None:
         _fit_executor(vllm_config.parallel_config)
     _fit_model(vllm_config, served.artifact.config)
     _fit_cache(vllm_config, served.artifact.config)
+    _check_logprobs(vllm_config.model_config.logprobs_mode, served.artifact.config)
     if vllm_config.shutdown_timeout == 0:
         # vLLM would kill the engine while it gives its devices back.
         vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
+
+
+def _check_logprobs(mode: str, config: NeuronConfig) -> None:
+    if config.top_logprobs is not None and mode != RAW_LOGPROBS and not config.returns_decode_logits:
+        raise ValueError(
+            f"--logprobs-mode {mode} needs logits on the host, and this artifact's graphs tell {RAW_LOGPROBS} alone; leave it out, "
+            f"or export the artifact with --output-logits"
+        )
 
 
 def find_served(vllm_config: VllmConfig) -> Served | None:

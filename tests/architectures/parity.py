@@ -24,7 +24,8 @@ from optimum_neuron.checkpoints.checkpoint import find_checkpoint
 from optimum_neuron.errors import first_line
 from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
 from optimum_neuron.graphs.checks.rope_length import keep_frequencies
-from optimum_neuron.runtime.runner import Chunk, GraphRunner
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
 
 
 # Longer than any window or attention chunk, and no multiple of one.

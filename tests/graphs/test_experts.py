@@ -37,7 +37,7 @@ from optimum_neuron.graphs.ops import DEFAULT_OPS, EAGER_OPS
 from optimum_neuron.graphs.program import export_graph
 from optimum_neuron.graphs.spec import graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
-from optimum_neuron.runtime.runner import Chunk
+from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.cpu.layout import use_natural_layout
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.lower import lower

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron.graphs.spec import ModelSpec
-from optimum_neuron.runtime.runner import Chunk
+from optimum_neuron.runtime.step_tensors import Chunk
 
 
 TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))

@@ -3,35 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from ...artifacts.artifact import Artifact, ArtifactError
 from ...artifacts.schema import first_difference, shown
 from ...artifacts.tensor_file import Stored
-from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec, sampler_inputs
-from .graph_io import CACHE, COPY_SLOT, SAMPLERS, SCORES, GraphIO, InputBinding, OutputBinding
+from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
+from .graph_io import CACHE, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding
+from .score_graphs import ScoreGraph, score_graphs
 
 
 _HEADS = 1  # dimension of a state of which a rank has its part
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
-    """The graphs that an artifact has: its steps, what draws tokens, and where slots share prefixes what copies them."""
+    """The graphs that an artifact has: its steps, what reads their logits, and where slots share prefixes what copies them."""
     copies = artifact.config.batch_size > 1 and artifact.model.reuses_prefixes
     return (
         *(spec.name for spec in artifact.graphs),
-        *(SAMPLERS.values() if artifact.config.on_device_sampling else ()),
+        *(graph.name for graph in score_graphs(artifact.config, artifact.model.vocab_size)),
         *((COPY_SLOT,) if copies else ()),
     )
 
 
 def score_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
     """The logits that steps leave for samplers, as a rank has them."""
-    config = artifact.config
-    rows = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size} if config.on_device_sampling else {}
-    columns = -(-artifact.model.vocab_size // config.tensor_parallel_size)
-    return tuple(TensorSpec(SCORES + group, (count, columns), "float32") for group, count in rows.items())
+    graphs = score_graphs(artifact.config, artifact.model.vocab_size)
+    return tuple(dict.fromkeys(graph.scores for graph in graphs))
 
 
 def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
@@ -41,6 +40,7 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
         ArtifactError: something differs; the graph is named.
     """
     specs = {spec.name: spec for spec in artifact.graphs}
+    readers = {graph.name: graph for graph in score_graphs(artifact.config, artifact.model.vocab_size)}
     caches: list[list[InputBinding]] = []
     for name, io in graphs.items():
         try:
@@ -49,10 +49,10 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
                 raise ValueError(f"it is for {io.world_size} ranks, not {artifact.config.tensor_parallel_size}")
             if name in specs:
                 _check_step(io, specs[name], artifact.model.vocab_size)
-            scores = _scores_of(name, specs.get(name), score_states(artifact))
-            if name in SAMPLERS.values():
-                _check_sampler(io, scores)
+            if name in readers:
+                _check_reader(io, readers[name])
                 continue
+            scores = _scores_of(specs.get(name), score_states(artifact))
             _check_states(io, (*artifact.states(), *scores))
             caches.append([each for each in _states(io) if each.name.startswith(CACHE)])
             if caches[-1] != caches[0]:
@@ -97,14 +97,12 @@ def _check_step(io: GraphIO, spec: GraphSpec, vocab_size: int) -> None:
     _check_same("returns", [each for each in io.outputs if each.alias_of is None], spec.outputs(vocab_size))
 
 
-def _check_sampler(io: GraphIO, scores: Sequence[TensorSpec]) -> None:
-    """It reads scores, and returns a token for each of their rows."""
-    (score,) = scores
-    group, rows = score.name.removeprefix(SCORES), score.shape[0]
-    _check_same("reads", _states(io), scores)
-    _check_same("takes", [each for each in io.inputs if each.role == "input"], sampler_inputs(group, rows))
+def _check_reader(io: GraphIO, graph: ScoreGraph) -> None:
+    """It reads scores, and updates nothing."""
+    _check_same("reads", _states(io), [graph.scores])
+    _check_same("takes", [each for each in io.inputs if each.role == "input"], graph.inputs)
     returned = [each for each in io.outputs if each.alias_of is None]
-    _check_same("returns", returned, [TensorSpec(f"{group}.tokens", (rows,), "int32")])
+    _check_same("returns", returned, graph.outputs)
     _check_same("updates", [each for each in io.outputs if each not in returned], [])
 
 
@@ -112,12 +110,10 @@ def _states(io: GraphIO) -> list[InputBinding]:
     return sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
 
 
-def _scores_of(graph: str, spec: GraphSpec | None, scores: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Those of the groups of rows that a graph has."""
-    groups = [group for group, sampler in SAMPLERS.items() if sampler == graph]
-    if spec is not None:
-        groups = [group for group, present in ((DECODE, spec.has_decode), (CHUNK, spec.has_chunk)) if present]
-    return [each for each in scores if each.name.removeprefix(SCORES) in groups]
+def _scores_of(step: GraphSpec | None, scores: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Those of the groups of rows that a step has."""
+    present = {} if step is None else {DECODE: step.has_decode, CHUNK: step.has_chunk}
+    return [each for each in scores if present.get(each.name.removeprefix(SCORES))]
 
 
 def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:

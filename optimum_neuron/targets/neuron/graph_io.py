@@ -17,7 +17,7 @@ DTYPES = (
 # What devices have in place of other types. A gather's indices are made unsigned; that does not outlast further operators on
 # every way to a device.
 NARROW = {"int64": "int32", "float64": "float32", "uint32": "int32"}
-# The graphs that are no steps: see slot_copy.py, and by group of rows sampler_graph.py.
+# The graphs that are no steps: see slot_copy.py, and by group of rows score_graphs.py.
 COPY_SLOT = "copy_slot"
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
 # How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has.

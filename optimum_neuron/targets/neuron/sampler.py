@@ -46,8 +46,7 @@ def gathering(ranks: int) -> GatherColumns:
     """As operators of an exported graph."""
 
     def gather(own: Tensor) -> Tensor:
-        joined: Tensor = all_gather(own, 1, ranks)
-        return joined
+        return own if ranks == 1 else all_gather(own, 1, ranks)
 
     return gather
 
@@ -64,12 +63,12 @@ def written_out(
     """What `sample` computes, in elementary operators."""
     if ranks == 1:
         return sampling.sample(logits, sampling_params, uniforms)
-    return sampling.sample_shard(logits, sampling_params, uniforms, first, vocab_size, _of_all(gather, ranks))
+    return sampling.sample_shard(logits, sampling_params, uniforms, first, vocab_size, of_all(gather, ranks))
 
 
 def largest(logits: Tensor, first: Tensor, vocab_size: int, ranks: int) -> Tensor:
     """What `sample` chooses at temperature 0, in elementary operators."""
-    return sampling.largest_of_shard(logits, first, vocab_size, _of_all(gathering(ranks), ranks))
+    return sampling.largest_of_shard(logits, first, vocab_size, of_all(gathering(ranks), ranks))
 
 
 def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
@@ -77,7 +76,8 @@ def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) 
     return sampling.first_largest(logits)[:, 0]
 
 
-def _of_all(gather: GatherColumns, ranks: int) -> sampling.Gather:
+def of_all(gather: GatherColumns, ranks: int) -> sampling.Gather:
+    """Of numbers side by side, those of each rank."""
     return lambda own: gather(own).unflatten(1, (ranks, -1))
 
 

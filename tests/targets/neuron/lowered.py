@@ -11,27 +11,28 @@ from torch import Tensor, nn
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import CHUNK, DECODE, TensorSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import TensorSpec, graph_specs, state_specs
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import (
     LoweredGraph,
     lower_program,
-    lower_sampler,
+    lower_scores,
     lower_slot_copy,
     lower_step,
 )
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.score_graphs import score_graphs
 
 
 def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
     """Every graph of a model, the slot copy last."""
-    rows = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size} if config.on_device_sampling else {}
     spec = inspect_model(model)
     states = state_specs(config, spec)
     cache = KVCache(states)
     graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
-    samplers = [lower_sampler(group, count, spec.vocab_size, spec.vocab_size) for group, count in rows.items()]
-    return [*graphs, *samplers, lower_slot_copy(states)]
+    readers = score_graphs(config, spec.vocab_size)
+    graphs += [lower_scores(graph, spec.vocab_size, count=config.top_logprobs) for graph in readers]
+    return [*graphs, lower_slot_copy(states)]
 
 
 class _Function(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from optimum_neuron.artifacts.weights import named_tensors, rank_weights_name
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.spec import GREEDY, graph_specs
-from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
+from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, Ranks
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph

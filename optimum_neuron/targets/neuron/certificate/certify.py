@@ -22,8 +22,9 @@ from ..graph_files import HLO_SUFFIX, read_graph_io
 from ..lint.lint import Finding, lint
 from ..lint.lint import passed_rules as passed
 from ..lint.rules import RULES_VERSION
-from .comparison import Comparison, Expected, compare, expect, sampled
+from .comparison import Comparison, compare, expect, sampled
 from .document import Certificate
+from .expected import Expected
 from .recording import digest
 from .reference import run_reference, state_scales
 from .setup import Setup, in_float32, make_setup, steps_of
@@ -105,7 +106,8 @@ def _expected(
         run_reference(reference, states, setup.graphs, setup.spec, setup.steps, scales, shake=shake)
         for shake in (False, True)
     )
-    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads)
+    count = setup.trial.config.top_logprobs
+    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads, count)
 
 
 def _reference_model(model: nn.Module, setup: Setup, dtype: str, *, trust_remote_code: bool) -> nn.Module:

@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
+from .expected_logprobs import expect_logprobs
 from .host_ranks import Found
 from .parts import Heads, part, real_heads
 from .recording import Step
 from .reference import Reference
 
 
-# How many times what moving each module's results by a unit moves the eager step. Tiny models differ by up to 1.0 times as
-# much; the rest is for wide layers, whose sums in another order such moves do not cover.
-TIMES_ROUNDING = 16.0
-# A 16-bit router may choose other experts by rounding, which moves few tokens far: there means are compared.
-STATISTICS = {"float32": "largest", "bfloat16": "mean", "float16": "mean"}
 _COLUMNS, _POSITIONS = 24, 24
 
 
@@ -56,45 +53,6 @@ class Comparison:
         )
 
 
-@dataclass
-class Entry:
-    """Numbers that are expected somewhere.
-
-    Attributes:
-        rows: of the first dimension, those that are compared; None: all but the last, where padding is written.
-        heads: of the second dimension; None: all.
-        positions: of these numbers, flat, those that are kept; None: all.
-    """
-
-    subject: str
-    place: str
-    values: Tensor
-    noise: float
-    rows: tuple[int, ...] | None
-    heads: list[int] | None = None
-    positions: list[int] | None = None
-
-    def pick(self, found: Tensor) -> Tensor:
-        """The numbers of a result that are compared with `values`."""
-        kept = found[:-1] if self.rows is None else found[list(self.rows)]
-        kept = kept if self.heads is None else kept[:, self.heads]
-        return kept if self.positions is None else kept.flatten()[self.positions]
-
-
-@dataclass
-class Expected:
-    """What executed steps are expected to make.
-
-    Attributes:
-        outputs: by number of the step and name of the output; states have the number of steps.
-        tokens: of each row in use, those that rounding may choose; empty where they are not compared.
-    """
-
-    dtype: str
-    outputs: dict[tuple[int, str, int], Entry] = field(default_factory=dict)
-    tokens: dict[tuple[int, str], dict[int, tuple[int, ...]]] = field(default_factory=dict)
-
-
 def statistic(difference: Tensor, dtype: str) -> float:
     """One number of many; infinite where one of them is no number."""
     if not difference.numel():
@@ -104,9 +62,19 @@ def statistic(difference: Tensor, dtype: str) -> float:
 
 
 def expect(
-    one: Reference, moved: Reference, steps: Sequence[Step], dtype: str, ranks: int, heads: Heads | None
+    one: Reference,
+    moved: Reference,
+    steps: Sequence[Step],
+    dtype: str,
+    ranks: int,
+    heads: Heads | None,
+    top_logprobs: int | None = None,
 ) -> Expected:
-    """What follows from the eager step, once as it is and once moved by rounding."""
+    """What follows from the eager step, once as it is and once moved by rounding.
+
+    Args:
+        top_logprobs: as in the config.
+    """
     expected = Expected(dtype)
     noise = _noise_of_logits(one, moved, steps, dtype)
     for (number, name), logits in one.logits.items():
@@ -119,6 +87,8 @@ def expect(
         for (number, name), choice in one.choices.items():
             bound = TIMES_ROUNDING * noise
             expected.tokens[number, name] = {row: choice.accepted(row, bound) for row in _rows(steps[number], name)}
+    if top_logprobs is not None:
+        expect_logprobs(expected, one, steps, ranks, noise, top_logprobs)
     for name, state in one.states.items():
         moved_by = statistic(moved.states[name][:-1].float() - state[:-1].float(), dtype)
         subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"

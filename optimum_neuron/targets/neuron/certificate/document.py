@@ -14,7 +14,8 @@ import torch
 from ....artifacts.artifact import ArtifactError
 from ....artifacts.schema import TEXT, choice, listed, named, number, optional, read_object, record, text, whole
 from ....config import NeuronConfig
-from .comparison import STATISTICS, TIMES_ROUNDING, Comparison, Entry, Expected
+from .comparison import Comparison
+from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 
 
 CERTIFICATE_NAME = "certificate.json"

@@ -46,6 +46,13 @@ def drawn(tokens: str) -> str:
     return tokens.replace(".tokens", ".drawn")
 
 
+def chosen_tokens(step: Step) -> dict[str, Tensor]:
+    """Tokens whose log-probabilities are asked for, by the name of the input: any will do, and each row's own first one is known."""
+    groups = (DECODE, CHUNK)
+    inputs = {f"{group}.chosen": step.inputs.get(f"{group}.input_ids") for group in groups}
+    return {name: ids[:, 0].contiguous() for name, ids in inputs.items() if ids is not None}
+
+
 def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -> tuple[Step, ...]:
     """The steps of all graphs, in the order in which they run.
 

@@ -18,14 +18,15 @@ from ....artifacts.artifact import GRAPHS_FOLDER
 from ....artifacts.skeleton import empty_model
 from ....artifacts.weights import rank_weights_name
 from ....config import NeuronConfig
-from ....graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, sampler_inputs, state_specs
+from ....graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
 from ..graph_files import HLO_SUFFIX, read_graph_io
-from ..graph_io import COPY_SLOT, SAMPLERS, SCORES
+from ..graph_io import COPY_SLOT, SCORES
 from ..lowering.lower_all import lower_all
+from ..score_graphs import score_graphs
 from ..sharding import shard_plan
 from .host_ranks import Found, Given, Module, execute
 from .parts import Heads, part, state_heads
-from .recording import Step, drawn, history, record_steps
+from .recording import Step, chosen_tokens, drawn, history, record_steps
 from .trial import Trial, tied_in
 from .widened import widen
 
@@ -85,12 +86,12 @@ class Setup:
         return {each.name: each.shape for each in states if each.name.startswith(SCORES)}
 
     def _runs(self, step: Step) -> Iterator[Given]:
-        """A step, and every sampler that may follow it."""
+        """A step, and every graph over its logits that may follow it."""
         yield Given(step.graph, step.inputs)
-        for group, sampler in SAMPLERS.items():
-            names = [each.name for each in sampler_inputs(group, 0)]
-            if names[0] in step.inputs:
-                yield Given(sampler, {name: step.inputs[name] for name in names})
+        given = {**step.inputs, **chosen_tokens(step)}
+        for graph in score_graphs(self.trial.config, self.spec.vocab_size):
+            if f"{graph.group}.position_ids" in step.inputs:
+                yield Given(graph.name, {each.name: given[each.name] for each in graph.inputs})
 
     def _weights(self, rank: int, *, wide: bool) -> dict[str, Tensor]:
         needed = {name for module in self.modules.values() for name in module.io.names("weight")}
@@ -109,7 +110,9 @@ def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[di
     for count in counts:
         found = dict(next(rest))
         for _ in range(count - 1):
-            found |= {drawn(name): tokens for name, tokens in next(rest).items()}
+            for name, each in next(rest).items():
+                columns = each.unbind(1) if name.endswith(".top_tokens") else ()
+                found |= {drawn(name): each} | {f"{name}.{place}": column for place, column in enumerate(columns)}
         steps.append(found)
     return [*steps, next(rest)]
 
@@ -135,7 +138,7 @@ def make_setup(
     config = trial.config
     if trial.whole:
         few, names = spec, [each.name for each in graph_specs(config)]
-        names += SAMPLERS.values() if config.on_device_sampling else ()
+        names += [graph.name for graph in score_graphs(config, spec.vocab_size)]
         names += [COPY_SLOT] if config.batch_size > 1 and spec.reuses_prefixes else []
         modules = {name: _read_module(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)) for name in names}
     else:

@@ -13,8 +13,9 @@ from ....config import HLO_TARGETS
 from ..lint.rules import RULES_VERSION
 from ..lowering.requirements import check_lowering
 from .certify import hlo_files, passed_rules, versions
-from .comparison import Comparison, Expected, compare
+from .comparison import Comparison, compare
 from .document import CERTIFICATE_NAME, Certificate
+from .expected import Expected
 from .recording import digest
 from .setup import Setup, make_setup
 from .trial import Trial, write_trial

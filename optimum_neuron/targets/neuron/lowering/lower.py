@@ -22,11 +22,12 @@ from ....graphs.ops import StepOps
 from ....graphs.program import export_layers_once
 from ....graphs.scores import Scores
 from ....graphs.spec import GraphSpec, TensorSpec
-from ..graph_io import CACHE, COPY_SLOT, NARROW, SAMPLERS, SCORES, GraphIO, InputBinding, OutputBinding, Role
+from ..graph_io import CACHE, COPY_SLOT, NARROW, SCORES, GraphIO, InputBinding, OutputBinding, Role
+from ..score_graphs import ScoreGraph
 from ..sharding import ShardPlan
 from . import hlo, passes, weight_uses
 from .decompositions import decompose
-from .sampler_graph import Sampler
+from .score_module import ScoreModule
 from .slot_copy import SlotCopy
 from .xla_trace import placeholders, trace
 
@@ -77,13 +78,19 @@ def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> Lowere
     return lower_program(program, COPY_SLOT, COPY_SLOT, module.inputs(), (), world_size)
 
 
-def lower_sampler(group: str, rows: int, columns: int, vocab_size: int, plan: ShardPlan | None = None) -> LoweredGraph:
-    """Lowers the graph that draws the tokens of a group of rows, from so many columns of each on a rank."""
-    module = Sampler(group, Scores([(group, rows)], columns), vocab_size, plan).eval()
+def lower_scores(
+    graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None = None, count: int | None = None
+) -> LoweredGraph:
+    """Lowers a graph over the logits that steps leave.
+
+    Args:
+        vocab_size: of the whole model.
+        count: of the most likely tokens, where it tells log-probabilities.
+    """
+    module = ScoreModule(graph, vocab_size, plan, count or 0).eval()
     with torch.no_grad():
         program = decompose(torch.export.export(module, module.example_inputs(), strict=False))
-    name, ranks = SAMPLERS[group], 1 if plan is None else plan.world_size
-    return lower_program(program, name, name, module.inputs(), module.outputs(), ranks)
+    return lower_program(program, graph.name, graph.name, graph.inputs, graph.outputs, module.ranks)
 
 
 def lower_program(

@@ -9,16 +9,17 @@ from pathlib import Path
 from .... import progress
 from ....config import NeuronConfig
 from ....graphs.kv_cache import KVCache
-from ....graphs.spec import CHUNK, DECODE, graph_specs, state_specs
-from ..graph_io import COPY_SLOT, SAMPLERS
-from .lower import LoweredGraph, lower_sampler, lower_slot_copy, lower_step
+from ....graphs.spec import graph_specs, state_specs
+from ..graph_io import COPY_SLOT
+from ..score_graphs import score_graphs
+from .lower import LoweredGraph, lower_scores, lower_slot_copy, lower_step
 from .rank_model import rank_model
 
 
 def lower_all(
     folder: Path, config: NeuronConfig, tied_weights: Mapping[str, str], *, trust_remote_code: bool
 ) -> Iterator[LoweredGraph]:
-    """Yields all graphs of a config as they are lowered: steps, what draws tokens, and where slots share prefixes what copies them.
+    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where slots share prefixes what copies them.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
@@ -32,14 +33,14 @@ def lower_all(
     states = state_specs(config, rank.spec)
     cache = KVCache(states)
     copies = config.batch_size > 1 and rank.spec.reuses_prefixes
-    samplers = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size} if config.on_device_sampling else {}
-    with progress.stage("Lowering graphs", len(specs) + len(samplers) + copies) as advance:
+    scores = score_graphs(config, rank.vocab_size)
+    with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
         for spec in specs:
             yield lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
             advance(spec.name)
-        for group, rows in samplers.items():
-            yield lower_sampler(group, rows, rank.columns, rank.vocab_size, rank.plan)
-            advance(SAMPLERS[group])
+        for graph in scores:
+            yield lower_scores(graph, rank.vocab_size, rank.plan, config.top_logprobs)
+            advance(graph.name)
         if copies:
             yield lower_slot_copy(states, ranks)
             advance(COPY_SLOT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step's operators in the form that the Neuron compiler takes: attention in parts, cache writes as one scatter of rows.
 
-A step chooses the largest logit; what is to be drawn is drawn by a graph of its own (sampler_graph.py).
+A step chooses the largest logit; what is to be drawn is drawn by a graph of its own (score_module.py).
 
 Attention is written by hand, because the lowering of scaled_dot_product_attention tests for rows without keys.
 """

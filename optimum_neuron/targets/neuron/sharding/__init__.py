@@ -4,7 +4,7 @@
 from .modules import apply_plan
 from .plan import RANK_BUFFER, RANK_TENSOR, ShardPlan
 from .planner import shard_plan, whole_plan
-from .sampling import sample_own, sharded_ops
+from .sampling import sharded_ops
 from .weights import tied_names, write_sharded_weights
 
 
@@ -13,7 +13,6 @@ __all__ = [
     "RANK_TENSOR",
     "ShardPlan",
     "apply_plan",
-    "sample_own",
     "shard_plan",
     "sharded_ops",
     "tied_names",

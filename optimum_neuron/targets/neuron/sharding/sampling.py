@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ....graphs.collectives import all_gather
 from ....graphs.ops import StepOps
-from ..sampler import largest, sample
+from ..sampler import largest
 from .plan import RANK_BUFFER, ShardPlan
 
 
@@ -36,12 +36,6 @@ def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps
         return all_gather(logits, 1, plan.world_size)[:, : plan.vocab_size]
 
     return replace(base_ops, sample=largest_of_all, full_logits=full_logits)
-
-
-def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """`graphs.sampling.sample` over a rank's logits; every rank chooses the same token, that of the whole logits."""
-    tokens: Tensor = sample(logits, sampling_params, uniforms, _first(model, plan), plan.vocab_size, plan.world_size)
-    return tokens
 
 
 def _first(model: nn.Module, plan: ShardPlan) -> Tensor:

@@ -25,17 +25,19 @@ from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.scores import Scores
-from optimum_neuron.graphs.spec import CHUNK, DECODE, state_specs
+from optimum_neuron.graphs.spec import state_specs
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.certificate.comparison import Comparison, Expected, compare, expect
+from optimum_neuron.targets.neuron.certificate.comparison import Comparison, compare, expect
+from optimum_neuron.targets.neuron.certificate.expected import Expected
 from optimum_neuron.targets.neuron.certificate.host_ranks import Module
 from optimum_neuron.targets.neuron.certificate.parts import state_heads
 from optimum_neuron.targets.neuron.certificate.reference import run_reference, state_scales
 from optimum_neuron.targets.neuron.certificate.setup import Setup, steps_of
 from optimum_neuron.targets.neuron.certificate.trial import Trial
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
-from optimum_neuron.targets.neuron.lowering import decompositions, hlo, lower, rank_model, sampler_graph
+from optimum_neuron.targets.neuron.lowering import decompositions, hlo, lower, rank_model, score_module, xla_trace
 from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
+from optimum_neuron.targets.neuron.score_graphs import score_graphs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
@@ -60,8 +62,10 @@ class Case:
             for spec in self.setup.graphs
             if spec.kind in names
         ]
-        rows = {DECODE: config.batch_size, CHUNK: config.ctx_batch_size}
-        graphs += [lower.lower_sampler(group, rows[group], rank.columns, rank.vocab_size, rank.plan) for group in rows]
+        graphs += [
+            lower.lower_scores(graph, rank.vocab_size, rank.plan, config.top_logprobs)
+            for graph in score_graphs(config, rank.vocab_size)
+        ]
         graphs += [lower.lower_slot_copy(states, ranks)] if COPY_SLOT in names else []
         return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
 
@@ -196,7 +200,7 @@ def _sampler_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(original: Any, logits: Tensor, params: Tensor, *others: Any) -> Tensor:
         return original(logits, params * torch.tensor([1.0, 1.0, 0.0, 1.0]), *others)
 
-    _wrap(monkeypatch, sampler_graph, "sample", greedy)
+    _wrap(monkeypatch, score_module, "sample", greedy)
 
 
 def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +325,7 @@ def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.Monk
         calls.append(target)
         return args[0] if len(calls) == 2 else original(target, args, world_size)
 
-    _wrap(monkeypatch, lower, "_collective", dropped)
+    _wrap(monkeypatch, xla_trace, "_collective", dropped)
     modules = two_ranks.lower("mixed")
     assert len(calls) > 2 and _places(two_ranks.compare(modules))
 

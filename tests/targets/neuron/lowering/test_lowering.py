@@ -29,9 +29,9 @@ from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import ModelSpec, SamplingParams, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule
-from optimum_neuron.runtime.runner import GraphRunner, SamplingParams
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.lint import lint

@@ -13,9 +13,11 @@ from helpers import tiny_config
 from lowered import lower_model
 
 from optimum_neuron.graphs.eager_sampling import sample_by_sorting
+from optimum_neuron.targets.neuron.graph_io import SAMPLERS
 from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_sampler
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_scores
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
+from optimum_neuron.targets.neuron.score_graphs import score_graphs
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 
@@ -28,7 +30,9 @@ SHAPES = {"broadcast", "reshape", "constant", "parameter", "tuple"}
 
 def _sampler(ranks: int) -> LoweredGraph:
     plan = None if ranks == 1 else ShardPlan("tiny", ranks, VOCAB, {})
-    return lower_sampler("decode", ROWS, VOCAB // ranks, VOCAB, plan)
+    config = tiny_config(target="trn2", batch_size=ROWS, tensor_parallel_size=ranks)
+    graph = next(each for each in score_graphs(config, VOCAB) if each.name == SAMPLERS["decode"])
+    return lower_scores(graph, VOCAB, plan)
 
 
 def _opcodes(graph: LoweredGraph) -> Counter[str]:

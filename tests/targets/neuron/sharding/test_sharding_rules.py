@@ -16,7 +16,7 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sharded_ranks import load_rank, make_model, write_case
+from sharded_ranks import load_rank, make_model, sample_own, write_case
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +28,6 @@ from optimum_neuron.targets.neuron import sampler
 from optimum_neuron.targets.neuron.sharding import (
     RANK_TENSOR,
     ShardPlan,
-    sample_own,
     sampling,
     shard_plan,
     sharded_ops,

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is given and gives, by slot and chunk; and the graphs' input tensors, which are filled with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..graphs.spec import DECODE, GREEDY, SamplingParams, TensorSpec
+
+
+IDLE = -1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next prompt tokens of one slot: at least one; a chunk longer than a graph's rows takes several of them."""
+
+    slot: int
+    token_ids: np.ndarray
+    sampling: SamplingParams = GREEDY
+    uniform: float = 0.0
+
+
+class DecodeRows(NamedTuple):
+    """One token for each active slot. All arrays have a row per slot.
+
+    `token_ids [batch_size]` int32 are the tokens to process, `active [batch_size]` bool leaves the other slots alone,
+    `sampling_params [batch_size, 4]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
+    [0, 1); both are ignored without on-device sampling.
+    """
+
+    token_ids: np.ndarray
+    active: np.ndarray
+    sampling_params: np.ndarray
+    uniforms: np.ndarray
+
+
+class StepOutput(NamedTuple):
+    """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them.
+
+    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. A graph
+    may use the memory again in its next run.
+    """
+
+    decode_tokens: Tensor | None = None
+    decode_logits: Tensor | None = None
+    chunk_tokens: Tensor | None = None
+    chunk_logits: Tensor | None = None
+
+    def of(self, group: str) -> tuple[Tensor | None, Tensor | None]:
+        """Tokens and logits of a group of rows."""
+        decodes = self.decode_tokens, self.decode_logits
+        return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
+
+
+class GroupInputs:
+    """Input tensors of one row group, kept between steps; numpy views of the same memory are cheap to fill."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.tensors = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+        views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
+        self.input_ids: np.ndarray = views["input_ids"]
+        self.position_ids: np.ndarray = views["position_ids"]
+        self.seq_ids: np.ndarray | None = views.get("seq_ids")
+        self.sampling_params: np.ndarray | None = views.get("sampling_params")
+        self.uniforms: np.ndarray | None = views.get("uniforms")
+        self.position_ids.fill(IDLE)
+
+    def fill_decode(self, rows: DecodeRows, lengths: np.ndarray) -> None:
+        self.input_ids[:, 0] = rows.token_ids
+        self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
+        if self.sampling_params is not None and self.uniforms is not None:
+            self.sampling_params[:] = rows.sampling_params
+            self.uniforms[:] = rows.uniforms
+
+    def fill_chunks(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> list[int]:
+        """Cuts chunks into rows; returns the row of each chunk's last token."""
+        assert self.seq_ids is not None
+        self.position_ids.fill(IDLE)
+        if self.sampling_params is not None:
+            self.sampling_params[:] = GREEDY
+        size = self.input_ids.shape[1]
+        row, last_rows = 0, []
+        for chunk in chunks:
+            start, count = int(lengths[chunk.slot]), len(chunk.token_ids)
+            for offset in range(0, count, size):
+                real = min(size, count - offset)
+                self.input_ids[row, :real] = chunk.token_ids[offset : offset + real]
+                self.input_ids[row, real:] = chunk.token_ids[offset + real - 1]
+                self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
+                self.position_ids[row, real:] = start + offset + real - 1
+                self.seq_ids[row] = chunk.slot
+                row += 1
+            last_rows.append(row - 1)
+            if self.sampling_params is not None and self.uniforms is not None:
+                self.sampling_params[row - 1] = chunk.sampling
+                self.uniforms[row - 1] = chunk.uniform
+        return last_rows

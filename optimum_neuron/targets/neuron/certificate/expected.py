@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What executed modules are expected to make, and by how much rounding may move it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+# How many times what moving each module's results by a unit moves the eager step. Tiny models differ by up to 1.0 times as
+# much; the rest is for wide layers, whose sums in another order such moves do not cover.
+TIMES_ROUNDING = 16.0
+# A 16-bit router may choose other experts by rounding, which moves few tokens far: there means are compared.
+STATISTICS = {"float32": "largest", "bfloat16": "mean", "float16": "mean"}
+
+
+@dataclass
+class Entry:
+    """Numbers that are expected somewhere.
+
+    Attributes:
+        rows: of the first dimension, those that are compared; None: all but the last, where padding is written.
+        heads: of the second dimension; None: all.
+        positions: of these numbers, flat, those that are kept; None: all.
+    """
+
+    subject: str
+    place: str
+    values: Tensor
+    noise: float
+    rows: tuple[int, ...] | None
+    heads: list[int] | None = None
+    positions: list[int] | None = None
+
+    def pick(self, found: Tensor) -> Tensor:
+        """The numbers of a result that are compared with `values`."""
+        kept = found[:-1] if self.rows is None else found[list(self.rows)]
+        kept = kept if self.heads is None else kept[:, self.heads]
+        return kept if self.positions is None else kept.flatten()[self.positions]
+
+
+@dataclass
+class Expected:
+    """What executed steps are expected to make.
+
+    Attributes:
+        outputs: by number of the step and name of the output; states have the number of steps.
+        tokens: of each row in use, those that rounding may choose; empty where they are not compared.
+    """
+
+    dtype: str
+    outputs: dict[tuple[int, str, int], Entry] = field(default_factory=dict)
+    tokens: dict[tuple[int, str], dict[int, tuple[int, ...]]] = field(default_factory=dict)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is lowered of the graphs over logits that a step left: a step whose requests are all greedy runs without them.
+
+A search of the whole vocabulary has a thousand operators. Apart from the steps they are compiled once for a group of rows, and
+not once for every bucket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ....graphs.logprobs import logprobs_of_shard
+from ....graphs.scores import Scores
+from ....graphs.step import example_inputs
+from ..graph_io import SAMPLERS
+from ..sampler import gathering, of_all, sample
+from ..score_graphs import ScoreGraph
+from ..sharding import RANK_BUFFER, ShardPlan
+
+
+class ScoreModule(nn.Module):
+    """Draws a token for each row of a group, or tells log-probabilities.
+
+    Args:
+        vocab_size: of the whole model.
+        plan: how ranks share the logits; None for a single one.
+        count: of the most likely tokens that are told.
+    """
+
+    def __init__(self, graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None, count: int) -> None:
+        super().__init__()
+        self.scores = Scores([(graph.group, graph.scores.shape[0])], graph.scores.shape[1])
+        self.model = nn.Module()  # the rank's name in its weights begins so
+        if plan is not None:
+            self.model.register_buffer(RANK_BUFFER, torch.zeros(1, dtype=torch.int32))
+        self.graph = graph
+        self._vocab_size, self._plan, self._count = vocab_size, plan, count
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self._plan is None else self._plan.world_size
+
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        return example_inputs(self.graph.inputs)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """As `graphs.sampling.sample`, or `graphs.logprobs.logprobs`."""
+        logits: Tensor = getattr(self.scores, self.graph.group)
+        if self.graph.name == SAMPLERS[self.graph.group]:
+            return (sample(logits, *inputs, self._first(), self._vocab_size, self.ranks),)
+        (chosen,) = inputs
+        gather = of_all(gathering(self.ranks), self.ranks)
+        found = logprobs_of_shard(logits, chosen, self._count, self._first(), self._vocab_size, gather)
+        return tuple(found)[: len(self.graph.outputs)]
+
+    def _first(self) -> Tensor:
+        """The token of the rank's first column."""
+        if self._plan is None:
+            return torch.zeros((), dtype=torch.int32)
+        rank: Tensor = getattr(self.model, RANK_BUFFER)
+        return rank * self._plan.local_vocab_size

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs that read what steps left of their logits: those that draw tokens, and those that tell log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config import NeuronConfig
+from ...graphs.spec import LOGPROBS, TensorSpec, row_counts, sampler_inputs
+from .graph_io import SAMPLERS, SCORES
+
+
+@dataclass(frozen=True)
+class ScoreGraph:
+    """A graph over the logits of a group of rows.
+
+    Attributes:
+        scores: the state, as a rank has it.
+    """
+
+    name: str
+    group: str
+    scores: TensorSpec
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[ScoreGraph, ...]:
+    """Those of an artifact, in the order in which they are lowered."""
+    if not config.on_device_sampling:
+        return ()
+    columns = -(-vocab_size // config.tensor_parallel_size)
+    scores = {
+        group: TensorSpec(SCORES + group, (rows, columns), "float32") for group, rows in row_counts(config).items()
+    }
+    graphs = [_sampler(group, state) for group, state in scores.items()]
+    if config.top_logprobs is not None:
+        graphs += [_logprobs(group, state, config.top_logprobs) for group, state in scores.items()]
+    return tuple(graphs)
+
+
+def _sampler(group: str, scores: TensorSpec) -> ScoreGraph:
+    rows = scores.shape[0]
+    tokens = TensorSpec(f"{group}.tokens", (rows,), "int32")
+    return ScoreGraph(SAMPLERS[group], group, scores, sampler_inputs(group, rows), (tokens,))
+
+
+def _logprobs(group: str, scores: TensorSpec, count: int) -> ScoreGraph:
+    """As `graphs.logprobs.Logprobs`; without the most likely tokens where none is wanted: no device takes empty tensors."""
+    rows = scores.shape[0]
+    outputs = [TensorSpec(f"{group}.logprobs", (rows,), "float32"), TensorSpec(f"{group}.ranks", (rows,), "int32")]
+    if count:
+        outputs.append(TensorSpec(f"{group}.top_tokens", (rows, count), "int32"))
+        outputs.append(TensorSpec(f"{group}.top_logprobs", (rows, count), "float32"))
+    chosen = TensorSpec(f"{group}.chosen", (rows,), "int32")
+    return ScoreGraph(LOGPROBS[group], group, scores, (chosen,), tuple(outputs))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities that graphs tell are those of the eager target, and artifacts without them say how to get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import artifact_runner, export_tiny, random_tokens
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.graphs.logprobs import Logprobs, logprobs_of_shard
+from optimum_neuron.graphs.spec import CHUNK, DECODE, GREEDY, LOGPROBS
+from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
+from optimum_neuron.targets.neuron.lowering import score_module
+
+
+NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
+COUNT = 3
+
+
+def export(checkpoint: Path, folder: Path, target: str, **options: Any) -> Path:
+    return export_tiny(checkpoint, folder, target=target, output_logits=False, **options)
+
+
+def two_steps(path: Path) -> tuple[StepOutput, list[list[list[float]]]]:
+    """The outputs of a decode step, and what is told of its rows and of the chunks before."""
+    runner = artifact_runner(path)
+    prompts = [Chunk(2, random_tokens(5)), Chunk(0, random_tokens(7))]
+    chunks = runner.prefill(prompts)
+    told = [runner.logprobs(CHUNK, [1, 0], chunks)]
+    active = np.array([True, False, True])
+    decode = runner.decode(np.array([7, 0, 9], np.int32), active, np.array([GREEDY] * 3, np.float32), np.zeros(3))
+    told.append(runner.logprobs(DECODE, [2, 0], decode))
+    return decode, [[each.tolist() for each in found] for found in told]
+
+
+@pytest.mark.parametrize("count", [0, COUNT])
+def test_graphs_tell_what_the_eager_target_does(count: int, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    paths = {name: export(tiny_checkpoint, tmp_path / name, name, top_logprobs=count) for name in ("eager", "hlo")}
+    graphs = {path.stem for path in (paths["hlo"] / "graphs").glob("*.hlo")}
+    assert set(LOGPROBS.values()) <= graphs
+    (eager, expected), (hlo, found) = two_steps(paths["eager"]), two_steps(paths["hlo"])
+    assert eager.decode_logits is not None and hlo.decode_logits is None
+    for group, other in zip(found, expected, strict=True):
+        for part, known in zip(group, other, strict=True):
+            torch.testing.assert_close(torch.tensor(part), torch.tensor(known), atol=NOISE, rtol=0)
+    assert torch.tensor(found[1][2]).shape == (2, count)
+
+
+def test_the_certificate_has_them_executed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = export(tiny_checkpoint, tmp_path / "artifact", "hlo", top_logprobs=COUNT, certificate=True)
+    found = {each.subject for each in Certificate.read(path).comparisons}
+    parts = ["logprobs", "top_logprobs", "ranks", *(f"top_tokens.{place}" for place in range(COUNT))]
+    assert {f"{group}.{part}" for group in (DECODE, CHUNK) for part in parts} <= found
+    assert all(line.holds for line in verify_certificate(Artifact.open(path), trust_remote_code=False))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"), [("tokens", 1), ("best", -0.5), ("chosen", 0.5), ("ranks", 40)], ids=lambda each: str(each)
+)
+def test_graphs_that_tell_something_else_are_found(
+    field: str, change: float, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any) -> Logprobs:
+        found = logprobs_of_shard(*args)
+        return found._replace(**{field: getattr(found, field) + change})
+
+    monkeypatch.setattr(score_module, "logprobs_of_shard", wrong)
+    count = 4 + ["tokens", "best", "chosen", "ranks"].index(
+        field
+    )  # graphs of a config are lowered once by these tests
+    with pytest.raises(ValueError, match=r"do not compute what the model does: (decode|chunk)\."):
+        export(tiny_checkpoint, tmp_path / "artifact", "hlo", top_logprobs=count, certificate=True)
+
+
+def test_an_artifact_without_them_says_how_to_get_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    runner = artifact_runner(export(tiny_checkpoint, tmp_path / "artifact", "eager"))
+    output = runner.prefill([Chunk(0, random_tokens(3))])
+    with pytest.raises(ValueError, match=r"tells no log-probabilities; export it with --top-logprobs"):
+        runner.logprobs(CHUNK, [0], output)
