@@ -99,10 +99,15 @@ def _bars(axes: Any, group: Group, peers: Sequence[str]) -> None:
         known = [
             (place, ratio) for place, name in enumerate(figures) if (ratio := group.ratio(name, peer)) is not None
         ]
-        places = [place + (index - (len(peers) - 1) / 2) * width for place, _ in known]
-        axes.bar(places, [ratio for _, ratio in known], width * 0.92, label=peer)
+        if known:
+            places = [place + (index - (len(peers) - 1) / 2) * width for place, _ in known]
+            heights = [ratio - 1 for _, ratio in known]  # up where this project is ahead, down where it is behind
+            axes.bar(places, heights, width * 0.92, bottom=1, color=f"C{index}", label=peer)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
-    axes.set_xticks(range(len(figures)), [name.partition(",")[0] for name in figures], rotation=20, fontsize=8)
+    axes.set_xticks(range(len(figures)), [name.partition(", ")[0] for name in figures], rotation=20, fontsize=8)
     axes.set_title(f"{group.model}, {group.precision}")
-    axes.legend(frameon=False, fontsize=7)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7)
