@@ -61,7 +61,9 @@ class NeuronLintCommand(BaseOptimumCLICommand):
             default=None,
             help="cores add their partial sums in float32",
         )
-        add_option(group, "--top-logprobs", type=int, metavar="COUNT", help="graphs tell log-probabilities, as in export")
+        add_option(
+            group, "--top-logprobs", type=int, metavar="COUNT", help="graphs tell log-probabilities, as in export"
+        )
         parser.add_argument(
             "--target",
             choices=("auto", *HLO_TARGETS),
