@@ -14,8 +14,8 @@ GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
 # What inputs of a group's sampler are called.
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
-# By group of rows, the graph that tells log-probabilities of its last step: a device has it where steps return no logits.
-LOGPROBS = {DECODE: "logprobs_decode", CHUNK: "logprobs_chunk"}
+# The graph that tells log-probabilities of decode rows, where a step returns no logits of them. Of chunk rows it always does.
+LOGPROBS = "logprobs_decode"
 
 
 class SamplingParams(NamedTuple):

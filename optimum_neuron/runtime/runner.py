@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..config import NeuronConfig
@@ -23,7 +22,6 @@ from ..graphs.spec import (
     GraphKind,
     GraphSpec,
     ModelSpec,
-    row_counts,
 )
 from ..targets import Executable
 from .process import OwnProcess
@@ -155,7 +153,6 @@ class GraphRunner:
             inputs += group.tensors
         self.graph_calls[graph.name] += 1
         outputs = self.executable.run(graph.name, inputs)
-        self._last_rows = last_rows
         for chunk in chunks:
             self.lengths[chunk.slot] += len(chunk.token_ids)
         if decode is not None:
@@ -181,12 +178,9 @@ class GraphRunner:
         assert tokens is not None
         if logits is not None:
             return logprobs(logits[list(rows)], tokens[list(rows)], count)
-        places = list(rows) if group == DECODE else [self._last_rows[row] for row in rows]
-        chosen = torch.zeros(row_counts(self.config)[group], dtype=torch.int32)
-        chosen[places] = tokens[list(rows)]
-        found = [each[places] for each in self.executable.run(LOGPROBS[group], [chosen])]
+        found = [each[list(rows)] for each in self.executable.run(LOGPROBS, [tokens])]
         if not count:
-            found += [chosen.new_empty(len(places), 0), found[0].new_empty(len(places), 0)]
+            found += [tokens.new_empty(len(rows), 0), found[0].new_empty(len(rows), 0)]
         return Logprobs(*found)
 
     def _fill_decode(self, decode: DecodeRows | None) -> None:

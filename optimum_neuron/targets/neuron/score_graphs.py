@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import NeuronConfig
-from ...graphs.spec import LOGPROBS, TensorSpec, row_counts, sampler_inputs
+from ...graphs.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
 from .graph_io import SAMPLERS, SCORES
 
 
@@ -34,8 +34,8 @@ def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[ScoreGraph, ...
         group: TensorSpec(SCORES + group, (rows, columns), "float32") for group, rows in row_counts(config).items()
     }
     graphs = [_sampler(group, state) for group, state in scores.items()]
-    if config.top_logprobs is not None:
-        graphs += [_logprobs(group, state, config.top_logprobs) for group, state in scores.items()]
+    if config.top_logprobs is not None and not config.returns_decode_logits:
+        graphs.append(_logprobs(scores[DECODE], config.top_logprobs))
     return tuple(graphs)
 
 
@@ -45,12 +45,12 @@ def _sampler(group: str, scores: TensorSpec) -> ScoreGraph:
     return ScoreGraph(SAMPLERS[group], group, scores, sampler_inputs(group, rows), (tokens,))
 
 
-def _logprobs(group: str, scores: TensorSpec, count: int) -> ScoreGraph:
+def _logprobs(scores: TensorSpec, count: int) -> ScoreGraph:
     """As `graphs.logprobs.Logprobs`; without the most likely tokens where none is wanted: no device takes empty tensors."""
     rows = scores.shape[0]
-    outputs = [TensorSpec(f"{group}.logprobs", (rows,), "float32"), TensorSpec(f"{group}.ranks", (rows,), "int32")]
+    outputs = [TensorSpec(f"{DECODE}.logprobs", (rows,), "float32"), TensorSpec(f"{DECODE}.ranks", (rows,), "int32")]
     if count:
-        outputs.append(TensorSpec(f"{group}.top_tokens", (rows, count), "int32"))
-        outputs.append(TensorSpec(f"{group}.top_logprobs", (rows, count), "float32"))
-    chosen = TensorSpec(f"{group}.chosen", (rows,), "int32")
-    return ScoreGraph(LOGPROBS[group], group, scores, (chosen,), tuple(outputs))
+        outputs.append(TensorSpec(f"{DECODE}.top_tokens", (rows, count), "int32"))
+        outputs.append(TensorSpec(f"{DECODE}.top_logprobs", (rows, count), "float32"))
+    chosen = TensorSpec(f"{DECODE}.chosen", (rows,), "int32")
+    return ScoreGraph(LOGPROBS, DECODE, scores, (chosen,), tuple(outputs))

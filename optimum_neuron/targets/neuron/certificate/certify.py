@@ -16,6 +16,7 @@ from ....artifacts.artifact import GRAPHS_FOLDER
 from ....artifacts.skeleton import assign, empty_model
 from ....artifacts.weights import named_tensors
 from ....checkpoints.digest import file_sha256
+from ....graphs.spec import LOGPROBS
 from ....version import __version__
 from ... import CompileJob
 from ..graph_files import HLO_SUFFIX, read_graph_io
@@ -106,8 +107,8 @@ def _expected(
         run_reference(reference, states, setup.graphs, setup.spec, setup.steps, scales, shake=shake)
         for shake in (False, True)
     )
-    count = setup.trial.config.top_logprobs
-    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads, count)
+    told = setup.trial.config.top_logprobs if LOGPROBS in setup.modules else None
+    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads, told)
 
 
 def _reference_model(model: nn.Module, setup: Setup, dtype: str, *, trust_remote_code: bool) -> nn.Module:

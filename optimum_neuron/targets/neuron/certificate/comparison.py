@@ -68,12 +68,12 @@ def expect(
     dtype: str,
     ranks: int,
     heads: Heads | None,
-    top_logprobs: int | None = None,
+    told: int | None = None,
 ) -> Expected:
     """What follows from the eager step, once as it is and once moved by rounding.
 
     Args:
-        top_logprobs: as in the config.
+        told: of how many of the most likely tokens a graph tells log-probabilities; None where there is none.
     """
     expected = Expected(dtype)
     noise = _noise_of_logits(one, moved, steps, dtype)
@@ -87,8 +87,8 @@ def expect(
         for (number, name), choice in one.choices.items():
             bound = TIMES_ROUNDING * noise
             expected.tokens[number, name] = {row: choice.accepted(row, bound) for row in _rows(steps[number], name)}
-    if top_logprobs is not None:
-        expect_logprobs(expected, one, steps, ranks, noise, top_logprobs)
+    if told is not None:
+        expect_logprobs(expected, one, steps, ranks, noise, told)
     for name, state in one.states.items():
         moved_by = statistic(moved.states[name][:-1].float() - state[:-1].float(), dtype)
         subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....graphs.logprobs import Logprobs, logprobs
+from ....graphs.spec import DECODE
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 from .recording import Step, chosen_tokens
 from .reference import Choice, Reference
@@ -14,22 +15,21 @@ from .reference import Choice, Reference
 def expect_logprobs(
     expected: Expected, one: Reference, steps: Sequence[Step], ranks: int, noise: float, count: int
 ) -> None:
-    """Adds those of every row in use: of the token that is asked for, and of the `count` most likely ones."""
+    """Adds those of every decode row in use: of the token that is asked for, and of the `count` most likely ones."""
     for (number, name), choice in one.choices.items():
-        group, output = name.split(".")
-        if output != "tokens":
+        if name != f"{DECODE}.tokens":
             continue
-        rows, chosen = steps[number].rows[group], chosen_tokens(steps[number])[f"{group}.chosen"]
+        rows, chosen = steps[number].rows[DECODE], chosen_tokens(steps[number])
         found = logprobs(choice.logits, chosen, count)
         for rank in range(ranks):
             place = f"step {number}" + (f" of rank {rank}" if ranks > 1 else "")
-            for part, values in ((f"{group}.logprobs", found.chosen), (f"{group}.top_logprobs", found.best)):
+            for part, values in ((f"{DECODE}.logprobs", found.chosen), (f"{DECODE}.top_logprobs", found.best)):
                 if values.numel():
                     expected.outputs[number, part, rank] = Entry(part, place, values[list(rows)], noise, rows)
         if STATISTICS[expected.dtype] == "largest":
             for row in rows:
                 for part, accepted in _accepted(choice, found, row, TIMES_ROUNDING * noise).items():
-                    expected.tokens.setdefault((number, f"{group}.{part}"), {})[row] = accepted
+                    expected.tokens.setdefault((number, f"{DECODE}.{part}"), {})[row] = accepted
 
 
 def _accepted(choice: Choice, found: Logprobs, row: int, bound: float) -> dict[str, tuple[int, ...]]:

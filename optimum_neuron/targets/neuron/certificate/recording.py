@@ -46,11 +46,9 @@ def drawn(tokens: str) -> str:
     return tokens.replace(".tokens", ".drawn")
 
 
-def chosen_tokens(step: Step) -> dict[str, Tensor]:
-    """Tokens whose log-probabilities are asked for, by the name of the input: any will do, and each row's own first one is known."""
-    groups = (DECODE, CHUNK)
-    inputs = {f"{group}.chosen": step.inputs.get(f"{group}.input_ids") for group in groups}
-    return {name: ids[:, 0].contiguous() for name, ids in inputs.items() if ids is not None}
+def chosen_tokens(step: Step) -> Tensor:
+    """Tokens of decode rows whose log-probabilities are asked for: any will do, and each row's own one is known."""
+    return step.inputs[f"{DECODE}.input_ids"][:, 0].contiguous()
 
 
 def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -> tuple[Step, ...]:

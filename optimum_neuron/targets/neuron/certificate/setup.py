@@ -18,7 +18,7 @@ from ....artifacts.artifact import GRAPHS_FOLDER
 from ....artifacts.skeleton import empty_model
 from ....artifacts.weights import rank_weights_name
 from ....config import NeuronConfig
-from ....graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
+from ....graphs.spec import LOGPROBS, GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
 from ..graph_files import HLO_SUFFIX, read_graph_io
 from ..graph_io import COPY_SLOT, SCORES
 from ..lowering.lower_all import lower_all
@@ -88,10 +88,11 @@ class Setup:
     def _runs(self, step: Step) -> Iterator[Given]:
         """A step, and every graph over its logits that may follow it."""
         yield Given(step.graph, step.inputs)
-        given = {**step.inputs, **chosen_tokens(step)}
         for graph in score_graphs(self.trial.config, self.spec.vocab_size):
-            if f"{graph.group}.position_ids" in step.inputs:
-                yield Given(graph.name, {each.name: given[each.name] for each in graph.inputs})
+            if graph.name == LOGPROBS and f"{graph.group}.position_ids" in step.inputs:
+                yield Given(graph.name, {graph.inputs[0].name: chosen_tokens(step)})
+            elif graph.inputs[0].name in step.inputs:
+                yield Given(graph.name, {each.name: step.inputs[each.name] for each in graph.inputs})
 
     def _weights(self, rank: int, *, wide: bool) -> dict[str, Tensor]:
         needed = {name for module in self.modules.values() for name in module.io.names("weight")}
