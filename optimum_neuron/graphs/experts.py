@@ -21,7 +21,7 @@ from .masks import UnsupportedModelError
 
 
 EXPERTS_NAME = "optimum_neuron"
-ROWS_OF_A_PRODUCT = 12
+ROWS_OF_A_PRODUCT = 12  # as many as the eager target fills products up to
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,7 @@ from torch import Tensor
 from ..config import NeuronConfig
 from ..graphs.family import GraphFamily, holds, rows_needed
 from ..graphs.logprobs import Logprobs, logprobs
-from ..graphs.spec import (
-    CHUNK,
-    DECODE,
-    LOGPROBS,
-    GraphKind,
-    GraphSpec,
-    ModelSpec,
-)
+from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
 from ..targets import Executable
 from .process import OwnProcess
 from .step_tensors import IDLE, Chunk, DecodeRows, GroupInputs, StepOutput

@@ -75,13 +75,17 @@ def _product(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) 
     return func(nn.functional.pad(x, (0, 0, 0, missing)), *args, **kwargs)[..., : x.shape[-2], :].contiguous()
 
 
-def _attention(query: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float) -> Tensor:
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
     """torch takes up to 191 queries 32 at a time, which leaves some over, and then 64 or more, which does not."""
     rows = query.shape[-2]
     padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if rows <= 2 * _ROW_MULTIPLE else max(192, -(-rows // 64) * 64)
     missing = (0, 0, 0, padded - rows)
-    query, attn_mask = nn.functional.pad(query, missing), nn.functional.pad(attn_mask, missing)
-    output = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=attn_mask, scale=scale)
+    query = nn.functional.pad(query, missing)
+    if attn_mask is not None and attn_mask.shape[-2] == rows:  # else it is one for all queries
+        attn_mask = nn.functional.pad(attn_mask, missing)
+    output = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask, *args, **kwargs)
     return output[..., :rows, :].contiguous()
 
 

@@ -24,6 +24,11 @@ class ScoreGraph:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    @property
+    def told(self) -> int:
+        """Of how many of the most likely tokens it tells log-probabilities."""
+        return self.outputs[-1].shape[1] if len(self.outputs[-1].shape) > 1 else 0
+
 
 def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[ScoreGraph, ...]:
     """Those of an artifact, in the order in which they are lowered."""

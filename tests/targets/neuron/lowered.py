@@ -31,7 +31,7 @@ def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
     cache = KVCache(states)
     graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
     readers = score_graphs(config, spec.vocab_size)
-    graphs += [lower_scores(graph, spec.vocab_size, count=config.top_logprobs) for graph in readers]
+    graphs += [lower_scores(graph, spec.vocab_size) for graph in readers]
     return [*graphs, lower_slot_copy(states)]
 
 

@@ -78,16 +78,13 @@ def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> Lowere
     return lower_program(program, COPY_SLOT, COPY_SLOT, module.inputs(), (), world_size)
 
 
-def lower_scores(
-    graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None = None, count: int | None = None
-) -> LoweredGraph:
+def lower_scores(graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None = None) -> LoweredGraph:
     """Lowers a graph over the logits that steps leave.
 
     Args:
         vocab_size: of the whole model.
-        count: of the most likely tokens, where it tells log-probabilities.
     """
-    module = ScoreModule(graph, vocab_size, plan, count or 0).eval()
+    module = ScoreModule(graph, vocab_size, plan).eval()
     with torch.no_grad():
         program = decompose(torch.export.export(module, module.example_inputs(), strict=False))
     return lower_program(program, graph.name, graph.name, graph.inputs, graph.outputs, module.ranks)

@@ -39,7 +39,7 @@ def lower_all(
             yield lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
             advance(spec.name)
         for graph in scores:
-            yield lower_scores(graph, rank.vocab_size, rank.plan, config.top_logprobs)
+            yield lower_scores(graph, rank.vocab_size, rank.plan)
             advance(graph.name)
         if copies:
             yield lower_slot_copy(states, ranks)

@@ -25,17 +25,16 @@ class ScoreModule(nn.Module):
     Args:
         vocab_size: of the whole model.
         plan: how ranks share the logits; None for a single one.
-        count: of the most likely tokens that are told.
     """
 
-    def __init__(self, graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None, count: int) -> None:
+    def __init__(self, graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None) -> None:
         super().__init__()
         self.scores = Scores([(graph.group, graph.scores.shape[0])], graph.scores.shape[1])
         self.model = nn.Module()  # the rank's name in its weights begins so
         if plan is not None:
             self.model.register_buffer(RANK_BUFFER, torch.zeros(1, dtype=torch.int32))
         self.graph = graph
-        self._vocab_size, self._plan, self._count = vocab_size, plan, count
+        self._vocab_size, self._plan = vocab_size, plan
 
     @property
     def ranks(self) -> int:
@@ -51,7 +50,7 @@ class ScoreModule(nn.Module):
             return (sample(logits, *inputs, self._first(), self._vocab_size, self.ranks),)
         (chosen,) = inputs
         gather = of_all(gathering(self.ranks), self.ranks)
-        found = logprobs_of_shard(logits, chosen, self._count, self._first(), self._vocab_size, gather)
+        found = logprobs_of_shard(logits, chosen, self.graph.told, self._first(), self._vocab_size, gather)
         return tuple(found)[: len(self.graph.outputs)]
 
     def _first(self) -> Tensor:

@@ -63,8 +63,7 @@ class Case:
             if spec.kind in names
         ]
         graphs += [
-            lower.lower_scores(graph, rank.vocab_size, rank.plan, config.top_logprobs)
-            for graph in score_graphs(config, rank.vocab_size)
+            lower.lower_scores(graph, rank.vocab_size, rank.plan) for graph in score_graphs(config, rank.vocab_size)
         ]
         graphs += [lower.lower_slot_copy(states, ranks)] if COPY_SLOT in names else []
         return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
