@@ -51,23 +51,26 @@ _X86_64 = (
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2")),
     InstructionSet("baseline", (), frozenset(), _torch("default", "SSE41", "SSE4_2")),
 )
-# SVE is left out: where its vectors are longer than NEON's, there are fewer units for them.
+_ARMV8_2 = frozenset({"asimd", "asimdrdm", "atomics", "crc32", "dcpop"})
+# SVE of 128 bits is NEON's width. Where its vectors are longer, there are fewer units for them, so products of bfloat16 go first.
 _AARCH64 = (
-    InstructionSet(
-        "neon_bf16", ("-march=armv8.2-a+bf16",), frozenset({"asimd", "asimdrdm", "atomics", "bf16", "crc32", "dcpop"})
-    ),
+    InstructionSet("neon_bf16", ("-march=armv8.2-a+bf16",), _ARMV8_2 | {"bf16"}),
+    InstructionSet("sve512", ("-march=armv8.2-a+sve", "-msve-vector-bits=512"), _ARMV8_2 | {"sve", "sve512"}),
+    InstructionSet("sve256", ("-march=armv8.2-a+sve", "-msve-vector-bits=256"), _ARMV8_2 | {"sve", "sve256"}),
     InstructionSet("neon", ("-march=armv8-a",), frozenset()),
 )
+# Linux tells the length of this process's vectors in bytes (Documentation/arch/arm64/sve.rst).
+_PR_SVE_GET_VL, _SVE_VL_LEN_MASK = 51, 0xFFFF
 _OTHERS = (InstructionSet("baseline", (), frozenset()),)
 _KNOWN = {"x86_64": _X86_64, "amd64": _X86_64, "aarch64": _AARCH64, "arm64": _AARCH64}
 # macOS has no /proc/cpuinfo. All of its arm64 machines have what is needed beside bfloat16, which those before the M2 lack.
-_MACOS = {"asimd", "asimdrdm", "atomics", "crc32", "dcpop"}
 _MACOS_BF16 = b"hw.optional.arm.FEAT_BF16"
 
 
 def platform_sets() -> tuple[InstructionSet, ...]:
     """Those of this kind of CPU, the best first."""
-    return _KNOWN.get(platform.machine().lower(), _OTHERS)
+    known = _KNOWN.get(platform.machine().lower(), _OTHERS)
+    return tuple(each for each in known if sys.platform != "darwin" or "sve" not in each.needs)  # no Mac has it
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
@@ -75,6 +78,8 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     has = _machine_flags()
     if has >= _AMX and not _may_use_tiles():
         has -= _AMX
+    if "sve" in has:
+        has |= {f"sve{8 * _sve_bytes()}"}
     return tuple(each for each in platform_sets() if each.needs <= has)
 
 
@@ -98,7 +103,7 @@ def instruction_set() -> InstructionSet:
 
 def _machine_flags() -> frozenset[str]:
     if sys.platform == "darwin":
-        return frozenset(_MACOS | {"bf16"} if _sysctl(_MACOS_BF16) else _MACOS)
+        return _ARMV8_2 | {"bf16"} if _sysctl(_MACOS_BF16) else _ARMV8_2
     if not _CPUINFO.is_file():
         return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -112,6 +117,10 @@ def _may_use_tiles() -> bool:
     """Asks Linux for the tile registers of AMX, for all threads of this process and of those that it forks."""
     numbers = (ctypes.c_long(each) for each in (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA))
     return _syscall(*numbers) == 0
+
+
+def _sve_bytes() -> int:
+    return int(ctypes.CDLL(None).prctl(_PR_SVE_GET_VL)) & _SVE_VL_LEN_MASK
 
 
 def _syscall(*numbers: ctypes.c_long) -> int:

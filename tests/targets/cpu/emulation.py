@@ -21,8 +21,13 @@ from optimum_neuron.targets.cpu.plan.program import Buffer
 
 
 _COMPILER, _EMULATOR, _ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
-# Each on a CPU that has no more than it asks for.
-_CPUS = {"neon": "cortex-a53", "neon_bf16": "max,sve=off"}
+# Each on a CPU with vectors as long as it asks for.
+_CPUS = {
+    "neon": "cortex-a53",
+    "neon_bf16": "max,sve=off",
+    "sve256": "max,sve-max-vq=2",
+    "sve512": "a64fx",
+}
 _CAN_RUN = shutil.which(_COMPILER) is not None and shutil.which(_EMULATOR) is not None
 EMULATED = tuple(_CPUS) if _CAN_RUN and "neon" not in {each.name for each in host.instruction_sets()} else ()
 

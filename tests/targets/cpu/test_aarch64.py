@@ -26,7 +26,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=EMULATED)
+# The vectors of sve512 are as many lanes as those of AVX512, of whose kernels all is tested.
+_PARAMETERS = [pytest.param(each, marks=pytest.mark.full if each == "sve512" else ()) for each in EMULATED]
+
+
+@pytest.fixture(scope="module", params=_PARAMETERS)
 def emulated(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
     return load_kernels(request.param)
 

@@ -76,6 +76,27 @@ def test_bfloat16_of_an_arm_cpu_is_used_where_it_has_all_that_its_compiler_assum
     assert [each.name for each in host.instruction_sets()] == (names or ["neon_bf16", "neon"])
 
 
+@pytest.mark.parametrize(
+    ("cpu", "vectors", "best"),
+    [
+        ("bf16 sve", 32, "neon_bf16"),
+        ("sve", 64, "sve512"),
+        ("sve", 32, "sve256"),
+        ("sve", 16, "neon"),
+        ("", 64, "neon"),
+    ],
+)
+def test_long_vectors_of_an_arm_cpu_are_used_at_the_length_that_linux_gives(
+    cpu: str, vectors: int, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(host, "_machine_flags", lambda: host._ARMV8_2 | frozenset(cpu.split()))
+    monkeypatch.setattr(host, "_sve_bytes", lambda: vectors)
+    names = [each.name for each in host.instruction_sets()]
+    assert names[0] == best
+    assert ({"sve256", "sve512"} & set(names)) <= {f"sve{8 * vectors}"}
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_tile_registers_are_used_where_linux_gives_them(
     given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -122,6 +143,7 @@ def test_a_mac_is_asked_for_what_it_has(bf16: int, best: str, monkeypatch: pytes
     monkeypatch.setattr(host, "_sysctl", {b"hw.optional.arm.FEAT_BF16": bf16}.__getitem__)
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
     assert host.instruction_set().name == best
+    assert not [each.name for each in host.platform_sets() if "sve" in each.needs]
 
 
 @pytest.mark.usefixtures("older_cpu", "reloaded")

@@ -44,8 +44,18 @@ INLINE typename Lanes<N>::Bits widen(typename Lanes<N>::Halves halves) {
 }
 
 template <int N>
-INLINE typename Lanes<N>::Floats fromBFloat16(typename Lanes<N>::Halves halves) {
-  return (typename Lanes<N>::Floats)(widen<N>(halves) << 16);
+INLINE typename Lanes<N>::Bits loadWide(const void* p) {
+#if defined(STEP_SVE)
+  if constexpr (N == kLanes) {
+    return (BitVec)(SveBits)svld1uh_u32(svptrue_b32(), static_cast<const uint16_t*>(p));
+  }
+#endif
+  return widen<N>(loadHalves<N>(p));
+}
+
+template <int N>
+INLINE typename Lanes<N>::Floats loadBFloat16(const void* p) {
+  return (typename Lanes<N>::Floats)(loadWide<N>(p) << 16);
 }
 
 template <int N>
@@ -92,7 +102,8 @@ INLINE bool areNormal([[maybe_unused]] typename Lanes<N>::Halves halves) {
 }
 
 template <int N>
-INLINE typename Lanes<N>::Floats fromFloat16(typename Lanes<N>::Halves halves) {
+INLINE typename Lanes<N>::Floats loadFloat16(const void* p) {
+  [[maybe_unused]] const auto halves = loadHalves<N>(p);
 #if defined(STEP_AVX512) || defined(STEP_AVX2)
   if constexpr (N == 4) {
     return _mm_cvtph_ps(_mm_set_epi64x(0, (int64_t)halves));
@@ -105,7 +116,14 @@ INLINE typename Lanes<N>::Floats fromFloat16(typename Lanes<N>::Halves halves) {
   }
 #endif
 #elif defined(__aarch64__)
-  return vcvt_f32_f16((float16x4_t)halves);
+  if constexpr (N == 4) {
+    return vcvt_f32_f16((float16x4_t)halves);
+  }
+#if defined(STEP_SVE)
+  else {
+    return (Vec)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16((SveBits)loadWide<N>(p)));
+  }
+#endif
 #else
   using Bits = typename Lanes<N>::Bits;
   using Ints = typename Lanes<N>::Ints;
@@ -141,7 +159,15 @@ INLINE typename Lanes<N>::Halves toFloat16(typename Lanes<N>::Floats values) {
   }
 #endif
 #elif defined(__aarch64__)
-  return (Halves)vcvt_f16_f32(values);
+  if constexpr (N == 4) {
+    return (Halves)vcvt_f16_f32(values);
+  }
+#if defined(STEP_SVE)
+  else {
+    const svfloat16_t lower = svcvt_f16_f32_x(svptrue_b32(), (SveFloats)values);  // of each 32 bits
+    return __builtin_convertvector((BitVec)(SveBits)svreinterpret_u32(lower), Halves);
+  }
+#endif
 #else
   using Bits = typename Lanes<N>::Bits;
   using Ints = typename Lanes<N>::Ints;

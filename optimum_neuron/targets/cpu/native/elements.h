@@ -49,11 +49,11 @@ struct Float32 : FloatWords {
 struct Float16 : FloatWords {
   using Element = uint16_t;
 
-  static INLINE Vec load(const Element* p) { return fromFloat16<kLanes>(loadHalves<kLanes>(p)); }
+  static INLINE Vec load(const Element* p) { return loadFloat16<kLanes>(p); }
   static INLINE void store(Element* p, Vec values) {
     *reinterpret_cast<Lanes<kLanes>::LooseHalves*>(p) = toFloat16<kLanes>(values);
   }
-  static INLINE Vec4 from4(const Element* p) { return fromFloat16<4>(loadHalves<4>(p)); }
+  static INLINE Vec4 from4(const Element* p) { return loadFloat16<4>(p); }
   static INLINE void to4(Element* p, Vec4 values) {
     *reinterpret_cast<Lanes<4>::LooseHalves*>(p) = toFloat16<4>(values);
   }
@@ -99,7 +99,7 @@ struct BFloat16Words {
 };
 #else
 struct BFloat16Words : FloatWords {
-  static INLINE Words loadWords(const uint16_t* p) { return fromBFloat16<kLanes>(loadHalves<kLanes>(p)); }
+  static INLINE Words loadWords(const uint16_t* p) { return loadBFloat16<kLanes>(p); }
   static INLINE Words loadWords(const uint16_t* p, int64_t count) {
     uint16_t elements[kLanes] = {};
     std::memcpy(elements, p, count * sizeof(elements[0]));
@@ -111,11 +111,11 @@ struct BFloat16Words : FloatWords {
 struct BFloat16 : BFloat16Words {
   using Element = uint16_t;
 
-  static INLINE Vec load(const Element* p) { return fromBFloat16<kLanes>(loadHalves<kLanes>(p)); }
+  static INLINE Vec load(const Element* p) { return loadBFloat16<kLanes>(p); }
   static INLINE void store(Element* p, Vec values) {
     *reinterpret_cast<Lanes<kLanes>::LooseHalves*>(p) = toBFloat16<kLanes>(values);
   }
-  static INLINE Vec4 from4(const Element* p) { return fromBFloat16<4>(loadHalves<4>(p)); }
+  static INLINE Vec4 from4(const Element* p) { return loadBFloat16<4>(p); }
   static INLINE void to4(Element* p, Vec4 values) {
     *reinterpret_cast<Lanes<4>::LooseHalves*>(p) = toBFloat16<4>(values);
   }

@@ -66,8 +66,8 @@ INLINE const Word* packValues(BFloat16, Word* to, const uint16_t* values, int64_
     const bool both = column + 1 < range.end;
     for (int64_t d = 0; d < dim; d += kLanes) {
       const auto* first = values + column * dim + d;
-      const BitVec even = widen<kLanes>(loadHalves<kLanes>(first)) & low;
-      const BitVec odd = both ? widen<kLanes>(loadHalves<kLanes>(first + dim)) : BitVec{};
+      const BitVec even = loadWide<kLanes>(first) & low;
+      const BitVec odd = both ? loadWide<kLanes>(first + dim) : BitVec{};
       storeBits(to + column / 2 * dim + d, even | odd << 16);
     }
   }

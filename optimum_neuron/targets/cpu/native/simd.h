@@ -17,6 +17,10 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS >= 256
+#include <arm_sve.h>
+#define STEP_SVE
+#endif
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -29,7 +33,7 @@
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define STEP_AVX2
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(STEP_SVE)
 #define STEP_NEON_BF16
 #endif
 
@@ -48,6 +52,8 @@ namespace {
 constexpr int kLanes = 16;
 #elif defined(STEP_AVX2)
 constexpr int kLanes = 8;
+#elif defined(STEP_SVE)
+constexpr int kLanes = __ARM_FEATURE_SVE_BITS / 32;
 #else
 constexpr int kLanes = 4;
 #endif
@@ -63,6 +69,10 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 typedef float Vec4 __attribute__((vector_size(16)));
+#if defined(STEP_SVE)
+typedef svfloat32_t SveFloats __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+typedef svuint32_t SveBits __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+#endif
 
 // The same in memory, at any address, whatever type was written there.
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
@@ -86,6 +96,8 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(STEP_AVX2)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(STEP_SVE)
+  return (Vec)svmla_f32_x(svptrue_b32(), (SveFloats)c, (SveFloats)a, (SveFloats)b);
 #elif defined(__aarch64__)
   return vfmaq_f32(c, a, b);
 #else
