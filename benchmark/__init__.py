@@ -3,6 +3,7 @@
 
     python -m benchmark.generate               generate() against transformers
     python -m benchmark.generate.competing     the same beside a process that takes a core
+    python -m benchmark.generate.decode        a decode step, by live rows and by context
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
     python -m benchmark.http.serve             servers, driven by vLLM's own client
