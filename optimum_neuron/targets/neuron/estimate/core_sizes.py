@@ -107,8 +107,10 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     params: dict[Kind, int] = defaultdict(int)
     sizes_of: dict[Kind, int] = defaultdict(int)
     for weight in local:
+        size = math.prod(weight.shape) * weight.itemsize
         params[weight.kind] += math.prod(weight.shape)
-        sizes_of[weight.kind] += math.prod(weight.shape) * weight.itemsize
+        sizes_of[weight.kind] += size
+        sizes_of["table"] += size * weight.also_table
     alike = Counter(
         (count, layer.kv_heads, layer.key_dim, layer.value_dim) for layer, count in zip(layers, heads, strict=True)
     )

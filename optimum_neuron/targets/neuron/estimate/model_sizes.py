@@ -34,6 +34,7 @@ class Weight:
         kind: a table is read by rows, a head computes logits, a linear weight sees every token, experts see some.
         block: the module whose weights work on the same tokens one after the other.
         experts, per_token: of a weight of routed experts: how many there are, and how many see a token.
+        also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Weight:
     block: str
     experts: int = 1
     per_token: int = 1
+    also_table: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.M
                 block=path if count else path.rpartition(".")[0],
                 experts=count if routed else 1,
                 per_token=per_token.get(module, count) if routed else 1,
+                also_table=kind == "head" and isinstance(module, nn.Embedding),
             )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, graph_specs, state_specs
+from ..lowering.attention import score_block
 from ..sdk.hardware import MIB, Chip
 
 
@@ -94,17 +95,20 @@ def _row_groups(graph: GraphSpec) -> list[_Rows]:
 
 
 def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[_Rows]) -> int:
-    """Queries, keys, values and results of all tokens; of one row group also scores, mask, values as selected, gathered keys."""
-    tokens = sum(group.tokens for group in groups)
+    """Queries, keys, values and results of all tokens; of one row group also a block's scores, mask and values as selected, and the
+    gathered cache, of which values stay while there are more blocks."""
+    tokens, columns = sum(group.tokens for group in groups), graph.context_length
     most = 0
     for layer in sizes.attention:
         dims = layer.key_dim + layer.value_dim
         projected = tokens * (layer.heads + layer.kv_heads) * dims * sizes.itemsize
         for group in groups:
-            read = layer.value_dim + (layer.key_dim if group.gathered else 0)
-            window = group.rows * layer.kv_heads * read * sizes.itemsize
-            scores = group.tokens * (layer.heads * SCORE_BYTES + 1)
-            most = max(most, projected + (window + scores) * graph.context_length)
+            length, width = score_block(group.rows * layer.heads, group.length, columns)
+            in_blocks = (length, width) != (group.length, columns)
+            gathered = (layer.key_dim + layer.value_dim * in_blocks) * columns if group.gathered else 0
+            window = group.rows * layer.kv_heads * (gathered + layer.value_dim * width) * sizes.itemsize
+            scores = group.rows * length * width * (layer.heads * SCORE_BYTES + 1)
+            most = max(most, projected + window + scores)
     return most
 
 

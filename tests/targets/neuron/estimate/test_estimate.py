@@ -40,6 +40,7 @@ from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
 from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes
 from optimum_neuron.targets.neuron.estimate.step_speed import flops, weight_bytes_read
+from optimum_neuron.targets.neuron.lowering import attention
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
@@ -102,8 +103,10 @@ def test_what_no_graph_can_contain_is_not_estimated() -> None:
         measure(config, "dbrx", "bfloat16", trust_remote_code=False)
 
 
-def tensor_bytes(path: Path) -> int:
-    return sum(tensor.nbytes for tensor in load_file(path).values())
+def tensor_bytes(path: Path, sizes: ModelSizes) -> int:
+    """Of a file, and of the other form of an embedding that is also the head, which files for Neuron have."""
+    twice = {weight.name for weight in sizes.weights if weight.also_table}
+    return sum(tensor.nbytes * (1 + (name in twice)) for name, tensor in load_file(path).items())
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def test_weights_and_cache_are_those_of_an_artifact(
 ) -> None:
     path = export_tiny(checkpoints[name], tmp_path / "artifact", dtype=dtype)
     (one,) = estimate_model(str(path), {}, ["trn1"], tensor_parallel_size=1).estimates
-    assert one.memory.weights == tensor_bytes(path / "weights/model.safetensors")
+    sizes = measure(AutoConfig.from_pretrained(path), name, dtype, trust_remote_code=False)
+    assert one.memory.weights == tensor_bytes(path / "weights/model.safetensors", sizes)
     read_state = artifact_runner(path).executable.read_state
     assert one.memory.kv_cache == sum(read_state(state.name).nbytes for state in Artifact.open(path).states())
     assert one.config.to_dict() == tiny_config(dtype=dtype).to_dict() | {"target": "trn1"}
@@ -146,7 +150,8 @@ def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: di
     (tmp_path / "weights").mkdir()
     write_sharded_weights(named_tensors(model), plan, tmp_path)
     core = core_sizes(sizes, cores)
-    assert {tensor_bytes(tmp_path / f"weights/tp{rank}.safetensors") for rank in range(cores)} == {core.weight_bytes}
+    files = [tmp_path / f"weights/tp{rank}.safetensors" for rank in range(cores)]
+    assert {tensor_bytes(file, sizes) for file in files} == {core.weight_bytes}
     shared = [heads.layout for heads in plan.attention.values()]
     whole = [layer.kv_heads for layer in sizes.spec.layers]
     assert [layer.kv_heads for layer in core.spec.layers] == [one.local_key_value for one in shared] or whole
@@ -193,9 +198,13 @@ def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path])
 
 
 # Without latent attention, for which a fifth more is reserved than a step of three tokens holds.
+@pytest.mark.parametrize("limit", [attention.SCORES_LIMIT, 1 << 14])
 @pytest.mark.parametrize("name", [*ARCHITECTURES[:-1], "mixtral"])
-def test_activations_are_about_what_a_step_holds(name: str, checkpoints: dict[str, Path]) -> None:
+def test_activations_are_about_what_a_step_holds(
+    name: str, limit: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python holds on to what a compiler would free, so eager steps need up to twice as much."""
+    monkeypatch.setattr(attention, "SCORES_LIMIT", limit)  # the lower one has scores computed in blocks
     model = load_model(checkpoints[name])
     core = core_sizes(measure(model.config, name, "float32", trust_remote_code=False), 1)
     long, wide = {"sequence_length": 256, "context_buckets": (256,)}, {"prefill_chunk_size": 24}

@@ -13,13 +13,15 @@ from moe import CONFIGS
 from safetensors.torch import load_file
 from tiny import TINY_CONFIGS, TINY_SIZES
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import named_tensors
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.spec import TensorSpec
 from optimum_neuron.targets import get_target
+from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
+from optimum_neuron.targets.neuron.estimate.model_sizes import measure
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -171,7 +173,7 @@ def test_names_of_what_is_stored_tell_its_parts_and_their_order() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both_forms(
+def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both_forms_as_estimates_count_it(
     ranks: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -183,6 +185,7 @@ def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both
     (tmp_path / "weights").mkdir()
     tied = write_sharded_weights(tensors, plan, tmp_path, layout)
     assert tied == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
+    sizes = measure(AutoConfig.for_model(**config.to_dict()), "llama", "float32", trust_remote_code=False)
     own = "model.model.layers.1.self_attn."
     for rank, path in enumerate(sorted((tmp_path / "weights").iterdir())):
         stored = load_file(path)
@@ -191,6 +194,7 @@ def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both
         assert not [name for name in stored if name.endswith("_proj.weight")]
         table = stored["model.model.embed_tokens.weight"]
         assert any(torch.equal(tensor, table.t()) for name, tensor in stored.items() if name.endswith("order_1_0"))
+        assert sum(tensor.nbytes for tensor in stored.values()) == core_sizes(sizes, ranks).weight_bytes
 
 
 def test_an_artifact_of_before_runs_as_it_is_and_is_not_compiled_again_for_other_weights(
