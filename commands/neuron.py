@@ -8,15 +8,28 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 
-from optimum_neuron.cli import add_option, add_rank_options, console, explain, graph_table, reported_errors
+from optimum_neuron.cli import (
+    add_option,
+    add_profile_option,
+    add_rank_options,
+    console,
+    explain,
+    graph_table,
+    reported_errors,
+    tell_profile,
+)
 from optimum_neuron.errors import first_line
+
+
+if TYPE_CHECKING:
+    from optimum_neuron.runtime.profile import Profile
 
 
 DEFAULT_NEW_TOKENS = 256
@@ -56,6 +69,7 @@ examples:
   optimum-cli neuron generate smollm2/ --prompt "What is a prefill?"
   optimum-cli neuron generate smollm2/ --prompt "Tell a story." --temperature 0.7 --top-k 40 --seed 1
   optimum-cli neuron generate smollm2/ --no-chat-template --max-new-tokens 32 < prompt.txt
+  optimum-cli neuron generate smollm2/ --prompt "What is a prefill?" --profile profile/
 """
 
 
@@ -108,6 +122,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         )
         parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")
         add_rank_options(parser)
+        add_profile_option(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
@@ -176,11 +191,17 @@ def _verify(folder: Path, *, trust_remote_code: bool) -> bool:
 def _generate(args: Namespace) -> None:
     from optimum_neuron.artifacts.artifact import Artifact
     from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.runtime.profile import profile_to
 
     # Before torch is imported: wrong options and folders are reported at once.
     options = _generation_options(args)
     Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    with profile_to(args.profile) as profile:
+        _answer(args, options, profile)
+    tell_profile(args.profile)
 
+
+def _answer(args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
     from transformers import set_seed
 
     from optimum_neuron import NeuronModelForCausalLM
@@ -193,6 +214,7 @@ def _generate(args: Namespace) -> None:
         trust_remote_code=args.trust_remote_code,
         rank_python=args.rank_python,
         rank_timeout=args.rank_timeout,
+        profile=profile,
     )
     tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
     load_seconds = time.perf_counter() - start

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, add_rank_options, console, explain, reported_errors, write_json
+from optimum_neuron.cli import (
+    add_option,
+    add_profile_option,
+    add_rank_options,
+    console,
+    explain,
+    reported_errors,
+    tell_profile,
+    write_json,
+)
 
 
 if TYPE_CHECKING:
@@ -52,6 +61,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
         add_option(parser, "--runs", type=int, metavar="RUNS", default=20, help="timed runs of each graph")
         add_rank_options(parser)
+        add_profile_option(parser)
         parser.add_argument(
             "--json", type=Path, metavar="FILE", help="write everything, with the devices and the artifact's sizes"
         )
@@ -65,15 +75,17 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
 def _check(args: Namespace) -> bool:
     """Prints the report; returns whether all checks passed."""
     from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.runtime.profile import profile_to
 
     # Before torch is imported: a wrong folder is reported at once.
     artifact = Artifact.open(args.artifact)
+    with profile_to(args.profile) as profile:
+        from optimum_neuron.acceptance.checks import check_artifact
+        from optimum_neuron.targets.rank_options import RankOptions
 
-    from optimum_neuron.acceptance.checks import check_artifact
-    from optimum_neuron.targets.rank_options import RankOptions
-
-    report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout))
+        report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)
     _print(report, str(args.artifact))
+    tell_profile(args.profile)
     if args.json is not None:
         write_json(args.json, report.to_dict())
     return report.passed

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .export import export_model as export_model
     from .graphs.spec import SamplingParams as SamplingParams
     from .modeling import NeuronModelForCausalLM as NeuronModelForCausalLM
+    from .runtime.profile import Profile as Profile
 
 from .version import __version__ as __version__
 
@@ -21,12 +22,21 @@ from .version import __version__ as __version__
 _PUBLIC = {
     "NeuronConfig": ".config",
     "NeuronModelForCausalLM": ".modeling",
+    "Profile": ".runtime.profile",
     "Request": ".engine.request",
     "SamplingParams": ".graphs.spec",
     "SchedulerOptions": ".engine.policy",
     "export_model": ".export",
 }
-__all__ = ["NeuronConfig", "NeuronModelForCausalLM", "Request", "SamplingParams", "SchedulerOptions", "export_model"]
+__all__ = [
+    "NeuronConfig",
+    "NeuronModelForCausalLM",
+    "Profile",
+    "Request",
+    "SamplingParams",
+    "SchedulerOptions",
+    "export_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -68,6 +68,26 @@ def add_rank_options(parser: Any) -> None:
     )
 
 
+def add_profile_option(parser: Any) -> None:
+    """Adds the folder for a profile."""
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FOLDER",
+        help="write a profile to a new folder: trace.json, for ui.perfetto.dev, with all steps and runs of graphs, on the cpu "
+        "target also the operators of the first runs of each graph; of a Neuron device also device/, for neuron-explorer or "
+        "neuron-profile, with the first run of each graph on each core (NEURON_RT_INSPECT_DEVICE_PROFILE=session: all runs)",
+    )
+
+
+def tell_profile(folder: Path | None) -> None:
+    """Says where the profile is that was asked for, if one was."""
+    if folder is not None and folder.is_dir():
+        parts = {"trace.json": "ui.perfetto.dev", "device": "neuron-explorer or neuron-profile"}
+        found = [f"{name} for {reader}" for name, reader in parts.items() if (folder / name).exists()]
+        console(stderr=True).print(f"profile in {folder}: {', '.join(found)}", soft_wrap=True)
+
+
 def size_list(text: str) -> list[int]:
     """An argparse type: whole numbers separated by commas."""
     try:

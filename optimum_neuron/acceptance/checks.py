@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from threading import Timer
 from typing import Any
@@ -25,8 +25,10 @@ from ..config import HLO_TARGETS, NEURON_TARGETS
 from ..graphs.spec import GREEDY, GraphSpec
 from ..graphs.step import example_inputs
 from ..runtime.golden import GOLDEN_NAME, Golden, replay
+from ..runtime.profile import Profile
 from ..runtime.runner import GraphRunner
 from ..runtime.step_tensors import Chunk
+from ..runtime.traced_runner import open_runner
 from ..targets import get_target
 from ..targets.neuron.lowering.requirements import check_reading
 from ..targets.neuron.sdk.devices import find_devices
@@ -41,11 +43,14 @@ MONITOR = "neuron-monitor"
 MONITOR_LIMIT_S = 60.0
 
 
-def check_artifact(artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRONMENT) -> Report:
+def check_artifact(
+    artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRONMENT, profile: Profile | None = None
+) -> Report:
     """Runs all checks on an artifact of a Neuron target, or of hlo, on this machine.
 
     Args:
         runs: timed runs of each graph.
+        profile: what is told of all runs, and where a device's runtime writes its own; its context is open.
 
     Raises:
         ValueError: the artifact is for another target, or `runs` is below 1.
@@ -56,6 +61,8 @@ def check_artifact(artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRO
     golden = _check_asked(artifact, runs)
     if artifact.target not in NEURON_TARGETS:
         ranks.refuse(artifact.target)
+    elif profile is not None:
+        ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
     report = Report(
         {
             "torch": torch.__version__,
@@ -67,7 +74,7 @@ def check_artifact(artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRO
     )
     report.run("compiler", lambda: _check_compiler(artifact))
     runners: list[GraphRunner] = []
-    loaded = report.run("load", lambda: _load(artifact, runners, ranks))
+    loaded = report.run("load", lambda: _load(artifact, runners, ranks, profile))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
     no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model cannot share a prefix"
     for name, check, skipped in (
@@ -111,12 +118,14 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
     return {"graphs": len(artifact.graphs), "warnings": len(findings), "operators listed": len(operators or ())}
 
 
-def _load(artifact: Artifact, runners: list[GraphRunner], ranks: RankOptions) -> dict[str, Any]:
+def _load(
+    artifact: Artifact, runners: list[GraphRunner], ranks: RankOptions, profile: Profile | None
+) -> dict[str, Any]:
     start = time.perf_counter()
     executable = get_target(artifact.target).load(
         artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False, ranks=ranks
     )
-    runners.append(GraphRunner(executable, artifact.config, artifact.graphs, artifact.model))
+    runners.append(open_runner(artifact, executable, profile=profile))
     loaded = time.perf_counter()
     runners[0].warm_up()
     return {"load s": round(loaded - start, 2), "first runs s": round(time.perf_counter() - loaded, 2)}

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from ..continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
 from ..runtime.limits import refuse_other_options
 from ..runtime.process import OwnProcess
-from ..runtime.runner import GraphRunner
+from ..runtime.profile import Profile
 from ..runtime.threads import end_idle_workers
+from ..runtime.traced_runner import open_runner
 from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
 from .generation import Generation
@@ -55,6 +57,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         *,
         deterministic: bool = False,
         trust_remote_code: bool = False,
+        profile: Profile | None = None,
     ) -> None:
         self.artifact = artifact
         self.config = config
@@ -62,13 +65,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         self.neuron_config: NeuronConfig = artifact.config
         self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
-        self.runner = GraphRunner(
-            executable,
-            artifact.config,
-            artifact.graphs,
-            artifact.model,
-            deterministic=deterministic,
-        )
+        self.runner = open_runner(artifact, executable, deterministic=deterministic, profile=profile)
         self._trust_remote_code = trust_remote_code
         self._lock = threading.RLock()
         self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
@@ -91,6 +88,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         deterministic: bool = False,
         rank_python: str | Path | None = None,
         rank_timeout: float | None = None,
+        profile: Profile | None = None,
         **options: Any,
     ) -> NeuronModelForCausalLM:
         """Loads an artifact, or exports a checkpoint first.
@@ -110,6 +108,8 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
                 runtime; None for what OPTIMUM_NEURON_RANK_PYTHON names, or this one. NEURON.md tells what goes together.
             rank_timeout: for a Neuron device, the seconds that one step may take; None for what NEURON_RT_EXEC_TIMEOUT
                 says, or 600.
+            profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
+                profile; its context has to be open.
             options: fields of `NeuronConfig`, for an export.
 
         Raises:
@@ -140,6 +140,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
                 adapter=adapter,
                 deterministic=deterministic,
                 ranks=ranks,
+                profile=profile,
                 **hub,
             )
         artifact, from_hub = found
@@ -155,6 +156,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
             trust_remote_code=trust_remote_code,
             deterministic=deterministic,
             ranks=ranks,
+            profile=profile,
         )
 
     @classmethod
@@ -166,6 +168,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         trust_remote_code: bool,
         deterministic: bool,
         ranks: RankOptions,
+        profile: Profile | None,
         **options: Any,
     ) -> NeuronModelForCausalLM:
         from ..export import export_model
@@ -181,6 +184,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
                 trust_remote_code=trust_remote_code,
                 deterministic=deterministic,
                 ranks=ranks,
+                profile=profile,
             )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,11 +201,14 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
         trust_remote_code: bool,
         deterministic: bool,
         ranks: RankOptions,
+        profile: Profile | None,
     ) -> NeuronModelForCausalLM:
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
         generation_config = read_generation_config(artifact, config)
+        if profile is not None:
+            ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
         executable = get_target(artifact.target).load(
             artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
         )
@@ -212,6 +219,7 @@ class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMi
             generation_config,
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
+            profile=profile,
         )
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..config import HLO_TARGETS, NeuronConfig
 from .rank_options import IN_ENVIRONMENT, RankOptions
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -53,6 +53,14 @@ class Executable(Protocol):
 
     def write_state(self, name: str, tensor: Tensor) -> None:
         """Replaces a state tensor's values."""
+
+
+@runtime_checkable
+class TellsOperators(Protocol):
+    """An executable that can also run a step one operator at a time, with the same results, for who wants to see them."""
+
+    def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
+        """As `Executable.run`; `ended` is called with each operator's name as it ends."""
 
 
 class Target(Protocol):

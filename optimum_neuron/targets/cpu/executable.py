@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from .live_tokens import LiveTokens
 from .memory import PlanMemory
 from .plan.encode import PlanError, encode
 from .plan.program import Plan, TorchCall
+from .plan.step_names import step_name
 from .torch_call import bind_call
 
 
@@ -85,6 +87,27 @@ class BoundPlan:
             segment(live)
         return outputs
 
+    def run_by_operators(self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None]) -> list[Tensor]:
+        """The same, a step at a time; `ended` gets the name of each."""
+        outputs = self._memory.start(inputs)
+        for name, run in self._operators:
+            run(live)
+            ended(name)
+        return outputs
+
+    @cached_property
+    def _operators(self) -> list[tuple[str, Callable[[int], None]]]:
+        operators = []
+        native = 0
+        for step in self._plan.steps:
+            if isinstance(step, TorchCall):
+                run = bind_call(step, self._memory)
+            else:
+                run = self._kernels(native, native + 1)
+                native += 1
+            operators.append((step_name(step, self._plan.buffers), run))
+        return operators
+
 
 class CpuExecutable:
     """Plans by name, all bound to the same weights and KV state.
@@ -102,6 +125,11 @@ class CpuExecutable:
         plan, live_tokens = self._plans[graph]
         with self._running, torch.no_grad():
             return plan.run(inputs, live_tokens(inputs))
+
+    def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
+        plan, live_tokens = self._plans[graph]
+        with self._running, torch.no_grad():
+            return plan.run_by_operators(inputs, live_tokens(inputs), ended)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         copy_slot(self._states.values(), source, destination, length)

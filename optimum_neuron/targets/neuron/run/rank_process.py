@@ -11,27 +11,39 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from ...processes import TiedProcess
 from ..rank.plan import RankPlan
 from ..rank.wire import Channel, WireError
 from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES
-from ..sdk.flags import LNC_VARIABLE, has_paired_cores, runtime_environment
+from ..sdk.flags import LNC_VARIABLE, capture_environment, has_paired_cores, runtime_environment
 from ..sdk.runtime_errors import NeuronRuntimeError, missing_library, runtime_error
 from .interpreter import Interpreter
 
 
 # Seconds that a process has to end by itself, which gives its core back in order.
 GRACE = 15.0
+# The same where its runtime captures a profile, part of which it writes as it ends.
+CAPTURE_GRACE = 300.0
 _TAIL = 1500
 
 
 class RankProcess:
     """A child that holds one logical core per rank of its own."""
 
-    def __init__(self, interpreter: Interpreter, plan: RankPlan, environment: Mapping[str, str], memory: int) -> None:
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        plan: RankPlan,
+        environment: Mapping[str, str],
+        memory: int,
+        *,
+        captures: bool = False,
+    ) -> None:
         self.plan = plan
+        self.captures = captures
         ranks = ", ".join(map(str, plan.ranks))
         self.name = f"rank {ranks} of {plan.world_size}" if len(plan.ranks) == 1 else f"all {plan.world_size} ranks"
         parent, child = socket.socketpair()
@@ -44,9 +56,14 @@ class RankProcess:
             stdout=self._log.fileno(),
             stderr=subprocess.STDOUT,
             pass_fds=(child.fileno(), memory),
-            grace=GRACE,
+            grace=self.grace,
         )
         child.close()
+
+    @property
+    def grace(self) -> float:
+        """Seconds that it has to end by itself."""
+        return CAPTURE_GRACE if self.captures else GRACE
 
     def send(self, command: dict[str, Any], data: bytes, timeout: float) -> None:
         """Sends a command; where the process has died or does not listen, `receive` tells."""
@@ -88,7 +105,7 @@ class RankProcess:
     def _death(self, doing: str) -> NeuronRuntimeError:
         how = "closed its end"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(GRACE)
+            status = self.process.wait(self.grace)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return NeuronRuntimeError(
             f"{doing} failed: the process of {self.name} {how}; load the model again{self._tail()}"
@@ -104,7 +121,7 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
     """Ends all processes together, as one may wait for another; kills those that do not end."""
     for rank in ranks:
         rank.pipe.close()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + max((rank.grace for rank in ranks), default=0.0)
     for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
@@ -119,19 +136,34 @@ def free_address() -> str:
 
 
 def rank_environment(
-    interpreter: Interpreter, target: str, lnc: int, cores: Sequence[int], address: str, timeout: float
+    interpreter: Interpreter,
+    target: str,
+    lnc: int,
+    cores: Sequence[int],
+    address: str,
+    timeout: float,
+    capture: Path | None = None,
 ) -> dict[str, str]:
-    """What a process that takes these logical cores gets; what a user set of the runtime's own variables stays."""
+    """What a process that takes these logical cores gets; what a user set of the runtime's own variables stays.
+
+    Args:
+        timeout: seconds that a step may take.
+        capture: folder for the runtime's profile.
+    """
     host, _, port = address.partition(":")
     inherited = {name: value for name, value in interpreter.environment().items() if name != NUMBER_OF_CORES}
-    environment = runtime_environment(inherited, timeout) | {
-        VISIBLE_CORES: ",".join(map(str, cores)),
-        # libtorch_neuronx_lite makes the first of the other two, where nobody has.
-        "NEURON_RT_ROOT_COMM_ID": address,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = (
+        runtime_environment(inherited, timeout)
+        | capture_environment(inherited, capture)
+        | {
+            VISIBLE_CORES: ",".join(map(str, cores)),
+            # libtorch_neuronx_lite makes the first of the other two, where nobody has.
+            "NEURON_RT_ROOT_COMM_ID": address,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+    )
     if has_paired_cores(target):
         environment[LNC_VARIABLE] = str(lnc)
     return environment

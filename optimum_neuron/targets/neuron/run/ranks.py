@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...rank_options import IN_ENVIRONMENT, RankOptions
 from ..graph_io import COPY_SLOT
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
@@ -51,21 +52,21 @@ class RankedExecutable:
         interpreter: Interpreter,
         groups: Sequence[tuple[int, ...]],
         cores: Sequence[int],
-        timeout: float | None = None,
+        options: RankOptions = IN_ENVIRONMENT,
     ) -> None:
         """Starts the processes and waits until all have loaded.
 
         Args:
             groups: the ranks of each process, in order.
             cores: a logical core for each rank.
-            timeout: seconds that the runtime gives a step; None for what the environment says.
+            options: their interpreter is found already.
 
         Raises:
             NeuronRuntimeError: one of them could not; none is left.
             ValueError: the weights are not those of the graphs; no process was started.
         """
         self._plan = plan
-        self._limit = step_timeout(timeout)
+        self._limit = step_timeout(options.timeout)
         self._tensors = SharedTensors(plan)
         self._ended: NeuronRuntimeError | None = None
         self._states = plan.states()
@@ -76,8 +77,11 @@ class RankedExecutable:
             address = free_address()
             for load in [rank_plan(plan, self._tensors, runtime, ranks) for ranks in groups]:
                 own = [cores[rank] for rank in load.ranks]
-                environment = rank_environment(interpreter, plan.target, plan.lnc, own, address, self._limit)
-                self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file))
+                environment = rank_environment(
+                    interpreter, plan.target, plan.lnc, own, address, self._limit, options.capture
+                )
+                captures = options.capture is not None
+                self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file, captures=captures))
             commands = [{"load": rank.plan.to_dict()} for rank in self._ranks]
             self._ask("loading the model", commands, _LOAD_TIMEOUT)
         except BaseException:

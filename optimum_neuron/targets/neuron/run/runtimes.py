@@ -27,4 +27,4 @@ def load_graphs(plan: LoadPlan, options: RankOptions = IN_ENVIRONMENT) -> Execut
     runtime = choose_runtime(plan.target, interpreter.found, interpreter.path)
     # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
     groups = [tuple(range(plan.world_size))] if runtime == NXD else [(rank,) for rank in range(plan.world_size)]
-    return RankedExecutable(plan, runtime, interpreter, groups, cores, options.timeout)
+    return RankedExecutable(plan, runtime, interpreter, groups, cores, options)

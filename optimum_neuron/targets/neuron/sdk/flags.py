@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from .hardware import CHIPS
 
@@ -25,6 +26,11 @@ EXEC_TIMEOUT = 600.0
 # Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
 # worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
 _RING_CACHE: Mapping[str, str] = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
+# Of Neuron Explorer's environment-variables.rst: how any program's profile is captured, whatever its framework. Not with nrtpy's
+# save_trace, which would be a second capture of the same run, and of one runtime only.
+_CAPTURE, _CAPTURE_FOLDER = "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR"
+# What the device itself does, of the first run of each graph on each core ("model"); "session" captures all runs in one file.
+_CAPTURE_DEVICE: Mapping[str, str] = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
 # What NxDI gives its tensorizer (neuronx-distributed-inference, models/model_wrapper.py:89-97): collectives overlap with what does
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
@@ -89,6 +95,18 @@ def runtime_environment(inherited: Mapping[str, str], timeout: float) -> dict[st
         timeout: as `step_timeout` gives it; the runtime knows whole seconds.
     """
     return {**_RING_CACHE, **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
+
+
+def capture_environment(inherited: Mapping[str, str], folder: Path | None) -> dict[str, str]:
+    """What has a process's runtime write a profile to a folder; what else is captured, and of what, a user may have set.
+
+    Args:
+        folder: for neuron-explorer or neuron-profile; None adds nothing.
+    """
+    if folder is None:
+        return {}
+    chosen = {name: inherited.get(name, value) for name, value in _CAPTURE_DEVICE.items()}
+    return chosen | {_CAPTURE: "1", _CAPTURE_FOLDER: str(folder.absolute())}
 
 
 def compiler_flags(target: str, kind: str, *, lnc: int, compiler_version: str) -> tuple[str, ...]:

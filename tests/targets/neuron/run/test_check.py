@@ -17,6 +17,7 @@ from fakes.tools import NeuronTools
 from helpers import export_tiny
 from optimum.commands import optimum_cli
 from torch import Tensor
+from traces import read_trace
 
 from optimum_neuron.acceptance import checks
 from optimum_neuron.acceptance.report import REMEDIES
@@ -77,6 +78,29 @@ def test_an_artifact_that_works_passes(
     assert "out[/bold]" in capsys.readouterr().out  # a name is no markup
     facts = json.loads((tmp_path / "reports" / "check.json").read_text())["facts"]
     assert (facts["devices"] or {}).get("generation") == (target if package else None)
+
+
+@pytest.mark.parametrize(("target", "package"), [("hlo", None), ("trn3", "nrt")])
+def test_a_check_can_be_profiled(
+    target: str,
+    package: str | None,
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if package is not None:
+        neuron_sdk(target, package)
+    artifact, folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target=target), tmp_path / "profile"
+    assert check(artifact, "--profile", folder) == 0
+    told = read_trace(folder)
+    graphs = {*json.loads((artifact / MANIFEST_NAME).read_text())["graphs"], "copy_slot"}
+    assert set(told.names("graphs")) == graphs and told.facts["target"] == target
+    assert f"profile in {folder}: trace.json" in capsys.readouterr().err
+    captured = {path.name.partition("_vnc")[0] for path in folder.glob("device/*/*.ntff")}
+    assert captured == (graphs if package else set()) and (folder / "device").exists() == bool(package)
+    assert check(artifact, "--profile", folder) == 1
+    assert "which exists; name a new folder" in capsys.readouterr().err
 
 
 def test_tokens_that_the_host_did_not_record_fail(

@@ -23,6 +23,7 @@ from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 from optimum_neuron.targets.neuron.run.runtimes import load_graphs
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.rank_options import IN_ENVIRONMENT, RankOptions
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -45,9 +46,11 @@ def two_ranks(folder: Path, target: str) -> LoadPlan:
 def load(neuron_sdk: Sdk, tmp_path: Path) -> Any:
     loaded: list[RankedExecutable] = []
 
-    def load_ranks(packages: str = "lite", target: str = "trn2") -> RankedExecutable:
+    def load_ranks(
+        packages: str = "lite", target: str = "trn2", options: RankOptions = IN_ENVIRONMENT
+    ) -> RankedExecutable:
         neuron_sdk(target, packages)
-        executable = load_graphs(two_ranks(tmp_path / "graphs", target))
+        executable = load_graphs(two_ranks(tmp_path / "graphs", target), options)
         assert isinstance(executable, RankedExecutable)
         loaded.append(executable)
         return executable
@@ -93,6 +96,44 @@ def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(11.0), cache_like(23.0)], dim=1))
     loaded.copy_slot(2, 3, 4)
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(16.0)] * 2, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("packages", "target", "processes_in_all"), [("lite", "trn2", 2), ("nrt", "trn3", 2), ("nxd", "trn1", 1)]
+)
+def test_every_process_captures_a_profile_where_one_is_asked_for(
+    packages: str, target: str, processes_in_all: int, load: Callable[..., RankedExecutable], tmp_path: Path
+) -> None:
+    folder = tmp_path / "device"
+    folder.mkdir()
+    loaded = load(packages, target, RankOptions(capture=folder))
+    found = [environment(process) for process in processes(loaded)]
+    assert len(found) == processes_in_all
+    for each in found:
+        assert each["NEURON_RT_INSPECT_ENABLE"] == "1" and each["NEURON_RT_INSPECT_OUTPUT_DIR"] == str(folder)
+        assert each["NEURON_RT_INSPECT_DEVICE_PROFILE"] == "1"
+    assert all(rank.grace == rank_process.CAPTURE_GRACE for rank in loaded._ranks)
+    loaded.run("token_generation", [cache_like(3.0)])
+    captured = [path.name for path in folder.glob("i-fake_pid_*/*.ntff")]
+    assert sorted(captured) == [f"token_generation_vnc_{rank}.ntff" for rank in range(RANKS)]
+    assert len(list(folder.iterdir())) == processes_in_all
+
+
+def test_what_a_user_set_of_a_capture_stays_and_none_is_made_unasked(
+    load: Callable[..., RankedExecutable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [name for name in environment(processes(load())[0]) if name.startswith("NEURON_RT_INSPECT")]
+    monkeypatch.setenv("NEURON_RT_INSPECT_DEVICE_PROFILE", "session")
+    monkeypatch.setenv("NEURON_RT_INSPECT_EVENT_FILTER_NC", "0")
+    monkeypatch.setenv("NEURON_RT_INSPECT_OUTPUT_DIR", "elsewhere")
+    (tmp_path / "device").mkdir()
+    found = environment(processes(load(options=RankOptions(capture=tmp_path / "device")))[0])
+    assert {name: value for name, value in found.items() if name.startswith("NEURON_RT_INSPECT")} == {
+        "NEURON_RT_INSPECT_ENABLE": "1",
+        "NEURON_RT_INSPECT_OUTPUT_DIR": str(tmp_path / "device"),
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": "session",
+        "NEURON_RT_INSPECT_EVENT_FILTER_NC": "0",
+    }
 
 
 def test_a_dead_rank_is_told_and_ends_the_others(
