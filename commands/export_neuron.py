@@ -13,7 +13,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
-from optimum_neuron.config import DTYPES, MOST_LOGPROBS, TARGETS, NeuronConfig
+from optimum_neuron.config import DTYPES, KERNEL_TARGETS, KERNELS, MOST_LOGPROBS, TARGETS, NeuronConfig
 
 
 TASKS = ("text-generation",)
@@ -221,6 +221,15 @@ def _add_target_options(parser: ArgumentParser) -> None:
         action="store_true",
         help="have devices add their partial sums in float32: one rounding less per layer, twice the bytes between devices",
     )
+    add_option(
+        group,
+        "--kernels",
+        nargs="+",
+        choices=KERNELS,
+        metavar="NAME",
+        help=f"kernels of the SDK that stand for operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}, attention of "
+        "prompts' chunks; nobody has run one yet (default: none)",
+    )
     group.add_argument(
         "--no-certificate",
         dest="certificate",
@@ -232,10 +241,10 @@ def _add_target_options(parser: ArgumentParser) -> None:
 
 def _config_options(args: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: args[name] for name in NeuronConfig.option_names()}
-    for name in ("prefill_chunk_buckets", "context_buckets"):
+    for name in ("prefill_chunk_buckets", "context_buckets", "kernels"):
         if options[name] is None:
             options.pop(name)
-        else:
+        elif name != "kernels":
             options[name] = tuple(size for sizes in options[name] for size in sizes)
     return options
 

@@ -12,7 +12,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options, add_size_options, given_options
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors
-from optimum_neuron.config import HLO_TARGETS, NeuronConfig
+from optimum_neuron.config import HLO_TARGETS, KERNELS, NeuronConfig
 
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class NeuronLintCommand(BaseOptimumCLICommand):
             action="store_true",
             default=None,
             help="cores add their partial sums in float32",
+        )
+        add_option(
+            group, "--kernels", nargs="+", choices=KERNELS, metavar="NAME", help="kernels of the SDK, as in export"
         )
         add_option(
             group, "--top-logprobs", type=int, metavar="COUNT", help="graphs tell log-probabilities, as in export"
@@ -146,7 +149,11 @@ def _print_costs(costs: list[GraphCost], target: str) -> None:
             _megabytes(cost.collective_bytes),
             f"{cost.seconds(target) * 1e3:,.2f}" if target in CHIPS else "-",
         )
-    console().print(table)
+    terminal = console()
+    terminal.print(table)
+    for cost in costs:
+        for name, count in cost.kernels.items():
+            terminal.print(f"{cost.name} calls {name} {count} times, counted as what it stands for")
 
 
 def _megabytes(size: int) -> str:

@@ -14,6 +14,9 @@ NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
 # Their graphs are lowered to HLO: hlo runs that on this CPU, the others compile it for the device.
 HLO_TARGETS = ("hlo", *NEURON_TARGETS)
 TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
+# Kernels of the SDK by name, and where they may stand for operators: they need a Trainium 2 or later; on hlo their references run.
+KERNELS = ("attention_cte",)
+KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # As many as servers of OpenAI's API tell of.
@@ -61,6 +64,8 @@ class NeuronConfig:
             tokens with theirs. Default: they cannot.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
+        kernels: of the SDK, which stand for operators of the graphs where layers are of a kind that they compute. Default: none,
+            as none of them was run yet.
         target: where the graphs run.
 
     Raises:
@@ -81,6 +86,7 @@ class NeuronConfig:
     top_logprobs: int | None = None
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
+    kernels: tuple[str, ...] = ()
     target: str = "auto"
 
     def __post_init__(self) -> None:
@@ -94,6 +100,7 @@ class NeuronConfig:
         self._check_logprobs()
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("target", self.target, TARGETS)
+        self._check_kernels()
         self._complete_sizes()
         self._check_sizes()
 
@@ -109,6 +116,25 @@ class NeuronConfig:
             raise ValueError(
                 f"top_logprobs={count} is of tokens that the graphs choose, and on_device_sampling=False has the host choose "
                 f"them, from all logits; leave one of them out"
+            )
+
+    def _check_kernels(self) -> None:
+        names = self.kernels
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Iterable)
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"kernels must be a list of names, not {names!r}")
+        object.__setattr__(self, "kernels", tuple(names))
+        for name in self.kernels:
+            _check_choice("kernels", name, KERNELS)
+        if len(set(self.kernels)) != len(self.kernels):
+            raise ValueError(f"kernels={self.kernels} names one twice; name it once")
+        if self.kernels and self.target not in KERNEL_TARGETS:
+            raise ValueError(
+                f"kernels={self.kernels} are of {', '.join(KERNEL_TARGETS[1:])}, and target={self.target!r} has none; leave "
+                f"kernels out"
             )
 
     def _complete_sizes(self) -> None:

@@ -65,6 +65,7 @@ def test_defaults_are_complete() -> None:
         "top_logprobs": None,
         "tensor_parallel_size": 1,
         "float32_reduce": False,
+        "kernels": [],
         "target": "auto",
     }
 

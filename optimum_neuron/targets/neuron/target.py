@@ -30,6 +30,7 @@ from ..recompile import compiled_again
 from .graph_checks import check_graphs, check_weights, graph_names, score_states
 from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
 from .graph_io import GraphIO
+from .kernels.registry import check_kernels
 from .lowering.requirements import check_lowering
 from .sdk.hardware import check_parallel_size
 from .sdk.runtime_errors import INVALID, NeuronRuntimeError
@@ -51,6 +52,7 @@ class NeuronTarget:
             from .compile.compiler import CACHE_KIND, check_environment
 
             check_environment(config.target)
+            check_kernels(config)
             CompileCache(CACHE_KIND)
         else:
             check_one_device(config)

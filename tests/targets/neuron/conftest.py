@@ -19,7 +19,9 @@ from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 
 collect_ignore = (
-    [] if importlib.util.find_spec("torch_xla") else ["certificate", "compile", "lint", "lowering", "run", "sdk"]
+    []
+    if importlib.util.find_spec("torch_xla")
+    else ["certificate", "compile", "kernels", "lint", "lowering", "run", "sdk"]
 )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...processes import TiedProcess
 from ..graph_io import GraphIO
 from ..lowering import hlo
+from ..lowering.kernel_calls import by_reference
 
 
 _TIMEOUT = 3600.0  # seconds
@@ -125,7 +126,7 @@ class Ranks:
 
         self._modules = modules
         self._programs = {
-            name: xla_builder.computation_from_module_proto(name, with_channels(module.hlo))
+            name: xla_builder.computation_from_module_proto(name, with_channels(by_reference(module.hlo)))
             for name, module in modules.items()
         }
         self._aliases = {name: _aliases(module) for name, module in modules.items()}

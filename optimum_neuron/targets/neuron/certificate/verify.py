@@ -95,6 +95,8 @@ def _executed_lines(artifact: Artifact, certificate: Certificate, *, trust_remot
             artifact.path, trial, artifact.model, artifact.tied_weights, trust_remote_code=trust_remote_code
         )
         lines = [_steps_line(setup, certificate)]
+        if config.kernels or artifact.config.kernels:
+            lines.append(_kernels_line(artifact, certificate))
         if not trial.whole:
             lines.append(_lowered_line(setup, certificate))
         return lines + _comparison_lines(setup, certificate)
@@ -106,6 +108,12 @@ def _steps_line(setup: Setup, certificate: Certificate) -> Line:
     tokens = sum(len(step.written) for step in setup.steps)
     here = f"{len(setup.steps)} steps, {tokens} tokens, {found[:12]}"
     return Line("recorded inputs", certified, here, found == certificate.steps_sha256)
+
+
+def _kernels_line(artifact: Artifact, certificate: Certificate) -> Line:
+    """Kernels of which nothing is certified but that the graphs around them are right where they do what their references do."""
+    certified, here = (", ".join(each.kernels) or "none" for each in (certificate.config, artifact.config))
+    return Line("kernels, executed by their references", certified, here, certified == here)
 
 
 def _lowered_line(setup: Setup, certificate: Certificate) -> Line:

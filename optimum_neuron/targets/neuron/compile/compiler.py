@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ...cache import CompileCache
 from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
 from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from .native_kernels import kernel_versions, with_native_kernels
 from .neuron_cc import (
     DISTRIBUTION,
     NEFF_SUFFIX,
@@ -48,6 +49,8 @@ class _Job:
     graph: LoweredGraph
     call: CompilerCall
     key: str
+    target: str
+    lnc: int
 
 
 def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
@@ -70,7 +73,8 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
     if missing:
         _compile_missing(missing, cache, folder)
     return {
-        "versions": {DISTRIBUTION: version},
+        "versions": {DISTRIBUTION: version}
+        | {name: each for job in jobs for name, each in kernel_versions(job.graph.hlo).items()},
         "target": target,
         "lnc": lnc,
         "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.call.argv)} for job in jobs},
@@ -96,10 +100,13 @@ def _flags(target: str, kind: str, lnc: int, version: str) -> tuple[str, ...]:
 
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
     flags = _flags(target, graph.kind, lnc, version)
-    described = json.dumps([DISTRIBUTION, version, target, flags, graph.io.to_dict()], sort_keys=True)
-    digest = hashlib.sha256(described.encode())
+    described = [DISTRIBUTION, version, target, flags, graph.io.to_dict()]
+    kernels = kernel_versions(graph.hlo)
+    if kernels:
+        described.append(kernels)
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     digest.update(hashlib.sha256(graph.hlo).digest())
-    return _Job(graph, compiler_call(graph.name, target, flags), digest.hexdigest())
+    return _Job(graph, compiler_call(graph.name, target, flags), digest.hexdigest(), target, lnc)
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
@@ -122,8 +129,8 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
 
 def _compile(job: _Job, folder: Path, processes: Processes) -> None:
     name = job.graph.name
-    write_graph(job.graph, folder)
     try:
+        write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), folder)
         run_compiler(processes, job.call.argv, job.call.executable, folder, job.call.environment, COMPILE_TIMEOUT)
         check_neff(folder / (name + NEFF_SUFFIX))
     except RuntimeError as error:

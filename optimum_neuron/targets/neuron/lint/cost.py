@@ -17,6 +17,7 @@ from typing import Any
 
 from ..graph_io import GraphIO
 from ..lowering import hlo
+from ..lowering.kernel_calls import kernel_calls
 from ..sdk.hardware import CHIPS
 from .graph import Graph
 from .weight_rules import changes_order
@@ -45,6 +46,7 @@ class GraphCost:
         flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
         collectives: how often each kind runs.
         collective_bytes: of their results, or of their operands where these are larger.
+        kernels: how often each kernel of the SDK is called.
     """
 
     name: str
@@ -55,6 +57,7 @@ class GraphCost:
     flops: dict[str, int]
     collectives: dict[str, int]
     collective_bytes: int
+    kernels: dict[str, int]
 
     @property
     def total_flops(self) -> int:
@@ -98,6 +101,7 @@ class _Counter:
         written = transposed = moved = 0
         flops: Counter[str] = Counter()
         collectives: Counter[str] = Counter()
+        kernels = Counter(name for _, name in kernel_calls(self._graph.module))
         for each in self._entry.instructions:
             if not self._is_kernel(each):
                 continue
@@ -108,6 +112,8 @@ class _Counter:
                 transposed += self._of_memory(each)
             elif each.opcode in ("dot", "convolution"):
                 flops[self._dtype(each)] += self._flops(each)
+            elif each.opcode == "custom-call":
+                flops += self._flops_of_kernel(each)
             elif each.opcode in COLLECTIVES:
                 collectives[each.opcode] += 1
                 moved += max(_bytes(each.shape), sum(_bytes(part.shape) for part in self._graph.operands(each)))
@@ -120,7 +126,17 @@ class _Counter:
             flops=dict(flops),
             collectives=dict(collectives),
             collective_bytes=moved,
+            kernels=dict(kernels),
         )
+
+    def _flops_of_kernel(self, call: Any) -> Counter[str]:
+        """Of the computation that a call of a kernel stands for, whatever the kernel leaves out."""
+        found: Counter[str] = Counter()
+        for number in call.called_computation_ids:
+            for each in self._graph.computations[number].instructions:
+                if each.opcode == "dot":
+                    found[self._dtype(each)] += self._flops(each)
+        return found
 
     def _is_parameter(self, number: int) -> bool:
         return bool(self._graph.by_id[number].opcode == "parameter")

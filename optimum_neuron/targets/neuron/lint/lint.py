@@ -15,6 +15,7 @@ from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
 from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io
 from ..graph_io import GraphIO
 from ..lowering import hlo
+from ..lowering.kernel_calls import without_references
 from ..sdk.devices import resolve_lowered_target
 from ..sdk.hardware import check_parallel_size
 from .graph import Graph, Severity
@@ -60,7 +61,7 @@ def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[
     Raises:
         ValueError: `data` is no HLO module.
     """
-    graph = Graph(name, hlo.parse(data), io, target, operators)
+    graph = Graph(name, without_references(hlo.parse(data)), io, target, operators)
     findings = []
     for rule in RULES:
         for instruction, problem, remedy, severity in rule.check(graph):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....config import KERNEL_TARGETS
+from ..kernels.kernel import KERNEL_CALL
 from ..lowering import hlo
 from .graph import INTEGERS, Graph, Place, Severity
 from .operators import CONTROL_FLOW, CUSTOM_CALLS, FORBIDDEN, HOST, RANDOM, SORTS, SUPPORTED, is_listed
@@ -89,8 +91,16 @@ def top_k_calls(graph: Graph) -> Iterator[Place]:
 
 
 def custom_calls(graph: Graph) -> Iterator[Place]:
-    """Error codes EVRF015 and EHCA005 of the SDK, whose page lists the targets that the compiler knows."""
+    """Error codes EVRF015 and EHCA005 of the SDK, whose page lists the targets that the compiler knows.
+
+    Calls of kernels become one of these when they are compiled. NKI compiles for NeuronCore-v3 and later since its release 0.3.
+    """
     for each in graph.of("custom-call"):
+        if each.custom_call_target == KERNEL_CALL:
+            if graph.target not in KERNEL_TARGETS:
+                problem = f"the kernel {each.backend_config.decode()}, which is for {' and '.join(KERNEL_TARGETS[2:])}"
+                yield each, problem, "lower it without kernels", "error"
+            continue
         if each.custom_call_target not in CUSTOM_CALLS:
             problem = f"custom call {each.custom_call_target} is not one that the compiler knows"
             yield each, problem, "express it in HLO operators", "error"

@@ -36,7 +36,7 @@ _SCHEMA: dict[str, dict[str, tuple[int, str]]] = {
         "dot_dimension_numbers": (30, "DotDimensions"),
         "gather_dimension_numbers": (33, "GatherDimensions"), "gather_slice_sizes": (34, "*int64"),
         "id": (35, "int64"), "operand_ids": (36, "*int64"), "control_predecessor_ids": (37, "*int64"),
-        "called_computation_ids": (38, "*int64"), "scatter_dimension_numbers": (48, "ScatterDimensions"),
+        "called_computation_ids": (38, "*int64"), "backend_config": (43, "bytes"), "scatter_dimension_numbers": (48, "ScatterDimensions"),
         "replica_groups": (49, "*ReplicaGroup"), "frontend_attributes": (68, "FrontendAttributes"),
         "rng_algorithm": (70, "int32"),
     },

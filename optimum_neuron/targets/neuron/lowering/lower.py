@@ -25,7 +25,7 @@ from ....graphs.spec import GraphSpec, TensorSpec
 from ..graph_io import CACHE, COPY_SLOT, NARROW, SCORES, GraphIO, InputBinding, OutputBinding, Role
 from ..score_graphs import ScoreGraph
 from ..sharding import ShardPlan
-from . import hlo, passes, weight_uses
+from . import hlo, kernel_calls, passes, weight_uses
 from .decompositions import decompose
 from .score_module import ScoreModule
 from .slot_copy import SlotCopy
@@ -109,6 +109,7 @@ def lower_program(
     module, numbers, constants = trace(program, world_size)
     constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
     passes.inline_constants(module, constants)
+    kernel_calls.add_references(module)
     passes.narrow_types(module)
     passes.drop_tokens(module)
     passes.fold_trivial(module)

@@ -12,6 +12,7 @@ from ....graphs.kv_cache import KVCache
 from ....graphs.spec import graph_specs, state_specs
 from ..graph_io import COPY_SLOT
 from ..score_graphs import score_graphs
+from .kernel_calls import called_kernels
 from .lower import LoweredGraph, lower_scores, lower_slot_copy, lower_step
 from .rank_model import rank_model
 
@@ -26,7 +27,7 @@ def lower_all(
         tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
 
     Raises:
-        ValueError: the model cannot be lowered, or not be shared by so many ranks.
+        ValueError: the model cannot be lowered, or not be shared by so many ranks; or a kernel has no use in it.
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
@@ -35,12 +36,18 @@ def lower_all(
     copies = config.batch_size > 1 and rank.spec.reuses_prefixes
     scores = score_graphs(config, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
+        called: set[str] = set()
         for spec in specs:
-            yield lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
+            graph = lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
+            called |= called_kernels(graph.hlo)
+            yield graph
             advance(spec.name)
-        for graph in scores:
-            yield lower_scores(graph, rank.vocab_size, rank.plan)
-            advance(graph.name)
+        for name in config.kernels:
+            if name not in called:
+                raise ValueError(f"kernels={name!r} computes no layer of this model; leave it out")
+        for each in scores:
+            yield lower_scores(each, rank.vocab_size, rank.plan)
+            advance(each.name)
         if copies:
             yield lower_slot_copy(states, ranks)
             advance(COPY_SLOT)

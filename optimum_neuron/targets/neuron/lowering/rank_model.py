@@ -22,6 +22,7 @@ from ....graphs.ops import StepOps
 from ....graphs.program import export_layers_once
 from ....graphs.scores import Scores
 from ....graphs.spec import ModelSpec, graph_specs, state_specs
+from ..kernels.registry import with_kernels
 from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
 from ..sharding.trace import no_data
 from ..weight_layout import WeightLayout
@@ -97,7 +98,7 @@ def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _as_rank(
     model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
 ) -> RankModel:
-    ops = NEURON_OPS
+    ops = with_kernels(NEURON_OPS, config.kernels)
     if plan is not None:
         apply_plan(model, plan, float32_reduce=config.float32_reduce)
         ops = sharded_ops(ops, model, plan)

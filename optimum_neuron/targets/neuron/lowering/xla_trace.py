@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.export.graph_signature import OutputKind
 
 from ....graphs import collectives
 from .. import sampler
+from ..kernels.kernel import KERNEL_CALL
+from ..kernels.node import KERNEL
+from ..kernels.registry import KERNELS
 from . import hlo
 
 
@@ -44,6 +47,8 @@ class _Tracer(torch.fx.Interpreter):
             return None
         if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
             return _collective(target, args, self._world_size)
+        if target is KERNEL:
+            return _kernel_call(*args)
         if target is sampler.SAMPLE:
             with torch.device(self._device):  # of the tensors that it makes
                 return sampler.written_out(self._gather_columns, *args)
@@ -55,6 +60,16 @@ class _Tracer(torch.fx.Interpreter):
 
     def _gather_columns(self, own: Tensor) -> Tensor:
         return _collective(collectives.ALL_GATHER, (own, 1), self._world_size)
+
+
+def _kernel_call(name: str, operands: Sequence[Tensor]) -> Tensor:
+    import torch_xla
+
+    shapes = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
+    result = KERNELS[name].reference(*shapes)
+    call = torch_xla._XLAC._xla_custom_call
+    (output,) = call(list(operands), KERNEL_CALL, [list(result.shape)], [result.dtype], False, name, 0, {})
+    return cast(Tensor, output)
 
 
 def _collective(target: Any, args: Any, world_size: int) -> Tensor:

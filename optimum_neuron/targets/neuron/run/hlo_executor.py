@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
+from ..lowering.kernel_calls import by_reference
 from .draws import draws
 from .load_plan import slot_copy_inputs
 
@@ -35,7 +36,7 @@ class HloProgram:
         self.io = io
         self.device = torch_xla.device()
         self._target = f"xla::{path.stem}"
-        self._computation = xla_builder.computation_from_module_proto(path.stem, data)
+        self._computation = xla_builder.computation_from_module_proto(path.stem, by_reference(data))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """All results from all parameters: tensors on `device`, computed when the call returns."""

@@ -22,7 +22,16 @@ FAKES = Path(__file__).parent
 SITE = FAKES / "site"
 INSTANCES = {"inf2": "inf2.8xlarge:1", "trn1": "trn1.32xlarge:16", "trn2": "trn2.3xlarge:1", "trn3": "trn3.48xlarge:1"}
 # What packages of the fakes leave behind in a process.
-_MODULES = ("fake_neuron", "torch_neuronx", "libneuronxla", "neuronx_distributed", "libtorch_neuronx_lite", "nrtpy")
+_MODULES = (
+    "fake_neuron",
+    "torch_neuronx",
+    "libneuronxla",
+    "neuronx_distributed",
+    "libtorch_neuronx_lite",
+    "nrtpy",
+    "nki",
+    "nkilib",
+)
 
 
 @pytest.fixture
@@ -41,6 +50,7 @@ def neuron_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NeuronTools
     monkeypatch.setenv("FAKE_NEURON_SITE", str(SITE / "device"))
     monkeypatch.setenv("FAKE_NCC_LOG", str(tools.log))
     monkeypatch.setenv("FAKE_NEURON_FAULT", str(tools.fault))
+    monkeypatch.setenv("FAKE_NKI_FOLDER", str(tmp_path))
     monkeypatch.setenv("OPTIMUM_NEURON_CACHE", str(tmp_path / "cache"))
     return tools
 
@@ -49,7 +59,8 @@ def neuron_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NeuronTools
 def neuron_sdk(neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sdk]:
     """A function that installs packages and devices: `neuron_sdk("trn2", "lite")`.
 
-    Packages are "lite" (libtorch_neuronx_lite), "nrt" (nrtpy), "nxd" (torch-neuronx and neuronx-distributed) and "placeholder".
+    Packages are "lite" (libtorch_neuronx_lite), "nrt" (nrtpy), "nxd" (torch-neuronx and neuronx-distributed), "nki" (with nki-library)
+    and "placeholder".
     """
 
     def install(target: str | None, *packages: str, instance: str | None = None) -> NeuronTools:

@@ -117,10 +117,18 @@ def test_a_state_is_written_where_it_lies_and_its_new_value_is_read_from_there(r
 def test_the_roofline_is_the_longer_of_memory_and_products() -> None:
     chip = CHIPS["trn2"]
     memory = GraphCost(
-        "g", read=3 * 10**9, needed=0, written=10**9, transposed=0, flops={}, collectives={}, collective_bytes=0
+        "g",
+        read=3 * 10**9,
+        needed=0,
+        written=10**9,
+        transposed=0,
+        flops={},
+        collectives={},
+        collective_bytes=0,
+        kernels={},
     )
     assert memory.seconds("trn2") == pytest.approx(4e9 / (2.9e12 / 4))
-    both = GraphCost("g", 0, 0, 0, 0, {"bfloat16": 10**12, "float32": 10**12}, {}, 0)
+    both = GraphCost("g", 0, 0, 0, 0, {"bfloat16": 10**12, "float32": 10**12}, {}, 0, {})
     assert both.seconds("trn2") == pytest.approx(
         1e12 / chip.core_flops("bfloat16") + 1e12 / chip.core_flops("float32")
     )

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -108,6 +111,10 @@ class Verifier:
         target = each.text(28)
         if not target.startswith(("AwsNeuron", "NeuronBoundaryMarker-", "Resize")):
             yield "EVRF015"
+        if target == "AwsNeuronCustomNativeKernel":
+            kernel = json.loads(base64.b64decode(each.fields[43][0]))["klir_binary"]
+            if not os.path.isfile(kernel["binary"]) or each.fields[38]:
+                yield "EVRF059"
         if target == "AwsNeuronTopK":
             if self.operand(each, 0).shape.type in INTEGERS:
                 yield "EVRF013"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of kernels as neuronx-cc takes them: NKI compiles each for its operands, and the call names what that made.
+
+Which functions of `nki` do so is read in public ports of vLLM Neuron (nki/nki_compile.py); its documents name none. Its file lies on
+this machine, where neuronx-cc looks for it (error code EVRF059), so it is made where that runs and is no part of an artifact.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ....errors import first_line
+from ..kernels.kernel import Kernel
+from ..kernels.registry import KERNELS
+from ..lowering import hlo
+from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
+from ..rank.packages import installed_version
+
+
+# Of the targets in the page of error code EVRF015.
+NATIVE_CALL = "AwsNeuronCustomNativeKernel"
+_Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
+
+def kernel_versions(data: bytes) -> dict[str, str]:
+    """Of what compiles a graph's kernels, by distribution; empty where it calls none."""
+    packages = dict.fromkeys(each for name in sorted(called_kernels(data)) for each in KERNELS[name].packages)
+    return {each.distribution: installed_version(each.distribution) or "unknown" for each in packages}
+
+
+def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
+    """A graph for neuronx-cc on this machine.
+
+    Raises:
+        RuntimeError: NKI does not compile a kernel for a graph's operands.
+    """
+    if not called_kernels(data):
+        return data
+    module = without_references(hlo.parse(data))
+    by_id = {each.id: each for _, each in hlo.instructions(module)}
+    made: dict[tuple[str, _Shapes], bytes] = {}
+    for call, name in list(kernel_calls(module)):
+        operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
+        key = name, operands
+        if key not in made:
+            result = hlo.array(call.shape.tuple_shapes[0] if call.shape.tuple_shapes else call.shape)
+            made[key] = _compile(KERNELS[name], operands, result, target, lnc)
+        call.custom_call_target, call.backend_config = NATIVE_CALL, made[key]
+    return hlo.serialize(module)
+
+
+def _compile(kernel: Kernel, operands: _Shapes, result: tuple[tuple[int, ...], str], target: str, lnc: int) -> bytes:
+    """The configuration of a call: what NKI compiled, and where."""
+    try:
+        config = _call_nki(kernel, operands, target, lnc)
+    except Exception as error:  # a compiler of programs raises what it likes
+        named = zip(kernel.operands, operands, strict=True)
+        shapes = ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in named)
+        raise RuntimeError(
+            f"NKI does not compile {kernel.name} for {shapes} ({first_line(error)}); export without --kernels"
+        ) from error
+    found = [tuple(each.shape) for each in config.output_specs]
+    if found != [result[0]]:
+        raise RuntimeError(
+            f"NKI's {kernel.name} makes {found}, and the graph takes {list(result[0])} of it; export without --kernels"
+        )
+    return bytes(config.backend_config_b64)
+
+
+def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
+    function = getattr(importlib.import_module(kernel.module), kernel.function)
+    compiled, language, buffers, tensor = (
+        importlib.import_module(f"nki.{name}")
+        for name in ("framework.compiled", "language", "language.buffers", "language.tensor")
+    )
+    inputs: dict[str, Any] = {
+        name: tensor.NkiTensor(
+            name=name, shape=shape, dtype=getattr(language, dtype), storage=None, buffer=buffers.shared_hbm
+        )
+        for name, (shape, dtype) in zip(kernel.operands, operands, strict=True)
+    }
+    # What nki.jit returns keeps the function that it was given.
+    job = compiled.CompileKernel(func=getattr(function, "func", function), lnc=lnc, target=target)
+    return job._cached_compile_to_bir(
+        frontend=job._frontend_cls(enable_backend_opt=job._enable_backend_opt),
+        inputs=inputs | dict(kernel.arguments),
+        compile_opts=job._compile_opts(),
+    ).build_config()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of kernels in an HLO module: custom calls, each with the computation that it stands for beside it.
+
+So one module says what the compiler is to call, and what that has to compute. Executed is the latter (`by_reference`), linted
+and compiled the former (`without_references`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.kernel import KERNEL_CALL
+from ..kernels.registry import KERNELS
+from . import hlo, passes
+from .decompositions import decompose
+from .xla_trace import trace
+
+
+class _Reference(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *operands: Tensor) -> tuple[Tensor]:
+        return (KERNELS[self._name].reference(*operands),)
+
+
+def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:
+    """Every call of a kernel, and the kernel's name."""
+    for _, each in hlo.instructions(module):
+        if each.opcode == "custom-call" and each.custom_call_target == KERNEL_CALL:
+            yield each, each.backend_config.decode()
+
+
+def called_kernels(data: bytes) -> set[str]:
+    """The kernels that a module calls."""
+    return {name for _, name in kernel_calls(hlo.parse(data))} if KERNEL_CALL.encode() in data else set()
+
+
+def add_references(module: Any) -> None:
+    """Adds the computations that calls of kernels stand for; calls that are alike share one."""
+    by_id = {each.id: each for _, each in hlo.instructions(module)}
+    added: dict[tuple[Any, ...], int] = {}
+    for call, name in kernel_calls(module):
+        operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
+        key = (name, *operands)
+        if key not in added:
+            reference = _trace_reference(name, operands)
+            if not call.shape.tuple_shapes:
+                _return_one(reference)
+            added[key] = _merge(module, reference)
+        call.called_computation_ids.append(added[key])
+
+
+def _trace_reference(name: str, operands: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+    examples = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in operands)
+    with torch.no_grad():
+        program = decompose(torch.export.export(_Reference(name), examples, strict=False))
+    module, numbers, constants = trace(program, 1)
+    if min(numbers) < 0:
+        raise ValueError(f"the reference of the kernel {name} does not use all of its operands")
+    passes.inline_constants(module, constants)
+    for parameter in hlo.parameters(module):
+        parameter.parameter_number = numbers.index(parameter.parameter_number)
+    return module
+
+
+def _return_one(module: Any) -> None:
+    """Has a module return its only result, not a tuple of it."""
+    entry = hlo.entry(module)
+    root = next(each for each in entry.instructions if each.id == entry.root_id)
+    if root.opcode == "tuple":
+        (entry.root_id,) = root.operand_ids
+
+
+def _merge(module: Any, other: Any) -> int:
+    """Puts the computations of another module before those of this one; returns the id of its entry there."""
+    shift = 1 + max(_ids(module)) + max(_ids(other))
+    for computation in other.computations:
+        computation.id, computation.root_id = computation.id + shift, computation.root_id + shift
+        for each in computation.instructions:
+            each.id += shift
+            for field in (each.operand_ids, each.control_predecessor_ids, each.called_computation_ids):
+                field[:] = [old + shift for old in field]
+    own = [type(each).FromString(each.SerializeToString()) for each in module.computations]
+    del module.computations[:]
+    module.computations.extend([*other.computations, *own])
+    return int(other.entry_computation_id) + shift
+
+
+def _ids(module: Any) -> Iterator[int]:
+    yield from (each.id for each in module.computations)
+    yield from (each.id for _, each in hlo.instructions(module))
+
+
+def by_reference(data: bytes) -> bytes:
+    """A module whose calls of kernels are calls of what they stand for, which any XLA executes."""
+    module = hlo.parse(data)
+    calls = list(kernel_calls(module))
+    for call, _ in calls:
+        call.opcode = "call"
+        call.ClearField("custom_call_target")
+        call.ClearField("backend_config")
+    return hlo.serialize(module) if calls else data
+
+
+def without_references(module: Any) -> Any:
+    """The module as a compiler gets it, where a kernel is all that a call names; in place."""
+    calls = list(kernel_calls(module))
+    for call, _ in calls:
+        call.ClearField("called_computation_ids")
+    if calls:
+        passes.remove_unused(module)
+    return module

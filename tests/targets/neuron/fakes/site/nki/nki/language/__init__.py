@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types by name."""
+
+from __future__ import annotations
+
+
+bfloat16, float16, float32, int32 = "bfloat16", "float16", "float32", "int32"
