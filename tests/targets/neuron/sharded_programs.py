@@ -41,7 +41,7 @@ class RanksExecutable:
         modules = {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
         states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
         zeros = {name: torch.zeros(state.shape) for name, state in states.items()}
-        self._ranks = Ranks(modules, weights, [zeros] * config.tensor_parallel_size)
+        self._ranks = Ranks(modules, [(own | zeros).items() for own in weights])
         self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
         self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
         self._draws = draws(self._calls, {graph.name: graph.io for graph in graphs})

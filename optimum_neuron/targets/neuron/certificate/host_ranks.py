@@ -11,10 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,24 +46,25 @@ class Given(NamedTuple):
 
 # By rank: the outputs of each run by name, and last what the states hold at the end.
 Found = list[list[dict[str, Tensor]]]
+# A rank's weights and states by name, in the types that modules take; made one by one, as a large model's are not all needed at once.
+Tensors = Iterable[tuple[str, Tensor]]
 
 
 def execute(
     modules: Mapping[str, Module],
-    weights: Sequence[Mapping[str, Tensor]],
-    states: Sequence[Mapping[str, Tensor]],
+    tensors: Sequence[Tensors],
     runs: Sequence[Given],
 ) -> Found:
     """Runs modules one after the other.
 
     Args:
-        weights, states: by rank, in the types that the modules take.
+        tensors: by rank.
 
     Raises:
         RuntimeError: XLA refuses a module, or ranks wait for each other for ever.
     """
-    if len(weights) == 1:
-        return Ranks(modules, weights, states).run_all(runs)
+    if len(tensors) == 1:
+        return Ranks(modules, tensors).run_all(runs)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for name, module in modules.items():
@@ -70,17 +72,16 @@ def execute(
         document = {
             "modules": {name: module.io.to_dict() for name, module in modules.items()},
             "runs": [{"graph": run.graph, "inputs": list(run.inputs)} for run in runs],
-            "ranks": len(weights),
+            "ranks": len(tensors),
         }
         (folder / "job.json").write_text(json.dumps(document), encoding="utf-8")
         inputs = {f"{number}:{name}": each for number, run in enumerate(runs) for name, each in run.inputs.items()}
         # No two names share memory.
         save_file({name: each.clone() for name, each in inputs.items()}, folder / "inputs.safetensors")
-        for rank, (tensors, held) in enumerate(zip(weights, states, strict=True)):
-            own = {name: each.clone() for name, each in {**tensors, **held}.items()}  # no two names share memory
-            save_file(own, folder / f"rank{rank}.safetensors")
-        _run_child(folder, len(weights))
-        return [_read_results(folder / f"found{rank}.safetensors", len(runs)) for rank in range(len(weights))]
+        for rank, own in enumerate(tensors):
+            save_file({name: each.clone() for name, each in own}, folder / f"rank{rank}.safetensors")
+        _run_child(folder, len(tensors))
+        return [_read_results(folder / f"found{rank}.safetensors", len(runs)) for rank in range(len(tensors))]
 
 
 def _run_child(folder: Path, ranks: int) -> None:
@@ -112,14 +113,19 @@ def _read_results(path: Path, runs: int) -> list[dict[str, Tensor]]:
     return results
 
 
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            yield name, file.get_tensor(name)
+
+
 class Ranks:
     """Programs, and per rank its weights and states on a device of XLA's."""
 
     def __init__(
         self,
         modules: Mapping[str, Module],
-        weights: Sequence[Mapping[str, Tensor]],
-        states: Sequence[Mapping[str, Tensor]],
+        tensors: Sequence[Tensors],
     ) -> None:
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         from torch_xla.core import xla_builder
@@ -130,11 +136,11 @@ class Ranks:
             for name, module in modules.items()
         }
         self._aliases = {name: _aliases(module) for name, module in modules.items()}
-        needed = {each for module in modules.values() for each in module.io.names("weight")}
-        self._devices = [f"xla:{rank}" for rank in range(len(weights))]
+        needed = {each.name for module in modules.values() for each in module.io.inputs if each.role != "input"}
+        self._devices = [f"xla:{rank}" for rank in range(len(tensors))]
         self._bound = [
-            {name: tensor.to(device) for name, tensor in {**own, **held}.items() if name in needed or name in held}
-            for device, own, held in zip(self._devices, weights, states, strict=True)
+            {name: tensor.to(device) for name, tensor in own if name in needed}
+            for device, own in zip(self._devices, tensors, strict=True)
         ]
 
     def run_all(self, runs: Sequence[Given]) -> Found:
@@ -207,11 +213,8 @@ def main(folder: Path) -> None:
         Given(run["graph"], {name: given[f"{number}:{name}"] for name in run["inputs"]})
         for number, run in enumerate(job["runs"])
     ]
-    held = {each.name for module in modules.values() for each in module.io.inputs if each.role == "state"}
-    tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(job["ranks"])]
-    weights = [{name: each for name, each in own.items() if name not in held} for own in tensors]
-    states = [{name: each for name, each in own.items() if name in held} for own in tensors]
-    for rank, results in enumerate(Ranks(modules, weights, states).run_all(runs)):
+    tensors = [_read_tensors(folder / f"rank{rank}.safetensors") for rank in range(job["ranks"])]
+    for rank, results in enumerate(Ranks(modules, tensors).run_all(runs)):
         flat = {f"{number}:{name}": each for number, outputs in enumerate(results) for name, each in outputs.items()}
         save_file({name: each.contiguous() for name, each in flat.items()}, folder / f"found{rank}.safetensors")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -70,15 +71,16 @@ class Setup:
         wide = dtype != self.trial.config.dtype
         modules = {name: Module(*widen(*each)) if wide else each for name, each in self.modules.items()}
         whole = dict(history(self.states(dtype), scales))
-        states = [
-            whole if self.heads is None else {name: part(each, self.heads[name][rank]) for name, each in whole.items()}
-            for rank in range(self.ranks)
-        ]
-        scores = {name: torch.zeros(shape) for name, shape in self._scores().items()}
-        weights = [self._weights(rank, wide=wide) for rank in range(self.ranks)]
+        tensors = [chain(self._weights(rank, wide=wide), self._held(rank, whole)) for rank in range(self.ranks)]
         runs = [list(self._runs(step)) for step in self.steps]
-        found = execute(modules, weights, [own | scores for own in states], [run for each in runs for run in each])
+        found = execute(modules, tensors, [run for each in runs for run in each])
         return [_by_step(results, [len(each) for each in runs]) for results in found]
+
+    def _held(self, rank: int, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, state in states.items():
+            yield name, state if self.heads is None else part(state, self.heads[name][rank])
+        for name, shape in self._scores().items():
+            yield name, torch.zeros(shape)
 
     def _scores(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what steps leave for samplers."""
@@ -94,14 +96,12 @@ class Setup:
             elif graph.inputs[0].name in step.inputs:
                 yield Given(graph.name, {each.name: step.inputs[each.name] for each in graph.inputs})
 
-    def _weights(self, rank: int, *, wide: bool) -> dict[str, Tensor]:
+    def _weights(self, rank: int, *, wide: bool) -> Iterator[tuple[str, Tensor]]:
         needed = {name for module in self.modules.values() for name in module.io.names("weight")}
-        found = {}
         with safe_open(self.folder / rank_weights_name(rank, self.ranks), framework="pt") as file:
             for name in sorted(needed):
                 tensor = file.get_tensor(self.tied.get(name, name))
-                found[name] = tensor.float() if wide and tensor.is_floating_point() else tensor
-        return found
+                yield name, tensor.float() if wide and tensor.is_floating_point() else tensor
 
 
 def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[dict[str, Tensor]]:
