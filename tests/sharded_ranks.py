@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": ("deepseek_v2", _LATENT),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     "one kv head": ("llama", heads(4, 1)),
     "an idle rank": ("llama", heads(3, 3)),
     "heads of SmolLM2": ("llama", heads(9, 3)),

@@ -108,6 +108,11 @@ class CacheNeeds:
         return StepCache(before, keys if self.by_itself else None, convolutions)
 
 
+def keeps_convolution(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep the inputs of a convolution."""
+    return "update_conv_state" in _names(module)
+
+
 def _attends_by_itself(model: nn.Module) -> bool:
     """Whether no code of the model knows transformers' attention functions."""
     files = {type(module).__module__ for module in model.modules()}

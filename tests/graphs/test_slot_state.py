@@ -213,9 +213,14 @@ def test_older_programs_refuse_an_artifact_whose_state_they_would_overlook(
         Artifact.open(plain)
 
 
-def test_ranks_do_not_share_convolutions(tiny_models: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"lfm2 cannot be shared by tensor_parallel_size=2 ranks.* convolutions"):
-        shard_plan(tiny_models["lfm2"], 2)
+def test_ranks_keep_as_many_channels_of_a_convolution_each(tiny_models: dict[str, Any]) -> None:
+    plan = shard_plan(tiny_models["lfm2"], 4)
+    assert plan.convolutions == [f"model.layers.{layer}.conv" for layer in (0, 1, 3)]
+    assert plan.local_shape("model.model.layers.0.conv.conv.weight") == (16, 1, 4)
+    with pytest.raises(
+        ValueError, match=r"lfm2 .* tensor_parallel_size=3 ranks: .* convolves 64 channels, which do not"
+    ):
+        shard_plan(tiny_models["lfm2"], 3)
 
 
 def test_a_model_without_such_layers_gets_no_cache(tiny_models: dict[str, nn.Module]) -> None:

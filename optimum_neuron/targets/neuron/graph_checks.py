@@ -10,11 +10,8 @@ from ...artifacts.artifact import Artifact, ArtifactError
 from ...artifacts.schema import first_difference, shown
 from ...artifacts.tensor_file import Stored
 from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
-from .graph_io import CACHE, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding
+from .graph_io import CACHE, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
 from .score_graphs import ScoreGraph, score_graphs
-
-
-_HEADS = 1  # dimension of a state of which a rank has its part
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
@@ -132,14 +129,15 @@ def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:
 
 
 def _part(spec: TensorSpec, binding: InputBinding) -> TensorSpec:
-    """What a rank has of a cache's state: some of its heads."""
+    """What a rank has of a cache's state: some of its heads or channels."""
+    dim = cut_dim(spec.shape)
     if (
         not spec.name.startswith(CACHE)
         or len(binding.shape) != len(spec.shape)
-        or not 1 <= binding.shape[_HEADS] <= spec.shape[_HEADS]
+        or not 1 <= binding.shape[dim] <= spec.shape[dim]
     ):
         return spec
-    return TensorSpec(spec.name, (*spec.shape[:_HEADS], binding.shape[_HEADS], *spec.shape[_HEADS + 1 :]), spec.dtype)
+    return TensorSpec(spec.name, (*spec.shape[:dim], binding.shape[dim], *spec.shape[dim + 1 :]), spec.dtype)
 
 
 def _check_same(

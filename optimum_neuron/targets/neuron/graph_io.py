@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,11 @@ COPY_SLOT = "copy_slot"
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
 # How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has.
 CACHE, SCORES = "kv_cache.", "scores."
+
+
+def cut_dim(shape: Sequence[int]) -> int:
+    """The dimension of a state of which a rank has its part: heads of `[slots, heads, columns, dim]`, channels of `[slots, past, channels]`."""
+    return 1 if len(shape) == 4 else len(shape) - 1
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _expected(
         for shake in (False, True)
     )
     told = setup.trial.config.top_logprobs if LOGPROBS in setup.modules else None
-    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.heads, told)
+    return scales, expect(one, moved, setup.steps, dtype, setup.ranks, setup.parts, told)
 
 
 def _reference_model(model: nn.Module, setup: Setup, dtype: str, *, trust_remote_code: bool) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 from .expected_logprobs import expect_logprobs
 from .host_ranks import Found
-from .parts import Heads, part, real_heads
+from .parts import StateParts, part, real_heads
 from .recording import Step
 from .reference import Reference
 
@@ -67,7 +67,7 @@ def expect(
     steps: Sequence[Step],
     dtype: str,
     ranks: int,
-    heads: Heads | None,
+    parts: StateParts | None,
     told: int | None = None,
 ) -> Expected:
     """What follows from the eager step, once as it is and once moved by rounding.
@@ -94,8 +94,8 @@ def expect(
         subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"
         for rank in range(ranks):
             own, kept = state, None
-            if heads is not None:
-                own, kept = part(state, heads[name][rank]), real_heads(heads[name][rank])
+            if parts is not None:
+                own, kept = part(state, parts[name][rank]), real_heads(parts[name][rank])
             entry = Entry(subject, name, torch.empty(0), moved_by, None, kept)
             entry.values = entry.pick(own)
             expected.outputs[len(steps), name, rank] = entry

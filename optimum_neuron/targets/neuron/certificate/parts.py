@@ -1,46 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads of a state each rank holds, by the plan by which the model is shared."""
+"""Which part of a state each rank holds, by the plan by which the model is shared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ....graphs.spec import ModelSpec
+from ..graph_io import cut_dim
 from ..sharding.heads import PADDING, HeadLayout
 from ..sharding.plan import ShardPlan
 
 
-# By state: of each rank, the head in each of its slots, or PADDING.
-Heads = Mapping[str, tuple[tuple[int, ...], ...]]
+# By state: of each rank, the head or channel in each of its places, or PADDING.
+StateParts = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
-def state_heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Heads:
-    """By the plan of a model, whose attention layers have their numbers; a layer that is not cut is on every rank whole."""
+def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
+    """By the plan of a model, whose layers have their numbers; what a plan does not cut is on every rank whole."""
+    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model))
+
+
+def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
     layouts: dict[int, HeadLayout] = {}
     for name, shared in plan.attention.items():
         layouts[cast(int, model.get_submodule(name).layer_idx)] = shared.layout
-    heads: dict[str, tuple[tuple[int, ...], ...]] = {}
     for layer in spec.layers:
         parts = (tuple(range(layer.kv_heads)),) * plan.world_size
         if layer.layer_idx in layouts:
             layout = layouts[layer.layer_idx]
             slots, count = layout.key_value, layout.local_key_value
             parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
-        heads |= {f"kv_cache.{role}_{layer.layer_idx}": parts for role in ("key", "value")}
-    return heads
+        for role in ("key", "value"):
+            yield f"kv_cache.{role}_{layer.layer_idx}", parts
 
 
-def part(state: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """A rank's part of a state `[slots, heads, columns, dim]`; heads of zeros where it holds padding."""
-    taken = state[:, [max(head, 0) for head in heads]]
-    kept = torch.tensor([head != PADDING for head in heads])[:, None, None]
+def _channels(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
+    cut = {cast(int, model.get_submodule(name).layer_idx) for name in plan.convolutions}
+    for state in spec.convolutions:
+        parts = (tuple(range(state.channels)),) * plan.world_size
+        if state.layer_idx in cut:
+            count = state.channels // plan.world_size
+            parts = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in range(plan.world_size))
+        yield f"kv_cache.conv_{state.layer_idx}_{state.index}", parts
+
+
+def part(state: Tensor, places: tuple[int, ...]) -> Tensor:
+    """A rank's part of a state, of heads or of channels; zeros where it holds padding."""
+    dim = cut_dim(state.shape)
+    taken = state.index_select(dim, torch.tensor([max(place, 0) for place in places]))
+    kept = torch.tensor([place != PADDING for place in places]).view(-1, *[1] * (state.dim() - 1 - dim))
     return torch.where(kept, taken, torch.zeros((), dtype=state.dtype))
 
 
-def real_heads(heads: tuple[int, ...]) -> list[int]:
-    """The slots of a rank that hold a head."""
-    return [slot for slot, head in enumerate(heads) if head != PADDING]
+def real_heads(places: tuple[int, ...]) -> list[int] | None:
+    """The places of a rank that hold a head; None where all do."""
+    return None if PADDING not in places else [place for place, head in enumerate(places) if head != PADDING]

@@ -26,7 +26,7 @@ from ..lowering.lower_all import lower_all
 from ..score_graphs import score_graphs
 from ..sharding import shard_plan
 from .host_ranks import Found, Given, Module, execute
-from .parts import Heads, part, state_heads
+from .parts import StateParts, part, state_parts
 from .recording import Step, chosen_tokens, drawn, history, record_steps
 from .trial import Trial, tied_in
 from .widened import widen
@@ -39,7 +39,7 @@ class Setup:
     Attributes:
         folder: with the artifact's weights.
         tied: alias to stored name.
-        heads: which heads ranks hold; None for a single rank.
+        parts: which heads and channels ranks hold; None for a single rank.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Setup:
     tied: Mapping[str, str]
     modules: Mapping[str, Module]
     steps: tuple[Step, ...]
-    heads: Heads | None
+    parts: StateParts | None
 
     @property
     def ranks(self) -> int:
@@ -78,7 +78,7 @@ class Setup:
 
     def _held(self, rank: int, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, state in states.items():
-            yield name, state if self.heads is None else part(state, self.heads[name][rank])
+            yield name, state if self.parts is None else part(state, self.parts[name][rank])
         for name, shape in self._scores().items():
             yield name, torch.zeros(shape)
 
@@ -147,11 +147,11 @@ def make_setup(
         tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
         lowered = lower_all(trial.folder, config, tied, trust_remote_code=trust_remote_code)
         modules = {graph.name: Module(graph.hlo, graph.io) for graph in lowered}
-    heads = None
+    parts = None
     if config.tensor_parallel_size > 1:
         model = empty_model(trial.folder, config.dtype, trust_remote_code=trust_remote_code)
-        heads = state_heads(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), few, model)
-    return Setup(folder, trial, few, tied, modules, steps_of(config, few), heads)
+        parts = state_parts(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), few, model)
+    return Setup(folder, trial, few, tied, modules, steps_of(config, few), parts)
 
 
 def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:

@@ -102,7 +102,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     Raises:
         ValueError: the model cannot be shared by as many.
     """
-    shapes, layers, heads = _shares(sizes, tensor_parallel_size)
+    shapes, spec, heads = _shares(sizes, tensor_parallel_size)
     local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
     params: dict[Kind, int] = defaultdict(int)
     sizes_of: dict[Kind, int] = defaultdict(int)
@@ -112,7 +112,8 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         sizes_of[weight.kind] += size
         sizes_of["table"] += size * weight.also_table
     alike = Counter(
-        (count, layer.kv_heads, layer.key_dim, layer.value_dim) for layer, count in zip(layers, heads, strict=True)
+        (count, layer.kv_heads, layer.key_dim, layer.value_dim)
+        for layer, count in zip(spec.layers, heads, strict=True)
     )
     return CoreSizes(
         weight_bytes=sum(sizes_of.values()) + (_RANK_BYTES if tensor_parallel_size > 1 else 0),
@@ -122,7 +123,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         experts=tuple(_experts(local)),
         attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
         block_width=_block_width(local),
-        spec=replace(sizes.spec, layers=tuple(layers)),
+        spec=spec,
         local_vocab=params["head"] // sizes.hidden_size or sizes.spec.vocab_size,
         hidden_size=sizes.hidden_size,
         keeps_logits=sizes.keeps_logits,
@@ -154,22 +155,30 @@ def _block_width(weights: list[Weight]) -> int:
     return max(widths.values(), default=0)
 
 
-def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], list[LayerCache], list[int]]:
-    """By tensor its shape on each core; and by attention layer the core's cache and its query heads."""
+def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], ModelSpec, list[int]]:
+    """By tensor its shape on each core; what layers keep there; and by attention layer the core's query heads."""
     if cores == 1:
-        return {weight.name: weight.shape for weight in sizes.weights}, list(sizes.spec.layers), list(sizes.heads)
+        return {weight.name: weight.shape for weight in sizes.weights}, sizes.spec, list(sizes.heads)
     kinds, plan = _plan(sizes, cores)
     layouts = {
         module.layer_idx: plan.attention[short].layout
         for name, module in sizes.model.named_modules()
         if (short := kinds.short_name(name)) in plan.attention
     }
-    layers, heads = [], []
+    layers, heads = list[LayerCache](), list[int]()
     for layer, count in zip(sizes.spec.layers, sizes.heads, strict=True):
         layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
         layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
         heads.append(layout.local_query if layout else count)
-    return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, layers, heads
+    cut = {
+        module.layer_idx for name, module in sizes.model.named_modules() if kinds.short_name(name) in plan.convolutions
+    }
+    kept = (
+        replace(state, channels=state.channels // cores) if state.layer_idx in cut else state
+        for state in sizes.spec.convolutions
+    )
+    spec = replace(sizes.spec, layers=tuple(layers), convolutions=tuple(kept))
+    return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
 
 
 def _plan(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of all ranks as one tensor: what the ranks hold of a KV cache, joined along the heads."""
+"""A state of all ranks as one tensor: what the ranks hold of a cache, joined along its heads or channels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-_HEADS = 1  # dimension of the heads in `[slots, heads, columns, head_dim]`
+from ..graph_io import cut_dim
 
 
 def join_states(parts: Sequence[Tensor]) -> Tensor:
     """One tensor from those of the ranks, in their order."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_HEADS)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=cut_dim(parts[0].shape))
 
 
 def split_state(tensor: Tensor, world_size: int) -> Sequence[Tensor]:
     """What each rank holds of a tensor that `join_states` made.
 
     Raises:
-        ValueError: its heads do not divide.
+        ValueError: its heads or channels do not divide.
     """
     if world_size == 1:
         return [tensor]
-    if tensor.shape[_HEADS] % world_size:
-        raise ValueError(f"a state of {tensor.shape[_HEADS]} heads is not that of {world_size} ranks; read one first")
-    return [part.contiguous() for part in tensor.chunk(world_size, dim=_HEADS)]
+    dim = cut_dim(tensor.shape)
+    if tensor.shape[dim] % world_size:
+        raise ValueError(
+            f"a state of {tensor.shape[dim]} heads or channels is not that of {world_size} ranks; read one first"
+        )
+    return [part.contiguous() for part in tensor.chunk(world_size, dim=dim)]

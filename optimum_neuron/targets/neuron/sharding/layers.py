@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ....graphs.model_cache import keeps_convolution
+from .blocks import Block
 from .heads import HeadLayout, head_layout
 from .plan import ShardedHeads, ShardPlan
 from .rules import Section, by_heads, even, first_rank_only, packed
@@ -99,6 +101,18 @@ def _head_sections(
     # What transformers cuts evenly is a stretch per head; what it keeps whole may be anything of another size.
     known = size % heads == 0 if style == "colwise" else size in of_queries
     return (by_heads(size, heads, layout.query),) if known else ()
+
+
+def share_block(plan: ShardPlan, model: PreTrainedModel, block: Block) -> None:
+    """A block by its places: consecutive channels, where it is a convolution."""
+    for name, dim, sections in block.rules(plan.world_size):
+        if f"model.{name}" in plan.shapes:
+            plan.cut(name, dim, *sections)
+    plan.row_linears.append(block.outer)
+    if keeps_convolution(model.get_submodule(block.name)):
+        if block.places % plan.world_size:
+            raise plan.refusal(f"{block.name} convolves {block.places} channels, which do not divide")
+        plan.convolutions.append(block.name)
 
 
 def share_siblings(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> None:

@@ -81,6 +81,8 @@ def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
             module.out_features, module.in_features = module.weight.shape
         elif isinstance(module, nn.Embedding):
             module.num_embeddings, module.embedding_dim = module.weight.shape
+        elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels:
+            module.in_channels = module.out_channels = module.groups = module.weight.shape[0]
 
 
 def _look_up(model: nn.Module, forward: Forward, rows: int, ranks: int, input_ids: Tensor) -> Tensor:

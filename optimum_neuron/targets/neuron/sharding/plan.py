@@ -40,6 +40,7 @@ class ShardPlan:
         whole_inputs: modules between sharded layers that need their whole input, such as a norm over all heads; and how
             its last dimension is cut.
         attention: attention layers of which a rank has some heads.
+        convolutions: modules that keep inputs of a convolution, of which a rank has as many consecutive channels as any other.
         embedding: the input embedding, of whose rows a rank has some.
     """
 
@@ -52,6 +53,7 @@ class ShardPlan:
     reduced: list[str] = field(default_factory=list)
     whole_inputs: dict[str, Section] = field(default_factory=dict)
     attention: dict[str, ShardedHeads] = field(default_factory=dict)
+    convolutions: list[str] = field(default_factory=list)
     embedding: str = ""
 
     @property

@@ -13,7 +13,8 @@ from ....artifacts.weights import named_tensors
 from ....errors import first_line
 from ....graphs.experts import is_experts
 from ....graphs.model_cache import CacheNeeds
-from .layers import share_attention, share_experts, share_norms, share_siblings, share_vocabulary
+from .blocks import find_blocks
+from .layers import share_attention, share_block, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
 from .plan import ShardPlan
 from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_linear, planned_styles
@@ -39,8 +40,6 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
-    if CacheNeeds.of(model).convolves:
-        raise plan.refusal("its layers keep inputs of convolutions, which no rank has a part of")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")
@@ -68,10 +67,11 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
     share_vocabulary(plan, model)
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
     if not styles:
-        try:
-            styles = derived_styles(model, trace)
-        except ValueError as error:
-            raise plan.refusal(error) from error
+        styles = _derive(plan, model, trace)
+    elif CacheNeeds.of(model).convolves:
+        raise plan.refusal(
+            "its layers keep inputs of convolutions, of which its own plan (base_model_tp_plan) cuts none"
+        )
     for name, module in model.named_modules():
         if is_experts(module):
             share_experts(plan, name, module)
@@ -89,6 +89,18 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
         share_siblings(plan, trace, siblings)
     share_norms(plan, model, trace)
     _sum_once(plan, reduced, matrices)
+
+
+def _derive(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> dict[str, str]:
+    """Cuts the blocks of a model that has no plan; returns the styles of its attention."""
+    blocks = find_blocks(model, trace, plan.world_size)
+    try:
+        styles = derived_styles(model, trace, {name for block in blocks for name in (*block.inner, block.outer)})
+    except ValueError as error:
+        raise plan.refusal(error) from error
+    for block in blocks:
+        share_block(plan, model, block)
+    return styles
 
 
 def _is_to_cut(plan: ShardPlan, model: PreTrainedModel, name: str, style: str) -> bool:

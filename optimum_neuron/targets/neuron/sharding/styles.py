@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -41,11 +41,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def derived_styles(model: PreTrainedModel, trace: Trace) -> dict[str, str]:
-    """The styles of a model without a plan, where attention and transformers' experts are all that its layers have.
+def derived_styles(model: PreTrainedModel, trace: Trace, others: Collection[str]) -> dict[str, str]:
+    """The styles of attention in a model without a plan, where its layers have nothing else but transformers' experts and `others`.
 
     Raises:
-        ValueError: a layer is neither; it is named.
+        ValueError: a layer is none of them; it is named.
     """
     styles: dict[str, str] = {}
     called = list(dict.fromkeys(call.name for call in trace.calls))
@@ -54,9 +54,12 @@ def derived_styles(model: PreTrainedModel, trace: Trace) -> dict[str, str]:
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
     for name, sizes in trace.attention.items():
         styles |= _attention_styles(model, name, sizes, [each for each in linears if _below(each, name)])
-    other = next((name for name in linears if name not in styles), None)
+    other = next((name for name in linears if name not in styles and name not in others), None)
     if other is not None:
-        raise ValueError(f"it declares no plan (base_model_tp_plan), and {other} is neither attention nor experts")
+        raise ValueError(
+            f"it declares no plan (base_model_tp_plan), and {other} is neither attention nor experts nor of a block whose parts "
+            f"add up to it"
+        )
     return styles
 
 

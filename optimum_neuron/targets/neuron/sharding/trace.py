@@ -65,9 +65,11 @@ class Trace:
         values: what it gave as values, likewise.
         reductions: sums, norms and the like over a dimension.
         logits_size: logits per token.
+        inputs: arguments and keywords of each module's last run.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
+    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     attention: dict[str, HeadSizes] = field(default_factory=dict)
     values: dict[str, View] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
@@ -95,6 +97,7 @@ class _Recorder:
     def _enter(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
         first = next(iter((*args, *kwargs.values())), None)
+        self.trace.inputs[name] = args, kwargs
         self.trace.calls.append(ModuleCall(name, self._view(first) if isinstance(first, Tensor) else None))
 
     def _leave(self, name: str, _: nn.Module, args: Any, output: Any) -> None:

@@ -30,7 +30,7 @@ from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.certificate.comparison import Comparison, compare, expect
 from optimum_neuron.targets.neuron.certificate.expected import Expected
 from optimum_neuron.targets.neuron.certificate.host_ranks import Module
-from optimum_neuron.targets.neuron.certificate.parts import state_heads
+from optimum_neuron.targets.neuron.certificate.parts import state_parts
 from optimum_neuron.targets.neuron.certificate.reference import run_reference, state_scales
 from optimum_neuron.targets.neuron.certificate.setup import Setup, steps_of
 from optimum_neuron.targets.neuron.certificate.trial import Trial
@@ -96,14 +96,14 @@ def _case(folder: Path, ranks: int, *names: str) -> Case:
     model.config.save_pretrained(artifact)
     tied = get_target("trn2").write_model(model, config, artifact)
     steps = tuple(step for step in steps_of(config, spec) if step.graph.startswith(names))
-    heads = None if ranks == 1 else state_heads(shard_plan(model, ranks), spec, model)
-    setup = Setup(artifact, Trial(artifact, config, 1, 1), spec, tied, {}, steps, heads)
+    parts = None if ranks == 1 else state_parts(shard_plan(model, ranks), spec, model)
+    setup = Setup(artifact, Trial(artifact, config, 1, 1), spec, tied, {}, steps, parts)
     states = setup.states("float32")
     scales = state_scales(model, states, setup.graphs, spec, steps)
     one, moved = (
         run_reference(model, states, setup.graphs, spec, steps, scales, shake=shake) for shake in (False, True)
     )
-    return Case(setup, expect(one, moved, steps, "float32", ranks, heads), scales)
+    return Case(setup, expect(one, moved, steps, "float32", ranks, parts), scales)
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,8 @@ def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: di
     whole = [layer.kv_heads for layer in sizes.spec.layers]
     assert [layer.kv_heads for layer in core.spec.layers] == [one.local_key_value for one in shared] or whole
     assert core.heads == sum(one.local_query for one in shared) or not shared
+    channels = [state.channels for state in sizes.spec.convolutions]
+    assert [cores * state.channels for state in core.spec.convolutions] == channels
 
 
 def test_one_layer_of_each_kind_decides_for_all() -> None:

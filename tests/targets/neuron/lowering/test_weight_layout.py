@@ -56,9 +56,7 @@ def graphs(name: str, ranks: int, folder: Path) -> Iterator[LoweredGraph]:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("lfm2", 1)]
-    + [(name, 2) for name in JOINED if name != "lfm2"]
-    + [pytest.param(name, 1, marks=pytest.mark.full) for name in JOINED if name != "lfm2"],
+    [(name, 2) for name in JOINED] + [pytest.param(name, 1, marks=pytest.mark.full) for name in JOINED],
 )
 def test_no_graph_transposes_a_weight_and_layers_of_one_input_are_one_product(
     name: str, ranks: int, tmp_path: Path

@@ -128,6 +128,48 @@ def test_a_model_that_ranks_cannot_share_exactly_is_refused(make: Callable[[], P
         shard_plan(model, 2)
 
 
+class Places(nn.Module):
+    """A feed-forward layer of a model without a plan.
+
+    Args:
+        join: makes what the last layer takes of what the first one gives.
+    """
+
+    def __init__(self, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.outer, self.join = nn.Linear(64, 192), nn.Linear(96, 64), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.join(self.inner(x)))
+
+
+def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
+    name = "model.layers.0.feed_forward"
+    plan = shard_plan(changed("lfm2", name, Places(lambda x: x.chunk(2, -1)[0].sigmoid() * x.chunk(2, -1)[1])), 2)
+    assert plan.local_shape(f"model.{name}.inner.weight") == (96, 64)
+    assert plan.local_shape(f"model.{name}.outer.weight") == (64, 48)
+    for join in (
+        lambda x: x[..., ::2] * x[..., 1::2],
+        lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].flip(-1),
+        lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].softmax(-1),
+        lambda x: x.chunk(2, -1)[0] + 1e-2 * x.sum(-1, keepdim=True),
+        lambda x: x[..., :96] * x[..., 96:],
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name}.inner is neither attention nor experts nor of a block whose parts"
+        ):
+            shard_plan(changed("lfm2", name, Places(join)), 2)
+    # What mixes places within the halves of two ranks is seen with four.
+    quarters = changed(
+        "lfm2",
+        name,
+        Places(lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].unflatten(-1, (-1, 48)).flip(-1).flatten(-2)),
+    )
+    assert f"model.{name}.inner.weight" in shard_plan(quarters, 2).rules
+    with pytest.raises(ValueError, match="whose parts add up to it"):
+        shard_plan(quarters, 4)
+
+
 class InterleavedLayer(nn.Module):
     """Gate and up from one projection in turns, which cannot be cut as two halves."""
 

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of linear layers that ranks share where the model has no plan: feed-forward layers, and short convolutions.
+
+In such a block the last linear layer sums over places, and each place is computed from that place of all that the other layers
+give: of a convolution's channels as well as of gate and up. What a block's code is, is not read: parts of it are run on
+random numbers, and have to add up to the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from .rules import Section, ShardRule, even, packed
+from .styles import is_linear
+from .trace import Trace
+
+
+# In float32, of the largest result: sums of as many terms as a layer is wide. What is wrong is off by about all of it.
+_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module whose parts add up to it.
+
+    Attributes:
+        inner: its linear layers but the last, and how many values each gives per place: all places' first, then all second ones.
+        outer: its last linear layer.
+        places: what that takes.
+        others: parameters of a value or a filter per place.
+    """
+
+    name: str
+    inner: dict[str, int]
+    outer: str
+    places: int
+    others: tuple[str, ...]
+
+    def rules(self, world_size: int) -> Iterator[tuple[str, int, tuple[Section, ...]]]:
+        """Parameters that are cut, the dimension, and how; those that a module lacks are named as well."""
+        for layer, values in self.inner.items():
+            sections = packed(values * self.places, values, world_size)
+            yield f"{layer}.weight", 0, sections
+            yield f"{layer}.bias", 0, sections
+        yield f"{self.outer}.weight", 1, (even(self.places, world_size),)
+        for name in self.others:
+            yield name, 0, (even(self.places, world_size),)
+
+
+def find_blocks(model: PreTrainedModel, trace: Trace, world_size: int) -> list[Block]:
+    """The blocks of a model without data that so many ranks can share; attention is none of them.
+
+    Of blocks that look the same, which is to say by their classes, sizes and activations, one is tried.
+    """
+    found: list[Block] = []
+    tried: dict[str, bool] = {}
+    called = [call.name for call in trace.calls]
+    linears = [name for name in called if is_linear(model.get_submodule(name))]
+    for name in dict.fromkeys(linear.rpartition(".")[0] for linear in linears):
+        own = [linear for linear in linears if linear.rpartition(".")[0] == name]
+        block = None if name in trace.attention else _candidate(model, name, own)
+        if block is None or called.count(name) != 1 or len(set(own)) < len(own):
+            continue
+        module = model.get_submodule(name)
+        look = f"{module!r} {[tuple(each.shape) for each in module.parameters()]}"
+        if look not in tried:
+            tried[look] = adds_up(block, module, world_size, *trace.inputs[name])
+        if tried[look]:
+            found.append(block)
+    return found
+
+
+def _candidate(model: nn.Module, name: str, linears: list[str]) -> Block | None:
+    """By sizes alone."""
+    *inner, outer = linears
+    module, layers = model.get_submodule(name), {each: cast(nn.Linear, model.get_submodule(each)) for each in linears}
+    places, outputs = layers[outer].in_features, [layers[each].out_features for each in inner]
+    parameters = {f"{name}.{each}": tensor for each, tensor in module.named_parameters()}
+    others = [each for each in parameters if each.rpartition(".")[0] not in linears]
+    alike = all(parameters[each].shape[:1] == (places,) for each in others)
+    if not inner or any(size % places for size in outputs) or not alike or any(True for _ in module.buffers()):
+        return None
+    values = dict(zip(inner, (size // places for size in outputs), strict=True))
+    return Block(name, values, outer, places, tuple(others))
+
+
+def adds_up(block: Block, module: nn.Module, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the results of a module's parts, on random numbers, sum up to that of the whole.
+
+    Args:
+        args, kwargs: what the model calls it with; of tensors, the shapes.
+    """
+    with unset_fake_temporarily(), torch.no_grad():
+        random = torch.Generator().manual_seed(0)
+        tensors = {f"{block.name}.{name}": _numbers(tensor, random) for name, tensor in module.named_parameters()}
+        if f"{block.outer}.bias" in tensors:
+            tensors[f"{block.outer}.bias"].zero_()  # is added once, after the sum
+        args, kwargs = pytree.tree_map_only(Tensor, lambda each: _numbers(each, random), (args, kwargs))
+        rules = {name: ShardRule(dim, sections) for name, dim, sections in block.rules(world_size)}
+        try:
+            whole = _filled(block, module, tensors)(*args, **kwargs)
+            total = torch.zeros(())
+            for rank in range(world_size):
+                part = {
+                    name: rules[name].shard(tensor, rank, world_size) if name in rules else tensor
+                    for name, tensor in tensors.items()
+                }
+                total = total + _filled(block, module, part)(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False  # its code counts on the whole
+        return total.shape == whole.shape and bool((total - whole).abs().max() <= _ROUNDING * whole.abs().max())
+
+
+def _numbers(tensor: Tensor, random: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    terms = tensor.shape[-1] if tensor.dim() > 1 else 1
+    return torch.randn(tensor.shape, generator=random) / math.sqrt(terms)
+
+
+def _filled(block: Block, module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """The module with other tensors."""
+    memo: dict[int, Any] = {
+        id(each): nn.Parameter(tensors[f"{block.name}.{name}"], requires_grad=False)
+        for name, each in module.named_parameters()
+    }
+    return copy.deepcopy(module, memo)
