@@ -23,7 +23,7 @@ from ...artifacts.weights import (
 )
 from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
-from .. import CompileJob, Executable, check_one_device
+from .. import CompileJob, Executable
 from ..cache import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
@@ -54,8 +54,6 @@ class NeuronTarget:
             check_environment(config.target)
             check_kernels(config)
             CompileCache(CACHE_KIND)
-        else:
-            check_one_device(config)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         from .lowering.rank_model import find_layout
@@ -87,6 +85,7 @@ class NeuronTarget:
     ) -> Executable:
         if artifact.target not in NEURON_TARGETS:
             ranks.refuse(artifact.target)
+            _check_one_rank(artifact)
         if trust_native_code:
             artifact.verify()
             return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
@@ -94,6 +93,14 @@ class NeuronTarget:
             check_memory(artifact.states())
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
             return _load(artifact, folder, data, ranks)
+
+
+def _check_one_rank(artifact: Artifact) -> None:
+    if artifact.config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{artifact.path} has graphs of {artifact.config.tensor_parallel_size} ranks, and target={artifact.target!r} generates "
+            f"with one; `optimum-cli neuron inspect --verify` executes all of them, and tensor_parallel_size=1 exports for one"
+        )
 
 
 def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:

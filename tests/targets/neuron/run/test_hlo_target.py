@@ -128,10 +128,13 @@ def test_a_changed_graph_is_refused(sharp_checkpoints: dict[str, Path], tmp_path
         artifact_runner(folder)
 
 
-def test_tensor_parallelism_is_refused_on_one_device(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs as many devices"):
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", tensor_parallel_size=2)
-    assert not list(tmp_path.iterdir())
+def test_graphs_of_several_ranks_are_not_loaded_as_one(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", tensor_parallel_size=2)
+    for trusted in (True, False):
+        with pytest.raises(
+            ValueError, match=r"has graphs of 2 ranks, and target='hlo' generates with one; .* --verify"
+        ):
+            artifact_runner(folder, trust_native_code=trusted)
 
 
 def test_a_model_that_breaks_a_rule_is_refused_before_anything_is_written(
