@@ -27,7 +27,8 @@ def export_graph(
 ) -> ExportedProgram:
     """The step graph as one `torch.export` program, the source of every compiled target.
 
-    Parameters and buffers are named `model.*`, KV state `kv_cache.*`, logits that are left for a sampler `scores.*`.
+    Parameters and buffers are named `model.*`, KV state `kv_cache.*`, logits that are left for a sampler
+    `scores.*`, and the slots' last tokens `chosen.tokens`.
 
     Raises:
         RuntimeError: an input has no user in the exported graph, so that it would be silently ignored.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import AttentionRows, CachedAttention
+from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts
 from .interface import attending
@@ -21,7 +22,7 @@ from .kv_cache import KVCache, write_indices
 from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .scores import Scores
-from .spec import GraphSpec, TensorSpec
+from .spec import DECODE, GraphSpec, TensorSpec
 
 
 class RowGroup(NamedTuple):
@@ -46,7 +47,8 @@ class StepModule(nn.Module):
         model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
         cache: shared by all graphs of the model.
         ops: how the step attends, writes, computes experts and samples; a target may replace the reference.
-        scores: where logits are left for a sampler in a graph of its own; None: the step itself samples.
+        scores: where logits are left for a sampler in a graph of its own, and then each slot's token is kept, too; None: the
+            step itself samples, and its caller knows the tokens.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StepModule(nn.Module):
         self.model = model
         self.kv_cache = cache
         self.scores = scores
+        self.chosen = None if scores is None else ChosenTokens(spec.batch_size)
         self.spec = spec
         self._needs = CacheNeeds.of(model)
         set_experts(model)
@@ -71,7 +74,7 @@ class StepModule(nn.Module):
         groups = row_groups(self.spec, inputs)
         attention, output_rows, actual = self._plan(groups)
         logits = self._logits(
-            torch.cat([group.input_ids.flatten() for _, group in groups]),
+            torch.cat([self._ids(name, group).flatten() for name, group in groups]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
             output_rows,
             attention,
@@ -80,9 +83,15 @@ class StepModule(nn.Module):
         outputs, start = [], 0
         for name, group in groups:
             rows = group.input_ids.shape[0]
-            outputs += self._outputs(name, group, logits[start : start + rows])
+            outputs.append(self._outputs(name, group, logits[start : start + rows]))
             start += rows
-        return tuple(outputs)
+        if self.chosen is not None:
+            slots = [slots_of_rows(group.position_ids, group.seq_ids) for _, group in groups]
+            self.chosen.keep(torch.cat([tokens for tokens, *_ in outputs]), torch.cat(slots))
+        return tuple(tensor for tensors in outputs for tensor in tensors)
+
+    def _ids(self, name: str, group: RowGroup) -> Tensor:
+        return group.input_ids if self.chosen is None or name != DECODE else self.chosen.fill(group.input_ids)
 
     def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, Tensor, Tensor]:
         """What tokens attend and where they are written, which token of each row reaches lm_head, and which are real."""

@@ -10,8 +10,8 @@ from ...artifacts.artifact import Artifact, ArtifactError
 from ...artifacts.schema import first_difference, shown
 from ...artifacts.tensor_file import Stored
 from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
-from .graph_io import CACHE, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
-from .score_graphs import ScoreGraph, score_graphs
+from .graph_io import CACHE, CHOSEN, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
+from .score_graphs import ScoreGraph, chosen_state, score_graphs
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
@@ -24,10 +24,11 @@ def graph_names(artifact: Artifact) -> tuple[str, ...]:
     )
 
 
-def score_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
-    """The logits that steps leave for samplers, as a rank has them."""
+def left_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
+    """What steps leave for samplers and for the next step, as a rank has it: logits, and each slot's token."""
     graphs = score_graphs(artifact.config, artifact.model.vocab_size)
-    return tuple(dict.fromkeys(graph.scores for graph in graphs))
+    chosen = (chosen_state(artifact.config),) if graphs else ()
+    return (*dict.fromkeys(graph.scores for graph in graphs), *chosen)
 
 
 def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
@@ -49,8 +50,9 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
             if name in readers:
                 _check_reader(io, readers[name])
                 continue
-            scores = _scores_of(specs.get(name), score_states(artifact))
-            _check_states(io, (*artifact.states(), *scores))
+            left = _left_by(specs.get(name), left_states(artifact))
+            _check_chosen(io, left)
+            _check_states(io, (*artifact.states(), *left))
             caches.append([each for each in _states(io) if each.name.startswith(CACHE)])
             if caches[-1] != caches[0]:
                 raise ValueError("its states are not those of the other graphs")
@@ -95,22 +97,32 @@ def _check_step(io: GraphIO, spec: GraphSpec, vocab_size: int) -> None:
 
 
 def _check_reader(io: GraphIO, graph: ScoreGraph) -> None:
-    """It reads scores, and updates nothing."""
-    _check_same("reads", _states(io), [graph.scores])
+    """It reads scores, and updates nothing but what it chose."""
+    updated = [] if graph.chosen is None else [graph.chosen]
+    _check_chosen(io, updated)
+    _check_same("reads", _states(io), [*updated, graph.scores])
     _check_same("takes", [each for each in io.inputs if each.role == "input"], graph.inputs)
     returned = [each for each in io.outputs if each.alias_of is None]
     _check_same("returns", returned, graph.outputs)
-    _check_same("updates", [each for each in io.outputs if each not in returned], [])
+    _check_same("updates", [each for each in io.outputs if each not in returned], updated)
 
 
 def _states(io: GraphIO) -> list[InputBinding]:
     return sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
 
 
-def _scores_of(step: GraphSpec | None, scores: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Those of the groups of rows that a step has."""
-    present = {} if step is None else {DECODE: step.has_decode, CHUNK: step.has_chunk}
-    return [each for each in scores if present.get(each.name.removeprefix(SCORES))]
+def _left_by(step: GraphSpec | None, left: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Scores of the groups of rows that a step has, and its slots' tokens; nothing by what is no step."""
+    if step is None:
+        return []
+    present = {SCORES + DECODE: step.has_decode, SCORES + CHUNK: step.has_chunk, CHOSEN: True}
+    return [each for each in left if present[each.name]]
+
+
+def _check_chosen(io: GraphIO, expected: Iterable[TensorSpec]) -> None:
+    """Graphs of before kept no tokens: what that means stands first."""
+    if any(each.name == CHOSEN for each in expected) and CHOSEN not in io.names("state"):
+        raise ValueError("it keeps no chosen tokens, as graphs of earlier versions did not")
 
 
 def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:

@@ -23,6 +23,8 @@ COPY_SLOT = "copy_slot"
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
 # How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has.
 CACHE, SCORES = "kv_cache.", "scores."
+# The state that has each slot's last token: steps and samplers update it where the device chooses tokens.
+CHOSEN = "chosen.tokens"
 
 
 def cut_dim(shape: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...config import NeuronConfig
 from ...graphs.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
-from .graph_io import SAMPLERS, SCORES
+from .graph_io import CHOSEN, SAMPLERS, SCORES
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class ScoreGraph:
 
     Attributes:
         scores: the state, as a rank has it.
+        chosen: the state in which it notes whose token is which; None where it chooses none.
     """
 
     name: str
@@ -23,6 +24,7 @@ class ScoreGraph:
     scores: TensorSpec
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    chosen: TensorSpec | None = None
 
     @property
     def told(self) -> int:
@@ -38,16 +40,28 @@ def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[ScoreGraph, ...
     scores = {
         group: TensorSpec(SCORES + group, (rows, columns), "float32") for group, rows in row_counts(config).items()
     }
-    graphs = [_sampler(group, state) for group, state in scores.items()]
+    chosen = chosen_state(config)
+    graphs = [_sampler(group, state, chosen) for group, state in scores.items()]
     if config.top_logprobs is not None and not config.returns_decode_logits:
         graphs.append(_logprobs(scores[DECODE], config.top_logprobs))
     return tuple(graphs)
 
 
-def _sampler(group: str, scores: TensorSpec) -> ScoreGraph:
+def chosen_state(config: NeuronConfig) -> TensorSpec:
+    """Each slot's last token."""
+    return TensorSpec(CHOSEN, (config.batch_size,), "int32")
+
+
+def slots_input(group: str) -> str:
+    """The input of a group's sampler that says whose token each row draws."""
+    return f"{group}.slots"
+
+
+def _sampler(group: str, scores: TensorSpec, chosen: TensorSpec) -> ScoreGraph:
     rows = scores.shape[0]
     tokens = TensorSpec(f"{group}.tokens", (rows,), "int32")
-    return ScoreGraph(SAMPLERS[group], group, scores, sampler_inputs(group, rows), (tokens,))
+    inputs = (*sampler_inputs(group, rows), TensorSpec(slots_input(group), (rows,), "int32"))
+    return ScoreGraph(SAMPLERS[group], group, scores, inputs, (tokens,), chosen)
 
 
 def _logprobs(scores: TensorSpec, count: int) -> ScoreGraph:

@@ -27,7 +27,7 @@ from .. import CompileJob, Executable
 from ..cache import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
-from .graph_checks import check_graphs, check_weights, graph_names, score_states
+from .graph_checks import check_graphs, check_weights, graph_names, left_states
 from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
 from .graph_io import GraphIO
 from .kernels.registry import check_kernels
@@ -148,7 +148,7 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
-    states = allocate_states((*artifact.states(), *score_states(artifact)))
+    states = allocate_states((*artifact.states(), *left_states(artifact)))
     return HloExecutable(programs, _calls(artifact), read_weights(artifact), states)
 
 

@@ -35,15 +35,18 @@ SAMPLED = SamplingParams(20, 0.9, 0.8)
 class RanksExecutable:
     """An executable of several ranks; every rank must return the same."""
 
+    runs_ahead = False
+
     def __init__(
         self, graphs: Sequence[LoweredGraph], config: NeuronConfig, weights: Sequence[dict[str, Tensor]]
     ) -> None:
         modules = {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
         states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
-        zeros = {name: torch.zeros(state.shape) for name, state in states.items()}
+        zeros = {name: torch.zeros(state.shape, dtype=getattr(torch, state.dtype)) for name, state in states.items()}
         self._ranks = Ranks(modules, [(own | zeros).items() for own in weights])
         self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
         self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
+        self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
         self._draws = draws(self._calls, {graph.name: graph.io for graph in graphs})
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -51,7 +54,8 @@ class RanksExecutable:
         outputs = self._run(graph, given)
         for draw in self._draws[graph]:
             if draw.is_due(inputs):
-                outputs |= self._run(draw.graph, given)
+                drawn = dict(zip(self._samplers[draw.graph], draw.inputs(inputs), strict=True))
+                outputs |= self._run(draw.graph, drawn)
         return [outputs[name] for name in self._outputs[graph]]
 
     def _run(self, graph: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

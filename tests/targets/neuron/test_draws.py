@@ -42,6 +42,15 @@ def test_each_group_has_a_sampler_that_gives_its_tokens() -> None:
     assert taken[0] is inputs["chunk.sampling_params"] and taken[1] is inputs["chunk.uniforms"]
 
 
+def test_a_sampler_is_told_whose_token_each_row_draws() -> None:
+    found, inputs = _step(MIXED)
+    inputs["decode.position_ids"][:] = torch.tensor([[4], [-1], [0]])
+    inputs["chunk.position_ids"][1] = -1
+    inputs["chunk.seq_ids"][:] = torch.tensor([2, 1])
+    slots = [each.inputs(list(inputs.values()))[2].tolist() for each in found]
+    assert slots == [[0, -1, 2], [2, -1]]
+
+
 @pytest.mark.parametrize("group", ["decode", "chunk"])
 def test_a_greedy_step_runs_none_and_a_row_that_is_drawn_runs_its_own(group: str) -> None:
     found, inputs = _step(MIXED)

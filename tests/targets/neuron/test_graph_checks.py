@@ -43,12 +43,15 @@ ARTIFACT = Artifact(
 )
 
 
+CHOSEN = TensorSpec("chosen.tokens", (CONFIG.batch_size,), "int32")
+
+
 def described(spec: GraphSpec) -> dict[str, Any]:
     """What is written beside a graph."""
     groups = ["decode"] * spec.has_decode + ["chunk"] * spec.has_chunk
     rows = {"decode": CONFIG.batch_size, "chunk": CONFIG.ctx_batch_size}
     scores = [TensorSpec(f"scores.{group}", (rows[group], 300), "float32") for group in groups]
-    states = [dataclasses.asdict(each) for each in (*state_specs(CONFIG, MODEL), *scores)]
+    states = [dataclasses.asdict(each) for each in (*state_specs(CONFIG, MODEL), *scores, CHOSEN)]
     document = {
         "inputs": [dataclasses.asdict(each) | {"role": "input"} for each in spec.inputs()]
         + [each | {"role": "state"} for each in states]
@@ -67,10 +70,12 @@ def sampler(group: str, rows: int) -> dict[str, Any]:
     """What is written beside the graph that draws a group's tokens."""
     score = {"name": f"scores.{group}", "shape": [rows, 300], "dtype": "float32", "role": "state"}
     tokens = {"name": f"{group}.tokens", "shape": [rows], "dtype": "int32", "alias_of": None}
-    inputs = [json.loads(json.dumps(dataclasses.asdict(each))) for each in sampler_inputs(group, rows)]
+    slots = TensorSpec(f"{group}.slots", (rows,), "int32")
+    inputs = [json.loads(json.dumps(dataclasses.asdict(each))) for each in (*sampler_inputs(group, rows), slots)]
+    chosen = json.loads(json.dumps(dataclasses.asdict(CHOSEN)))
     return {
-        "inputs": [*(each | {"role": "input"} for each in inputs), score],
-        "outputs": [tokens],
+        "inputs": [*(each | {"role": "input"} for each in inputs), score, chosen | {"role": "state"}],
+        "outputs": [tokens, chosen | {"alias_of": "chosen.tokens"}],
         "unused_inputs": [],
         "hlo_sha256": "0" * 64,
         "world_size": 1,
@@ -91,9 +96,16 @@ def test_graphs_that_are_the_manifests_are_taken() -> None:
 @pytest.mark.parametrize(
     ("part", "field", "value", "words"),
     [
-        (("inputs", 2), "shape", [3, 299], r"reads \('scores.decode', \(3, 299\)"),
-        (("inputs", 2), "name", "scores.chunk", r"reads \('scores.chunk'"),
-        (("inputs", 2), "name", "kv_cache.key_0", r"reads \('kv_cache.key_0'"),
+        (("inputs", 3), "shape", [3, 299], r"reads \('scores.decode', \(3, 299\)"),
+        (("inputs", 3), "name", "scores.chunk", r"reads \('scores.chunk'"),
+        (("inputs", 3), "name", "kv_cache.key_0", r"reads \('kv_cache.key_0'"),
+        (
+            ("inputs", 4),
+            "name",
+            "kv_cache.key_0",
+            r"keeps no chosen tokens, as graphs of earlier versions did not; export",
+        ),
+        (("outputs", 1), "shape", [4], r"updates \('chosen.tokens', \(4,\)"),
         (("inputs", 0), "shape", [4, 4], r"takes \('decode.sampling_params', \(4, 4\)"),
         (("outputs", 0), "shape", [4], r"returns \('decode.tokens', \(4,\)"),
         (("outputs", 0), "alias_of", "scores.decode", r"it returns 0 tensors"),
@@ -146,12 +158,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-def test_a_sampler_that_writes_a_state_is_refused() -> None:
+def test_a_sampler_that_writes_scores_is_refused() -> None:
     document = sampler("decode", CONFIG.batch_size)
     document["outputs"].append(
         {"name": "scores.decode", "shape": [3, 300], "dtype": "float32", "alias_of": "scores.decode"}
     )
-    with pytest.raises(ArtifactError, match=r"sample_decode .* it updates 1 tensors, and the manifest asks for 0"):
+    with pytest.raises(ArtifactError, match=r"sample_decode .* it updates 2 tensors, and the manifest asks for 1"):
         check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
 
 
@@ -194,3 +206,13 @@ def test_weights_that_a_graph_does_not_take_are_refused(tensor: torch.Tensor | N
     check_weights("file", {"model.a": torch.ones(3, 4)}, [io])
     with pytest.raises(ValueError, match=words):
         check_weights("file", {} if tensor is None else {"model.a": tensor}, [io])
+
+
+def test_a_step_of_before_slots_kept_tokens_is_refused_with_the_remedy() -> None:
+    document = described(SPECS[0])
+    for part in ("inputs", "outputs"):
+        document[part] = [each for each in document[part] if each["name"] != "chosen.tokens"]
+    with pytest.raises(
+        ArtifactError, match=r"keeps no chosen tokens, as graphs of earlier versions did not; export the model again"
+    ):
+        check(document)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
+from .expected_chosen import expect_chosen
 from .expected_logprobs import expect_logprobs
 from .host_ranks import Found
 from .parts import StateParts, part, real_heads
@@ -87,6 +88,7 @@ def expect(
         for (number, name), choice in one.choices.items():
             bound = TIMES_ROUNDING * noise
             expected.tokens[number, name] = {row: choice.accepted(row, bound) for row in _rows(steps[number], name)}
+        expect_chosen(expected, steps)
     if told is not None:
         expect_logprobs(expected, one, steps, ranks, noise, told)
     for name, state in one.states.items():

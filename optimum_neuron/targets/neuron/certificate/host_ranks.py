@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...processes import TiedProcess
-from ..graph_io import GraphIO
+from ..graph_io import CHOSEN, GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
 
@@ -37,14 +38,20 @@ class Module(NamedTuple):
     io: GraphIO
 
 
-class Given(NamedTuple):
-    """One run of a module: its inputs by name, the same for all ranks."""
+@dataclass(frozen=True)
+class Given:
+    """One run of a module: its inputs by name, the same for all ranks.
+
+    Attributes:
+        states: written before the run, on all ranks.
+    """
 
     graph: str
     inputs: Mapping[str, Tensor]
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# By rank: the outputs of each run by name, and last what the states hold at the end.
+# By rank: the outputs of each run by name, with the slots' tokens where it updates them, and last what the states hold at the end.
 Found = list[list[dict[str, Tensor]]]
 # A rank's weights and states by name, in the types that modules take; made one by one, as a large model's are not all needed at once.
 Tensors = Iterable[tuple[str, Tensor]]
@@ -71,11 +78,15 @@ def execute(
             (folder / f"{name}.hlo").write_bytes(module.hlo)
         document = {
             "modules": {name: module.io.to_dict() for name, module in modules.items()},
-            "runs": [{"graph": run.graph, "inputs": list(run.inputs)} for run in runs],
+            "runs": [{"graph": run.graph, "inputs": list(run.inputs), "states": list(run.states)} for run in runs],
             "ranks": len(tensors),
         }
         (folder / "job.json").write_text(json.dumps(document), encoding="utf-8")
-        inputs = {f"{number}:{name}": each for number, run in enumerate(runs) for name, each in run.inputs.items()}
+        inputs = {
+            f"{number}:{name}": each
+            for number, run in enumerate(runs)
+            for name, each in {**run.inputs, **run.states}.items()
+        }
         # No two names share memory.
         save_file({name: each.clone() for name, each in inputs.items()}, folder / "inputs.safetensors")
         for rank, own in enumerate(tensors):
@@ -166,6 +177,7 @@ class Ranks:
         import torch_xla
 
         io, bound, device = self._modules[run.graph].io, self._bound[rank], self._devices[rank]
+        bound |= {name: state.to(device) for name, state in run.states.items()}
         arguments = [
             run.inputs[each.name].to(device) if each.role == "input" else bound[each.name] for each in io.inputs
         ]
@@ -183,6 +195,8 @@ class Ranks:
                 bound[aliases[index]] = result
             else:
                 outputs[each.name] = result.cpu()
+        if CHOSEN in outputs or CHOSEN in aliases.values():
+            outputs[CHOSEN] = bound[CHOSEN].cpu()  # what is kept, whatever the module returns
         return outputs
 
 
@@ -210,7 +224,9 @@ def main(folder: Path) -> None:
     }
     given = load_file(folder / "inputs.safetensors")
     runs = [
-        Given(run["graph"], {name: given[f"{number}:{name}"] for name in run["inputs"]})
+        Given(
+            run["graph"], *({name: given[f"{number}:{name}"] for name in run[part]} for part in ("inputs", "states"))
+        )
         for number, run in enumerate(job["runs"])
     ]
     tensors = [_read_tensors(folder / f"rank{rank}.safetensors") for rank in range(job["ranks"])]

@@ -21,6 +21,7 @@ from ..graph_io import COPY_SLOT
 
 _SAMPLED = SamplingParams(8, 0.9, 0.8)
 _IDLE = -1
+_DECODE_IDS, _FROM_SLOTS = f"{DECODE}.input_ids", slice(0, None, 2)
 # Whole numbers of so many bits are exact in every type of a cache.
 _LARGEST_LEVEL = 127
 
@@ -33,12 +34,22 @@ class Step:
         inputs: by name, in the graph's order.
         rows: by group of rows, those whose results are somebody's.
         written: slot and column of each token that the step writes.
+        kept: `[slots]` int32, what slots chose before, as far as the graph is told; None where the host chooses tokens.
     """
 
     graph: str
     inputs: Mapping[str, Tensor]
     rows: Mapping[str, tuple[int, ...]]
     written: tuple[tuple[int, int], ...]
+    kept: Tensor | None = None
+
+    def given(self) -> dict[str, Tensor]:
+        """The inputs as a graph gets them: every other decode row is to take the token that its slot chose."""
+        if self.kept is None or _DECODE_IDS not in self.inputs:
+            return dict(self.inputs)
+        ids = self.inputs[_DECODE_IDS].clone()
+        ids[_FROM_SLOTS] = -1
+        return {**self.inputs, _DECODE_IDS: ids}
 
 
 def drawn(tokens: str) -> str:
@@ -48,7 +59,7 @@ def drawn(tokens: str) -> str:
 
 def chosen_tokens(step: Step) -> Tensor:
     """Tokens of decode rows whose log-probabilities are asked for: any will do, and each row's own one is known."""
-    return step.inputs[f"{DECODE}.input_ids"][:, 0].contiguous()
+    return step.inputs[_DECODE_IDS][:, 0].contiguous()
 
 
 def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -> tuple[Step, ...]:
@@ -93,8 +104,10 @@ def digest(steps: Sequence[Step]) -> str:
     found = hashlib.sha256()
     for step in steps:
         found.update(step.graph.encode())
-        for name, tensor in step.inputs.items():
+        for name, tensor in step.given().items():
             found.update(name.encode() + tensor.numpy().tobytes())
+        if step.kept is not None:
+            found.update(step.kept.numpy().tobytes())
     return found.hexdigest()
 
 
@@ -162,7 +175,14 @@ class _Writer:
                 written += [(slot, position) for position in range(start, start + count)]
                 self._lengths[slot] = start + count
         rows = {DECODE: tuple(decode), CHUNK: tuple(chunks)}
-        return Step(spec.name, inputs, rows, tuple(written))
+        return Step(spec.name, inputs, rows, tuple(written), self._kept(inputs) if spec.on_device_sampling else None)
+
+    def _kept(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Any tokens, which then are those of the decode rows that take them."""
+        kept = torch.from_numpy(self._random.integers(0, self._token_ids, self._slots, dtype=np.int32))
+        if _DECODE_IDS in inputs:
+            inputs[_DECODE_IDS][_FROM_SLOTS, 0] = kept[_FROM_SLOTS]
+        return kept
 
     def _input(self, spec: TensorSpec) -> Tensor:
         name = spec.name.split(".")[1]

@@ -19,11 +19,12 @@ from ....artifacts.artifact import GRAPHS_FOLDER
 from ....artifacts.skeleton import empty_model
 from ....artifacts.weights import rank_weights_name
 from ....config import NeuronConfig
+from ....graphs.chosen import slots_of_rows
 from ....graphs.spec import LOGPROBS, GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
 from ..graph_files import HLO_SUFFIX, read_graph_io
-from ..graph_io import COPY_SLOT, SCORES
+from ..graph_io import CHOSEN, COPY_SLOT, SCORES, InputBinding
 from ..lowering.lower_all import lower_all
-from ..score_graphs import score_graphs
+from ..score_graphs import score_graphs, slots_input
 from ..sharding import shard_plan
 from .host_ranks import Found, Given, Module, execute
 from .parts import StateParts, part, state_parts
@@ -79,22 +80,25 @@ class Setup:
     def _held(self, rank: int, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, state in states.items():
             yield name, state if self.parts is None else part(state, self.parts[name][rank])
-        for name, shape in self._scores().items():
-            yield name, torch.zeros(shape)
+        for left in self._left().values():
+            yield left.name, torch.zeros(left.shape, dtype=getattr(torch, left.dtype))
 
-    def _scores(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what steps leave for samplers."""
+    def _left(self) -> dict[str, InputBinding]:
+        """What steps leave for samplers and for the next step, by name."""
         states = (each for module in self.modules.values() for each in module.io.inputs if each.role == "state")
-        return {each.name: each.shape for each in states if each.name.startswith(SCORES)}
+        return {each.name: each for each in states if each.name.startswith((SCORES, CHOSEN))}
 
     def _runs(self, step: Step) -> Iterator[Given]:
         """A step, and every graph over its logits that may follow it."""
-        yield Given(step.graph, step.inputs)
+        yield Given(step.graph, step.given(), {} if step.kept is None else {CHOSEN: step.kept})
         for graph in score_graphs(self.trial.config, self.spec.vocab_size):
             if graph.name == LOGPROBS and f"{graph.group}.position_ids" in step.inputs:
                 yield Given(graph.name, {graph.inputs[0].name: chosen_tokens(step)})
             elif graph.inputs[0].name in step.inputs:
-                yield Given(graph.name, {each.name: step.inputs[each.name] for each in graph.inputs})
+                positions, slots = (step.inputs.get(f"{graph.group}.{name}") for name in ("position_ids", "seq_ids"))
+                assert positions is not None
+                known = {**step.inputs, slots_input(graph.group): slots_of_rows(positions, slots)}
+                yield Given(graph.name, {each.name: known[each.name] for each in graph.inputs})
 
     def _weights(self, rank: int, *, wide: bool) -> Iterator[tuple[str, Tensor]]:
         needed = {name for module in self.modules.values() for name in module.io.names("weight")}

@@ -22,7 +22,7 @@ from ....graphs.ops import StepOps
 from ....graphs.program import export_layers_once
 from ....graphs.scores import Scores
 from ....graphs.spec import GraphSpec, TensorSpec
-from ..graph_io import CACHE, COPY_SLOT, NARROW, SCORES, GraphIO, InputBinding, OutputBinding, Role
+from ..graph_io import CACHE, CHOSEN, COPY_SLOT, NARROW, SCORES, GraphIO, InputBinding, OutputBinding, Role
 from ..score_graphs import ScoreGraph
 from ..sharding import ShardPlan
 from . import hlo, kernel_calls, passes, weight_uses
@@ -143,7 +143,9 @@ def _bindings(
             literals[index] = program.constants[target]
             bindings.append(None)
         else:
-            bindings.append(_binding(target, "state" if target.startswith((CACHE, SCORES)) else "weight", node))
+            bindings.append(
+                _binding(target, "state" if target.startswith((CACHE, SCORES, CHOSEN)) else "weight", node)
+            )
     return bindings, literals
 
 

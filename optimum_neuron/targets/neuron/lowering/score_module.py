@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ....graphs.chosen import ChosenTokens
 from ....graphs.logprobs import logprobs_of_shard
 from ....graphs.scores import Scores
 from ....graphs.step import example_inputs
-from ..graph_io import SAMPLERS
 from ..sampler import gathering, of_all, sample
 from ..score_graphs import ScoreGraph
 from ..sharding import RANK_BUFFER, ShardPlan
@@ -30,6 +30,7 @@ class ScoreModule(nn.Module):
     def __init__(self, graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None) -> None:
         super().__init__()
         self.scores = Scores([(graph.group, graph.scores.shape[0])], graph.scores.shape[1])
+        self.chosen = None if graph.chosen is None else ChosenTokens(graph.chosen.shape[0])
         self.model = nn.Module()  # the rank's name in its weights begins so
         if plan is not None:
             self.model.register_buffer(RANK_BUFFER, torch.zeros(1, dtype=torch.int32))
@@ -44,10 +45,13 @@ class ScoreModule(nn.Module):
         return example_inputs(self.graph.inputs)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """As `graphs.sampling.sample`, or `graphs.logprobs.logprobs`."""
+        """As `graphs.sampling.sample`, with the slots of the rows behind, or `graphs.logprobs.logprobs`."""
         logits: Tensor = getattr(self.scores, self.graph.group)
-        if self.graph.name == SAMPLERS[self.graph.group]:
-            return (sample(logits, *inputs, self._first(), self._vocab_size, self.ranks),)
+        if self.chosen is not None:
+            sampling_params, uniforms, slots = inputs
+            tokens = sample(logits, sampling_params, uniforms, self._first(), self._vocab_size, self.ranks)
+            self.chosen.keep(tokens, slots)
+            return (tokens,)
         (chosen,) = inputs
         gather = of_all(gathering(self.ranks), self.ranks)
         found = logprobs_of_shard(logits, chosen, self.graph.told, self._first(), self._vocab_size, gather)

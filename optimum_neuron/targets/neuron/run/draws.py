@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....graphs.chosen import slots_of_rows
 from ....graphs.sampling import TEMPERATURE
-from ....graphs.spec import SAMPLING_PARAMS, UNIFORMS
+from ....graphs.spec import DECODE, SAMPLING_PARAMS, UNIFORMS
 from ..graph_io import SAMPLERS, GraphIO
 
 
@@ -20,6 +21,7 @@ class Draw:
     Attributes:
         graph: its name.
         positions, sampling_params, uniforms: numbers of a step's inputs.
+        slots: the same of chunk rows' slots; None of decode rows.
         tokens: number of a step's output.
     """
 
@@ -27,6 +29,7 @@ class Draw:
     positions: int
     sampling_params: int
     uniforms: int
+    slots: int | None
     tokens: int
 
     def is_due(self, inputs: Sequence[Tensor]) -> bool:
@@ -35,7 +38,8 @@ class Draw:
 
     def inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What the sampler takes, of a step's inputs."""
-        return [inputs[self.sampling_params], inputs[self.uniforms]]
+        slots = slots_of_rows(inputs[self.positions], None if self.slots is None else inputs[self.slots])
+        return [inputs[self.sampling_params], inputs[self.uniforms], slots]
 
 
 def draws(calls: Mapping[str, Sequence[str]], graphs: Mapping[str, GraphIO]) -> dict[str, tuple[Draw, ...]]:
@@ -55,6 +59,7 @@ def _draws(call: Sequence[str], io: GraphIO) -> list[Draw]:
             call.index(f"{group}.position_ids"),
             call.index(f"{group}.{SAMPLING_PARAMS}"),
             call.index(f"{group}.{UNIFORMS}"),
+            None if group == DECODE else call.index(f"{group}.seq_ids"),
             returned.index(f"{group}.tokens"),
         )
         for group, graph in SAMPLERS.items()

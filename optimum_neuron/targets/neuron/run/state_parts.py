@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of all ranks as one tensor: what the ranks hold of a cache, joined along its heads or channels."""
+"""A state of all ranks as one tensor: what the ranks hold of a cache, joined along its heads or channels.
+
+A state of one dimension has neither, and is whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..graph_io import cut_dim
 
 def join_states(parts: Sequence[Tensor]) -> Tensor:
     """One tensor from those of the ranks, in their order."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=cut_dim(parts[0].shape))
+    return parts[0] if len(parts) == 1 or parts[0].dim() == 1 else torch.cat(list(parts), dim=cut_dim(parts[0].shape))
 
 
 def split_state(tensor: Tensor, world_size: int) -> Sequence[Tensor]:
@@ -22,8 +25,8 @@ def split_state(tensor: Tensor, world_size: int) -> Sequence[Tensor]:
     Raises:
         ValueError: its heads or channels do not divide.
     """
-    if world_size == 1:
-        return [tensor]
+    if world_size == 1 or tensor.dim() == 1:
+        return [tensor] * world_size
     dim = cut_dim(tensor.shape)
     if tensor.shape[dim] % world_size:
         raise ValueError(

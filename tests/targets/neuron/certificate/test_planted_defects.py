@@ -23,6 +23,7 @@ from optimum_neuron.graphs import kv_cache
 from optimum_neuron.graphs import step as step_module
 from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.chosen import ChosenTokens
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.scores import Scores
 from optimum_neuron.graphs.spec import state_specs
@@ -209,6 +210,45 @@ def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     _wrap(monkeypatch, Scores, "keep", keep)
 
 
+def _token_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(original: Any, self: ChosenTokens, input_ids: Tensor) -> Tensor:
+        return torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids)
+
+    _wrap(monkeypatch, ChosenTokens, "fill", fill)
+
+
+def _token_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wrap(
+        monkeypatch,
+        ChosenTokens,
+        "fill",
+        lambda original, self, input_ids: input_ids.clamp(min=0) + self.tokens[:, None] * 0,
+    )
+
+
+def _first_row_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(original: Any, self: ChosenTokens, tokens: Tensor, slots: Tensor) -> None:
+        original(self, tokens.flip(0), slots.flip(0))
+
+    _wrap(monkeypatch, ChosenTokens, "keep", keep)
+
+
+def _idle_row_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slots_of_rows(original: Any, position_ids: Tensor, seq_ids: Tensor | None) -> Tensor:
+        return original(position_ids.clamp(min=0), seq_ids)
+
+    _wrap(monkeypatch, step_module, "slots_of_rows", slots_of_rows)
+
+
+def _sampler_keeps_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_module, "ChosenTokens", _Unchanged)
+
+
+class _Unchanged(ChosenTokens):
+    def keep(self, tokens: Tensor, slots: Tensor) -> None:
+        self.tokens.copy_(self.tokens + 0 * slots.amax() + 0 * tokens.amax())
+
+
 def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     _wrap(monkeypatch, decompositions, "_mean", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001)
 
@@ -227,6 +267,11 @@ PLANTED: dict[str, Plant] = {
     "wrong row for the head": _wrong_output_row,
     "sampler without temperature": _sampler_without_temperature,
     "scores of another row": _scores_of_another_row,
+    "token of another slot": _token_of_another_slot,
+    "token that is not taken": _token_that_is_not_taken,
+    "first row of a prompt": _first_row_of_a_prompt,
+    "idle row keeps a token": _idle_row_keeps,
+    "sampler keeps the largest": _sampler_keeps_the_largest,
     "wrong norm": _wrong_norm,
 }
 
@@ -240,7 +285,7 @@ def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, Module]) -> Non
     assert _places(comparisons) == []
     assert {each.subject.split(": ")[-1] for each in comparisons} == {
         "decode.logits", "chunk.logits", "key", "value", "decode.tokens", "chunk.tokens",
-        "decode.drawn", "chunk.drawn",
+        "decode.drawn", "chunk.drawn", "chosen.tokens", "chosen.drawn",
     }  # fmt: skip
     # Far from the bound, so that it is no matter of luck.
     assert all(each.difference <= each.bound / 3 for each in comparisons)

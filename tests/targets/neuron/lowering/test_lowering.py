@@ -105,6 +105,7 @@ def test_parameters_are_the_described_ones_under_their_own_names(
         sampled = {each for group in ("decode", "chunk") for each in (f"{group}.sampling_params", f"{group}.uniforms")}
         assert io.names("input") == tuple(each.name for each in spec.inputs() if each.name not in sampled)
         scores = ("scores.decode",) * spec.has_decode + ("scores.chunk",) * spec.has_chunk
+        scores += ("chosen.tokens",)
         assert io.names("state") == states + scores
         outputs = spec.outputs(VOCAB)
         assert [(each.name, each.shape, each.dtype) for each in io.outputs[: len(outputs)]] == [

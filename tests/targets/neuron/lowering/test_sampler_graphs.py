@@ -79,8 +79,13 @@ def test_the_hlo_chooses_the_tokens_of_the_eager_formulation(tmp_path: Path) -> 
         [0, 0.9, 1e6, 0.0],
     ):
         inputs = [torch.tensor([params]).expand(ROWS, -1).contiguous(), torch.rand(ROWS, generator=random)]
-        (found,) = program.run([each.to(program.device) for each in (*inputs, logits)])
-        assert torch.equal(found.cpu(), sample_by_sorting(logits, *inputs)), params
+        slots, kept = torch.tensor([0, -1, 2, 3], dtype=torch.int32), torch.tensor([7, 8, 9, 10], dtype=torch.int32)
+        given = dict(zip(program.io.names("input"), (*inputs, slots), strict=True))
+        given |= {"scores.decode": logits, "chosen.tokens": kept}
+        found, chosen = program.run([given[each.name].to(program.device) for each in program.io.inputs])
+        expected = sample_by_sorting(logits, *inputs)
+        assert torch.equal(found.cpu(), expected), params
+        assert torch.equal(chosen.cpu(), torch.where(slots < 0, kept, expected))
 
 
 def test_a_step_has_no_search_and_exchanges_its_largest_logit_alone(tiny_models: dict[str, Any]) -> None:

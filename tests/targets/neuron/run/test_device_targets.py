@@ -270,4 +270,5 @@ def test_weights_of_each_rank_are_written_and_none_of_the_whole(
     assert description["world_size"] == 2
     states = {entry["name"]: entry["shape"] for entry in description["inputs"] if entry["role"] == "state"}
     assert states.pop("scores.decode")[1] == VOCAB // 2
+    assert states.pop("chosen.tokens") == [tiny_config().batch_size]  # whole on every rank
     assert {shape[1] for shape in states.values()} == {1}  # heads, of 2 in the whole model
