@@ -14,6 +14,8 @@ GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
 # What inputs of a group's sampler are called.
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
+# How the names of outputs end that have a number for each token of the vocabulary.
+LOGITS = ".logits"
 # The graph that tells log-probabilities of decode rows, where a step returns no logits of them. Of chunk rows it always does.
 LOGPROBS = "logprobs_decode"
 
@@ -175,7 +177,7 @@ class GraphSpec:
             if present and self.on_device_sampling:
                 specs.append(TensorSpec(f"{group}.tokens", (rows,), "int32"))
             if present and self.returns_logits(group):
-                specs.append(TensorSpec(f"{group}.logits", (rows, vocab_size), "float32"))
+                specs.append(TensorSpec(group + LOGITS, (rows, vocab_size), "float32"))
         return tuple(specs)
 
     def returns_logits(self, group: str) -> bool:

@@ -108,6 +108,7 @@ class Generation(GenerationMixin):
                 _, logits = prefill(self.runner, prompts)
             finally:
                 self.runner.reset_all()
+        assert logits is not None
         return CausalLMOutput(logits=logits[:, None])
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:

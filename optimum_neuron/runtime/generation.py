@@ -9,17 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .decode_steps import DecodeSteps
 from .prefill import prefill
 from .runner import GraphRunner
 from .token_choice import HostChoice, OnDeviceChoice
 
 
+# They look at tokens and the time alone: a step later they say the same. What others look at is not known.
+_MAY_WAIT = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
 @dataclass
 class GenerationLoop:
     """Generates for up to batch_size prompts; row i of the batch uses slot i.
+
+    Where the device chooses the tokens and feeds them to its next step, that is started before they are read: stopping criteria
+    and streamer get them while it runs. What is returned is the same.
 
     Attributes:
         pad_token_id: what finished rows get while others go on; None lets them go on too, as transformers does where no
@@ -43,16 +51,13 @@ class GenerationLoop:
         rows, column = input_ids.shape
         sequences = input_ids.new_empty((rows, max_length), dtype=torch.int64)
         sequences[:, :column] = input_ids
-        slots = self.runner.config.batch_size
-        sampling = np.tile(np.asarray(self.choice.sampling, dtype=np.float32), (slots, 1))
-        uniforms = np.zeros(slots, dtype=np.float32)
-        token_ids, active = np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool)
         unfinished = torch.ones(rows, dtype=torch.bool)
-        kept = isinstance(self.choice, HostChoice) and self.choice.keeps  # of all rows, so all of them are computed
+        steps = self._steps(rows)
         self.runner.reset_all()
         try:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
-            first = prefill(self.runner, prompts, self.choice.sampling, draws)
+            on_host = isinstance(self.choice, HostChoice)
+            first = prefill(self.runner, prompts, self.choice.sampling, draws, logits=on_host)
             tokens = self._tokens(sequences[:, :column], *first)
             while True:
                 if self.pad_token_id is not None:
@@ -64,17 +69,26 @@ class GenerationLoop:
                 unfinished &= ~self.stopping_criteria(sequences[:, :column], self._scores())
                 if column == max_length or not unfinished.any():
                     break
-                token_ids[:rows] = tokens.numpy()
-                active[:rows] = True if kept or self.pad_token_id is None else unfinished.numpy()
-                if isinstance(self.choice, OnDeviceChoice):
-                    uniforms[:rows] = self.choice.uniforms(rows)
-                output = self.runner.decode(token_ids, active, sampling, uniforms)
+                output = steps.next(tokens, unfinished, more=column + 1 < max_length)
                 tokens = self._tokens(sequences[:, :column], output.decode_tokens, output.decode_logits)
         finally:
+            steps.end()
             self.runner.reset_all()
         if self.streamer is not None:
             self.streamer.end()
         return sequences[:, :column].contiguous()
+
+    def _steps(self, rows: int) -> DecodeSteps:
+        on_device = isinstance(self.choice, OnDeviceChoice)
+        may_wait = all(type(each) in _MAY_WAIT for each in self.stopping_criteria)
+        kept = isinstance(self.choice, HostChoice) and self.choice.keeps  # of all rows, so all of them are computed
+        return DecodeSteps(
+            self.runner,
+            self.choice,
+            rows,
+            ahead=self.runner.runs_ahead and on_device and may_wait,
+            all_rows=kept or self.pad_token_id is None,
+        )
 
     def _tokens(self, input_ids: Tensor, tokens: Tensor | None, logits: Tensor | None) -> Tensor:
         rows = input_ids.shape[0]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..graphs.spec import GREEDY, SamplingParams
 from .limits import check_fits
 from .runner import GraphRunner
-from .step_tensors import Chunk
+from .step_tensors import Chunk, StepOutput
 
 
 def prefill(
@@ -20,15 +21,19 @@ def prefill(
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams = GREEDY,
     uniforms: np.ndarray | None = None,
-) -> tuple[Tensor | None, Tensor]:
+    *,
+    logits: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
     """Writes prompt i into slot i, which must be free, and returns what follows each.
 
     Args:
         prompts: token ids of each row, at most `batch_size` of them, each at most `sequence_length` long.
         uniforms: `[rows]` float32 in [0, 1), one draw for each row's first token.
+        logits: whether somebody reads logits.
 
     Returns:
-        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32.
+        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32, None where nobody
+        reads them.
 
     Raises:
         ValueError: too many prompts, or one that does not fit its slot. No slot is changed.
@@ -37,22 +42,46 @@ def prefill(
     for row in range(len(prompts)):
         if runner.lengths[row]:
             raise ValueError(f"slot {row} holds {runner.lengths[row]} tokens; reset it before a new prompt")
-    tokens: list[Tensor] = [torch.empty(0)] * len(prompts)
-    logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+    found = _Found({}, {}, logits)
+    started: list[tuple[Callable[[], StepOutput], dict[int, int]]] = []
     unfinished = list(range(len(prompts)))
-    sampled = False
     while unfinished:
         chunks = _next_chunks(runner, prompts, unfinished, sampling, uniforms)
-        output = runner.prefill(chunks)
-        assert output.chunk_logits is not None
-        for index, chunk in enumerate(chunks):
-            # Copied: a graph may use its output memory again in the next run.
-            logits[chunk.slot] = output.chunk_logits[index].clone()
-            if output.chunk_tokens is not None:
-                sampled = True
-                tokens[chunk.slot] = output.chunk_tokens[index].clone()
+        ends = {
+            index: chunk.slot
+            for index, chunk in enumerate(chunks)
+            if runner.lengths[chunk.slot] + len(chunk.token_ids) == len(prompts[chunk.slot])
+        }
+        if runner.runs_ahead:
+            started.append((runner.start(chunks, logits=logits and bool(ends)), ends))
+        else:
+            found.keep(runner.step(chunks, logits=logits), ends)
         unfinished = [row for row in unfinished if runner.lengths[row] < len(prompts[row])]
-    return torch.stack(tokens) if sampled else None, torch.stack(logits)
+    for wait, ends in started:
+        if ends:
+            found.keep(wait(), ends)
+    return _in_order(found.tokens), _in_order(found.logits)
+
+
+class _Found(NamedTuple):
+    """What follows prompts, by row."""
+
+    tokens: dict[int, Tensor]
+    logits: dict[int, Tensor]
+    keeps_logits: bool
+
+    def keep(self, output: StepOutput, ends: Mapping[int, int]) -> None:
+        """Args: ends: chunk to row, of the chunks that end a prompt."""
+        for index, row in ends.items():  # copied: a graph may use its output memory again in the next run
+            if output.chunk_tokens is not None:
+                self.tokens[row] = output.chunk_tokens[index].clone()
+            if self.keeps_logits:
+                assert output.chunk_logits is not None
+                self.logits[row] = output.chunk_logits[index].clone()
+
+
+def _in_order(rows: Mapping[int, Tensor]) -> Tensor | None:
+    return torch.stack([rows[row] for row in range(len(rows))]) if rows else None
 
 
 def _next_chunks(

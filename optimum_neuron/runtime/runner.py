@@ -7,7 +7,8 @@ It owns the length of every slot and refuses what does not fit before anything i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..config import NeuronConfig
 from ..graphs.family import GraphFamily, holds, rows_needed
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
-from ..targets import Executable
+from ..targets import AheadExecutable, Executable
 from .process import OwnProcess
 from .step_tensors import IDLE, Chunk, DecodeRows, GroupInputs, StepOutput
 from .token_ids import check_token_ids
@@ -36,6 +37,7 @@ class GraphRunner:
         num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
+        runs_ahead: whether `start` may be called, and FROM_SLOT be a token.
         process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
     """
 
@@ -58,6 +60,7 @@ class GraphRunner:
         self.num_embeddings = None if model is None else model.num_embeddings
         # What a model chooses it can be given, but for those with more logits than embeddings.
         self._checks_decodes = model is not None and model.vocab_size > model.num_embeddings
+        self.runs_ahead = executable.runs_ahead and config.on_device_sampling and not self._checks_decodes
         self.process = OwnProcess()
         self._warm = False
         self._decode = GroupInputs(self.family.kind("token_generation")[0].inputs())
@@ -115,13 +118,19 @@ class GraphRunner:
         return self.step((), DecodeRows(token_ids, active, sampling_params, uniforms))
 
     def step(
-        self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, graph: GraphSpec | None = None
+        self,
+        chunks: Sequence[Chunk] = (),
+        decode: DecodeRows | None = None,
+        graph: GraphSpec | None = None,
+        *,
+        logits: bool = True,
     ) -> StepOutput:
         """Advances prompts by a chunk each and active slots by one token each, all in one run of one graph.
 
         Args:
             graph: the one that whoever planned the step chose; None: what `family` selects. Without chunks it is of the
                 kind token generation, without decode rows chunked prefill, with both mixed.
+            logits: whether somebody reads logits; where nobody does they need not leave a device.
 
         Raises:
             ValueError: a slot twice, or chunks that fit no graph or no slot, or an active slot that is full, or both
@@ -129,6 +138,31 @@ class GraphRunner:
                 take. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
+        graph, inputs, last_rows = self._inputs(chunks, decode, graph)
+        if self.executable.runs_ahead:
+            ahead = cast(AheadExecutable, self.executable)
+            outputs = ahead.start(graph.name, inputs, logits=logits)()
+        else:
+            outputs = self.executable.run(graph.name, inputs)
+        self._advance(chunks, decode)
+        return self._collect(graph, outputs, last_rows)
+
+    def start(
+        self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, *, logits: bool = True
+    ) -> Callable[[], StepOutput]:
+        """As `step` where `runs_ahead`, and returns before its end: what is returned waits for that.
+
+        Slots count as longer from here on, also where the step then fails.
+        """
+        graph, inputs, last_rows = self._inputs(chunks, decode, None)
+        wait = cast(AheadExecutable, self.executable).start(graph.name, inputs, logits=logits)
+        self._advance(chunks, decode)
+        return lambda: self._collect(graph, wait(), last_rows)
+
+    def _inputs(
+        self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None
+    ) -> tuple[GraphSpec, list[Tensor], list[int]]:
+        """The graph of a step, what it is given, and the rows of chunks' last tokens."""
         self.process.check()
         if decode is not None:
             self._check_decode(decode, chunks)
@@ -145,12 +179,13 @@ class GraphRunner:
             last_rows = group.fill_chunks(chunks, self.lengths)
             inputs += group.tensors
         self.graph_calls[graph.name] += 1
-        outputs = self.executable.run(graph.name, inputs)
+        return graph, inputs, last_rows
+
+    def _advance(self, chunks: Sequence[Chunk], decode: DecodeRows | None) -> None:
         for chunk in chunks:
             self.lengths[chunk.slot] += len(chunk.token_ids)
         if decode is not None:
             self.lengths += decode.active
-        return self._collect(graph, outputs, last_rows)
 
     def logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
         """Log-probabilities of the tokens that the last step chose, in the order of `rows`.
@@ -244,7 +279,7 @@ class GraphRunner:
             check_token_ids(token_ids, self.num_embeddings, whose)
 
     @staticmethod
-    def _collect(graph: GraphSpec, outputs: Sequence[Tensor], last_rows: list[int]) -> StepOutput:
+    def _collect(graph: GraphSpec, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
         named = {}
         rest = iter(outputs)
         in_order = last_rows == list(range(len(last_rows)))
@@ -252,5 +287,7 @@ class GraphRunner:
             for name, returned in (("tokens", graph.on_device_sampling), ("logits", graph.returns_logits(group))):
                 if present and returned:
                     tensor = next(rest)
+                    if tensor is None:  # it stays on the device
+                        continue
                     named[f"{group}_{name}"] = tensor if group == DECODE or in_order else tensor[last_rows]
         return StepOutput(**named)

@@ -133,11 +133,20 @@ class StepRows(Generic[R]):
             rows.active[request.slot] = True
             if request.uniforms is not None:
                 rows.uniforms[request.slot] = request.uniforms.draw()
-        output = self._runner.step(chunks, rows if decodes else None, graph)
         due = [(request, request.slot) for request in decodes]
         ended = [(part.request, row) for row, part in enumerate(parts) if part.ends]
+        output = self._runner.step(chunks, rows if decodes else None, graph, logits=self._wants_logits(due, ended))
         self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
         return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+
+    def _wants_logits(self, due: Sequence[tuple[R, int]], ended: Sequence[tuple[R, int]]) -> bool:
+        """Whether any request that gets a token needs logits of it on the host."""
+        if not self._runner.executable.runs_ahead:
+            return True  # they cost nothing there
+        told = [request.logprobs for request, _ in ended]
+        if self._runner.config.returns_decode_logits:
+            told += [request.logprobs for request, _ in due]
+        return any(told) or any(request.on_host for request, _ in (*due, *ended))
 
     def _tell(self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput) -> dict[int, Logprobs]:
         wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]

@@ -15,6 +15,8 @@ from ..graphs.spec import DECODE, GREEDY, SamplingParams, TensorSpec
 
 
 IDLE = -1
+# In place of a token: the one that its slot chose last, which is on the device.
+FROM_SLOT = -1
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Chunk:
 class DecodeRows(NamedTuple):
     """One token for each active slot. All arrays have a row per slot.
 
-    `token_ids [batch_size]` int32 are the tokens to process, `active [batch_size]` bool leaves the other slots alone,
+    `token_ids [batch_size]` int32 are the tokens to process, FROM_SLOT in place of the one that its slot chose last where
+    `GraphRunner.runs_ahead`, `active [batch_size]` bool leaves the other slots alone,
     `sampling_params [batch_size, 4]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
     [0, 1); both are ignored without on-device sampling.
     """
@@ -42,7 +45,7 @@ class DecodeRows(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them.
+    """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them, or nobody asked.
 
     Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. A graph
     may use the memory again in its next run.

@@ -40,7 +40,14 @@ class CompileJob:
 
 
 class Executable(Protocol):
-    """Loaded graphs. Weights and state are shared by all graphs by name: one copy in memory."""
+    """Loaded graphs. Weights and state are shared by all graphs by name: one copy in memory.
+
+    Attributes:
+        runs_ahead: whether it is an `AheadExecutable`. Where steps are computed by the caller's own process it is not: there is
+            nothing to wait for, and nothing to copy.
+    """
+
+    runs_ahead: bool
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place."""
@@ -61,6 +68,24 @@ class TellsOperators(Protocol):
 
     def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
         """As `Executable.run`; `ended` is called with each operator's name as it ends."""
+
+
+class AheadExecutable(Executable, Protocol):
+    """Graphs whose next step can be started before the results of one are read.
+
+    Where the device chooses tokens, its graphs keep each slot's last one: an id below 0 in a decode row stands for it.
+    """
+
+    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
+        """Starts a step, behind those that were started before, whose results need not have been read.
+
+        Args:
+            inputs: as in `run`; the caller may change them when the call returns.
+            logits: whether somebody wants the outputs of this name; where nobody does they stay on the device.
+
+        Returns:
+            What waits for the step's end, and returns what `run` does, None in place of what stays on the device.
+        """
 
 
 class Target(Protocol):

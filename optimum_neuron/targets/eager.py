@@ -98,6 +98,8 @@ def _elementwise(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: A
 class EagerExecutable:
     """Step modules that share one model and one cache."""
 
+    runs_ahead = False
+
     def __init__(self, steps: dict[str, StepModule], cache: KVCache) -> None:
         self._steps = steps
         self._states = {f"kv_cache.{name}": buffer for name, buffer in cache.named_buffers()}

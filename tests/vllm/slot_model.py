@@ -28,6 +28,8 @@ class SlotModel:
         runs: what each run of a graph did, as `mixed 0,2 | 1:8+4`: slots that decoded, then chunks as slot, start, length.
     """
 
+    runs_ahead = False
+
     def __init__(self, config: NeuronConfig) -> None:
         self._specs = {spec.name: spec for spec in graph_specs(config)}
         self._slots = np.full((config.batch_size + 1, config.sequence_length), NOTHING, np.int32)

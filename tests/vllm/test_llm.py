@@ -118,9 +118,9 @@ def test_one_thread_runs_all_graphs_from_the_first_run_on(
     def watch(name: str) -> None:
         real = getattr(GraphRunner, name)
 
-        def watched(runner: GraphRunner, *args: Any) -> Any:
+        def watched(runner: GraphRunner, *args: Any, **options: Any) -> Any:
             threads.setdefault(name, set()).add(threading.get_ident())
-            return real(runner, *args)
+            return real(runner, *args, **options)
 
         monkeypatch.setattr(GraphRunner, name, watched)
 

@@ -116,6 +116,8 @@ class CpuExecutable:
         plans: each with what counts the live tokens of its inputs.
     """
 
+    runs_ahead = False
+
     def __init__(self, plans: Mapping[str, tuple[BoundPlan, LiveTokens]], states: dict[str, Tensor]) -> None:
         self._plans = plans
         self._states = states

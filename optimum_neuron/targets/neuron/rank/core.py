@@ -34,8 +34,12 @@ class Device(Protocol):
 class Graphs(Protocol):
     """Loaded graphs of the ranks that a process holds."""
 
-    def run(self, graph: str) -> None:
-        """Runs a step on the inputs in shared memory; where rank 0 is here, its outputs are written there."""
+    def run(self, graph: str, half: int, read: Sequence[int]) -> None:
+        """Runs a step on the inputs in a half of shared memory; where rank 0 is here, outputs are written there.
+
+        Args:
+            read: which outputs are wanted, by their numbers among those that are no states.
+        """
 
     def read(self, state: str) -> bytes:
         """A state of each rank, one behind the other."""
@@ -45,15 +49,19 @@ class Graphs(Protocol):
 
 
 class _Bound(NamedTuple):
-    """A loaded graph, with views of shared memory beside handles."""
+    """A loaded graph, with views of both halves of shared memory beside handles."""
 
-    inputs: tuple[tuple[Any, np.ndarray, str], ...]
-    outputs: tuple[tuple[Any, np.ndarray, str], ...]
+    inputs: tuple[tuple[Any, list[np.ndarray], str], ...]
+    outputs: tuple[tuple[Any, list[np.ndarray], str], ...]
     run: Callable[[], Any]
 
 
 class CoreGraphs:
-    """Loaded graphs on one core; see `Graphs`."""
+    """Loaded graphs on one core; see `Graphs`.
+
+    Args:
+        memory: `[HALVES, bytes]`.
+    """
 
     def __init__(self, device: Device, plan: RankPlan, memory: np.ndarray) -> None:
         self._device, self._memory = device, memory
@@ -68,14 +76,16 @@ class CoreGraphs:
             with doing(f"loading graph {name}"):
                 self._graphs[name] = self._load(graph)
 
-    def run(self, graph: str) -> None:
+    def run(self, graph: str, half: int, read: Sequence[int]) -> None:
         bound, device = self._graphs[graph], self._device
         with doing(f"graph {graph}"):
             for handle, shared, dtype in bound.inputs:
-                device.write(handle, shared, dtype)
+                device.write(handle, shared[half], dtype)
             bound.run()
-            for handle, shared, dtype in bound.outputs:
-                np.copyto(_bytes(shared), _bytes(device.read(handle, dtype)))
+            # Only rank 0 reads results back, and only what somebody wants.
+            for number in read if self._answers else ():
+                handle, shared, dtype = bound.outputs[number]
+                np.copyto(_bytes(shared[half]), _bytes(device.read(handle, dtype)))
 
     def read(self, state: str) -> bytes:
         with doing(f"reading {state}"):
@@ -109,14 +119,16 @@ class CoreGraphs:
         returned = [pair for pair in zip(outputs, graph.outputs, strict=True) if pair[1].alias_of is None]
         return _Bound(
             inputs=tuple(
-                (handle, each.view(self._memory), each.dtype)
+                (handle, self._views(each), each.dtype)
                 for handle, each in zip(inputs, graph.inputs, strict=True)
                 if each.role == "input"
             ),
-            # Only rank 0 reads results back.
-            outputs=tuple((handle, each.view(self._memory), each.dtype) for handle, each in returned if self._answers),
+            outputs=tuple((handle, self._views(each), each.dtype) for handle, each in returned),
             run=self._device.load(graph, inputs, outputs),
         )
+
+    def _views(self, tensor: Tensor) -> list[np.ndarray]:
+        return [tensor.view(half) for half in self._memory]
 
     def _input(self, tensor: Tensor) -> Any:
         if tensor.role == "weight":

@@ -42,23 +42,16 @@ class NxDGraphs:
                 ]
             )
             self._model.to_neuron()
-        # Tensors in shared memory, which every step uses again.
-        self._inputs = {
-            name: {
-                each.name: from_array(each.view(memory), each.dtype) for each in graph.inputs if each.role == "input"
-            }
-            for name, graph in plan.graphs.items()
-        }
-        self._outputs = {
-            name: [from_array(each.view(memory), each.dtype) for each in graph.outputs if each.alias_of is None]
-            for name, graph in plan.graphs.items()
-        }
+        # Tensors in shared memory, which every second step uses again.
+        self._inputs = [_given(plan, half) for half in memory]
+        self._outputs = [_returned(plan, half) for half in memory]
 
-    def run(self, graph: str) -> None:
+    def run(self, graph: str, half: int, read: Sequence[int]) -> None:
         with doing(f"graph {graph}"):
-            outputs = self._model(model_name=graph, **self._inputs[graph])
-            for shared, output in zip(self._outputs[graph], outputs, strict=True):
-                shared.copy_(output)
+            # It returns copies of all that rank 0 makes; its other modes take inputs that are on every rank's device.
+            outputs = self._model(model_name=graph, **self._inputs[half][graph])
+            for number in read:
+                self._outputs[half][graph][number].copy_(outputs[number])
 
     def read(self, state: str) -> bytes:
         with doing(f"reading {state}"):
@@ -94,6 +87,22 @@ class NxDGraphs:
             model_params=[artifacts.ModelParamInfo(each, False) for each in every],
         )
         self._model.add(name, traced, artifacts.CompilationArtifacts(graph.neff))
+
+
+def _given(plan: RankPlan, memory: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Each graph's inputs, in shared memory, by name."""
+    return {
+        name: {each.name: from_array(each.view(memory), each.dtype) for each in graph.inputs if each.role == "input"}
+        for name, graph in plan.graphs.items()
+    }
+
+
+def _returned(plan: RankPlan, memory: np.ndarray) -> dict[str, list[Any]]:
+    """Each graph's outputs that are no states, in shared memory."""
+    return {
+        name: [from_array(each.view(memory), each.dtype) for each in graph.outputs if each.alias_of is None]
+        for name, graph in plan.graphs.items()
+    }
 
 
 class _Reorder:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 
+# Inputs and outputs have so many places, which steps take in turn: one step is told while another runs.
+HALVES = 2
 # Types that numpy lacks travel as integers of their size: bytes are copied, and nothing here computes with them.
 _CARRIERS = {"bfloat16": "int16"}
 
@@ -41,7 +43,7 @@ class Tensor:
         return math.prod(self.shape) * carrier(self.dtype).itemsize
 
     def view(self, memory: np.ndarray) -> np.ndarray:
-        """This input or output in the memory that all processes map, which is an array of bytes."""
+        """This input or output in half of the memory that all processes map, an array of bytes."""
         if self.place is None:
             raise ValueError(f"{self.name} is not in shared memory")
         return memory[self.place : self.place + self.nbytes].view(carrier(self.dtype)).reshape(self.shape)
@@ -85,7 +87,7 @@ class RankPlan:
     Attributes:
         runtime: as choose_runtime names it.
         ranks: that it holds, of `world_size`.
-        memory: size in bytes of what all processes map.
+        memory: size in bytes of half of what all processes map.
         weights: of each of its ranks.
         graphs: by name; all have the same states.
     """

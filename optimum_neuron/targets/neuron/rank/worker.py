@@ -54,8 +54,8 @@ def _serve(channel: Channel, memory: int) -> None:
             if "load" in command:
                 graphs = _load(command["load"], memory)
             elif "run" in command:
-                for graph in command["run"]:
-                    graphs.run(graph)
+                for graph, read in command["run"]:
+                    graphs.run(graph, command["half"], read)
             elif "read" in command:
                 result = graphs.read(command["read"])
             else:
@@ -69,10 +69,10 @@ def _load(data: dict[str, Any], memory: int) -> Any:
     import numpy as np
 
     from .core import CoreGraphs, Device
-    from .plan import RankPlan
+    from .plan import HALVES, RankPlan
 
     plan = RankPlan.from_dict(data)
-    shared = np.frombuffer(mmap.mmap(memory, max(plan.memory, 1)), dtype=np.uint8)
+    shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
     device: Device
     if plan.runtime == "nrtpy":
         from .nrt_runtime import NrtDevice

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
+from ....graphs.spec import LOGITS
 from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
@@ -50,8 +52,11 @@ class HloProgram:
 class HloExecutable:
     """Lowered graphs that share weights and KV state, all on XLA's CPU device.
 
-    XLA gives every result memory of its own, so a state is replaced by its new value after each run.
+    XLA gives every result memory of its own, so a state is replaced by its new value after each run. A step that is started is
+    computed at once, and what is not read stays on XLA's device: as with a device that runs ahead, but for the time.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -71,11 +76,16 @@ class HloExecutable:
         self._draws = draws(calls, {name: program.io for name, program in programs.items()})
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
+
+    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
         outputs = self._run(graph, inputs)
         for draw in self._draws.get(graph, ()):
             if draw.is_due(inputs):
                 (outputs[draw.tokens],) = self._run(draw.graph, draw.inputs(inputs))
-        return outputs
+        names = [each.name for each in self._programs[graph].io.outputs if each.alias_of is None]
+        wanted = [logits or not name.endswith(LOGITS) for name in names]
+        return lambda: [_to_host(each) if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
 
     def _run(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
         program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
@@ -87,7 +97,7 @@ class HloExecutable:
         outputs = []
         for output, result in zip(program.io.outputs, program.run(arguments), strict=True):
             if output.alias_of is None:
-                outputs.append(result.cpu())
+                outputs.append(result)
             else:
                 self._states[output.alias_of] = result
         return outputs
@@ -101,3 +111,8 @@ class HloExecutable:
 
     def write_state(self, name: str, tensor: Tensor) -> None:
         self._states[name] = tensor.to(self._device)
+
+
+def _to_host(result: Tensor) -> Tensor:
+    tensor: Tensor = result.cpu()
+    return tensor

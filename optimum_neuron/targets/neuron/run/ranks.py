@@ -10,19 +10,22 @@ import math
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ....graphs.spec import LOGITS
 from ...rank_options import IN_ENVIRONMENT, RankOptions
 from ..graph_io import COPY_SLOT
+from ..rank.plan import HALVES
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
-from .draws import draws
+from .draws import Draw, draws
 from .interpreter import Interpreter
 from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_plan import rank_plan
@@ -36,14 +39,44 @@ _LOAD_TIMEOUT = 3600.0  # seconds; every rank reads its weights from disk
 _SLACK = 15.0
 
 
+class StartedStep:
+    """A step that the ranks were told to run; called, it waits for its end and gives its outputs; see `AheadExecutable.start`.
+
+    Attributes:
+        outputs: None until the ranks have answered, and where they failed.
+    """
+
+    def __init__(self, executable: RankedExecutable, doing: str, shared: Sequence[Tensor | None]) -> None:
+        self._executable, self.doing, self._shared = executable, doing, shared
+        self.outputs: list[Tensor | None] | None = None
+        self.error: NeuronRuntimeError | None = None
+
+    def __call__(self) -> Sequence[Tensor | None]:
+        if self.outputs is None and self.error is None:
+            self._executable.settle(self)
+        if self.outputs is None:
+            assert self.error is not None
+            raise self.error
+        return self.outputs
+
+    def take(self) -> None:
+        """Copies its outputs, before the next step but one is told where they lie."""
+        self.outputs = [None if each is None else each.clone() for each in self._shared]
+
+
 class RankedExecutable:
-    """Loaded graphs of all ranks, each in a process of its own; see `Executable`.
+    """Loaded graphs of all ranks, each in a process of its own; see `AheadExecutable`.
+
+    Ranks run steps in the order in which they are told of them. The next one is on its way while one runs, so that no rank waits
+    for this process between them.
 
     A state as `read_state` gives it is what all ranks hold, joined along the heads.
 
     Attributes:
         close: ends the processes and frees the cores; happens by itself when the object or this process ends.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,
@@ -71,7 +104,12 @@ class RankedExecutable:
         self._ended: NeuronRuntimeError | None = None
         self._states = plan.states()
         self._draws = draws(plan.calls, plan.graphs)
+        self._returned = {
+            name: [each.name for each in io.outputs if each.alias_of is None] for name, io in plan.graphs.items()
+        }
         self._ranks: list[RankProcess] = []
+        self._underway: deque[StartedStep] = deque()
+        self._half = 0
         self.close = weakref.finalize(self, end_processes, self._ranks)
         try:
             address = free_address()
@@ -96,17 +134,61 @@ class RankedExecutable:
         Raises:
             NeuronRuntimeError: a rank failed or died; where the others cannot go on, all later calls raise the same.
         """
-        due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
-        self._put(graph, inputs)
-        for draw in due:
-            self._put(draw.graph, draw.inputs(inputs))
-        graphs = [graph, *(draw.graph for draw in due)]
-        self._ask(f"graph {' and '.join(graphs)}", self._all({"run": graphs}), self._limit + _SLACK)
-        # A sampler's tokens lie where the step's did.
-        return [shared.clone() for shared in self._tensors.outputs[graph]]
+        return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
 
-    def _put(self, graph: str, inputs: Sequence[Tensor]) -> None:
-        for shared, tensor in zip(self._tensors.inputs[graph], inputs, strict=True):
+    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> StartedStep:
+        """As `AheadExecutable.start`.
+
+        Raises:
+            NeuronRuntimeError: as `run`, of a step that was started before.
+        """
+        while len(self._underway) >= HALVES:
+            self._settle_first()
+        self._check_open()
+        half = self._half
+        due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
+        self._put(graph, inputs, half)
+        for draw in due:
+            self._put(draw.graph, draw.inputs(inputs), half)
+        read = self._read(graph, due, logits=logits)
+        runs = [(graph, read), *((draw.graph, [0]) for draw in due)]
+        # A sampler's tokens lie where the step's would.
+        wanted = {*read, *(draw.tokens for draw in due)}
+        shared = [each if number in wanted else None for number, each in enumerate(self._tensors.outputs[half][graph])]
+        step = StartedStep(self, f"graph {' and '.join(name for name, _ in runs)}", shared)
+        with self._ending_on_failure(step.doing):
+            for rank in self._ranks:
+                rank.send({"run": runs, "half": half}, b"", self._limit + _SLACK)
+        self._underway.append(step)
+        self._half = (half + 1) % HALVES
+        return step
+
+    def settle(self, step: StartedStep) -> None:
+        """Waits until the ranks have answered a step, and those before it."""
+        while step in self._underway:
+            self._settle_first()
+        if step.outputs is None and step.error is None:
+            step.error = self._ended
+
+    def _settle_first(self) -> None:
+        self._check_open()
+        step = self._underway.popleft()
+        with self._ending_on_failure(step.doing):
+            _, step.error = self._collect(step.doing, self._limit + _SLACK, 0)
+        if step.error is None:
+            step.take()
+
+    def _read(self, graph: str, due: Sequence[Draw], *, logits: bool) -> list[int]:
+        """The numbers of a step's outputs that somebody wants: no tokens that a sampler replaces."""
+        replaced = {draw.tokens for draw in due}
+        return [
+            number
+            for number, name in enumerate(self._returned[graph])
+            if (logits or not name.endswith(LOGITS)) and number not in replaced
+        ]
+
+    def _put(self, graph: str, inputs: Sequence[Tensor], half: int) -> None:
+        for shared, tensor in zip(self._tensors.inputs[half][graph], inputs, strict=True):
             if shared is not None:
                 shared.copy_(tensor)
 
@@ -142,10 +224,9 @@ class RankedExecutable:
         size: int = 0,
     ) -> list[bytearray]:
         """Sends each process a command, with its data; returns the data of their answers, `size` bytes per rank at most."""
-        if self._ended is not None:
-            raise self._ended
-        if not self.close.alive:
-            raise RuntimeError("the model was closed; load it again")
+        while self._underway:
+            self._settle_first()
+        self._check_open()
         with self._ending_on_failure(doing):
             for rank, command, each in zip(self._ranks, commands, data or [b""] * len(commands), strict=True):
                 rank.send(command, each, timeout)
@@ -153,6 +234,12 @@ class RankedExecutable:
         if error is not None:
             raise error
         return [answers[rank] for rank in self._ranks]
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if not self.close.alive:
+            raise RuntimeError("the model was closed; load it again")
 
     def _collect(
         self, doing: str, timeout: float, size: int

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..graph_io import InputBinding, OutputBinding
+from ..rank.plan import HALVES
 from .load_plan import LoadPlan
 
 
@@ -21,11 +22,13 @@ _Key = tuple[str, tuple[int, ...], str]
 class SharedTensors:
     """Tensors in a block of memory. Those of different graphs that are alike are one: one graph runs at a time.
 
+    The block has halves, in which all lies alike: a step is told in one while another runs in the other.
+
     Attributes:
-        inputs: by graph, in the order of a step's inputs; None for one that the graph does not use.
-        outputs: by graph, those that a step returns.
+        inputs: by half and graph, in the order of a step's inputs; None for one that the graph does not use.
+        outputs: by half and graph, those that a step returns.
         file: descriptor of the memory.
-        size: of the memory, in bytes.
+        size: of half of the memory, in bytes.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -39,14 +42,19 @@ class SharedTensors:
         used: list[InputBinding | OutputBinding] = [each for lists in inputs.values() for each in lists if each]
         self._places, self.size = _places([*used, *(each for lists in outputs.values() for each in lists)])
         self.file = os.memfd_create("optimum_neuron")
-        os.ftruncate(self.file, max(self.size, 1))
-        block = torch.frombuffer(mmap.mmap(self.file, max(self.size, 1)), dtype=torch.uint8)
-        tensors = {key: _view(block, key, start) for key, start in self._places.items()}
-        self.inputs = {
-            name: [None if each is None else tensors[_key(each)] for each in bindings]
-            for name, bindings in inputs.items()
-        }
-        self.outputs = {name: [tensors[_key(each)] for each in bindings] for name, bindings in outputs.items()}
+        os.ftruncate(self.file, HALVES * self.size)
+        block = torch.frombuffer(mmap.mmap(self.file, HALVES * self.size), dtype=torch.uint8)
+        self.inputs: list[dict[str, list[Tensor | None]]] = []
+        self.outputs: list[dict[str, list[Tensor]]] = []
+        for half in block.view(HALVES, self.size):
+            tensors = {key: _view(half, key, start) for key, start in self._places.items()}
+            self.inputs.append(
+                {
+                    name: [None if each is None else tensors[_key(each)] for each in bindings]
+                    for name, bindings in inputs.items()
+                }
+            )
+            self.outputs.append({name: [tensors[_key(each)] for each in of] for name, of in outputs.items()})
 
     def place(self, binding: InputBinding | OutputBinding) -> int:
         """Where an input or output of a step lies, in bytes."""
@@ -65,7 +73,7 @@ def _places(bindings: list[InputBinding | OutputBinding]) -> tuple[dict[_Key, in
         if _key(binding) not in places:
             places[_key(binding)] = size
             size += -(-_bytes(_key(binding)) // _ALIGNMENT) * _ALIGNMENT
-    return places, size
+    return places, max(size, _ALIGNMENT)  # there is no block of nothing
 
 
 def _bytes(key: _Key) -> int:

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, artifact_runner, eager_runner, export_tiny, generate, load_model, random_tokens
+from helpers import (
+    ARCHITECTURES,
+    artifact_runner,
+    decode_rows,
+    eager_runner,
+    export_tiny,
+    generate,
+    load_model,
+    random_tokens,
+)
 from helpers import tiny_config as tiny_sizes
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
@@ -18,8 +27,10 @@ from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactE
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams
 from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+from optimum_neuron.targets.neuron.run import hlo_executor
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 
 
@@ -99,6 +110,72 @@ def test_a_step_whose_rows_are_all_greedy_runs_without_a_sampler(
     assert not {"sample_decode", "sample_chunk"} & set(ran)
     generate(runner, PROMPT, 4, SAMPLED)
     assert ran.count("sample_decode") == 3 and "sample_chunk" in ran
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_take_tokens_that_nobody_has_read(
+    deterministic: bool,
+    sampling: SamplingParams,
+    hlo_artifact: Callable[[str], Path],
+    sharp_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uniforms = torch.rand(8).tolist()
+    expected, _ = generate(
+        eager_runner(load_model(sharp_checkpoints["llama"]), tiny_sizes()), PROMPT, 8, sampling, uniforms
+    )
+    loaded = artifact_runner(hlo_artifact("llama"))
+    runner = GraphRunner(loaded.executable, loaded.config, list(loaded.family), deterministic=deterministic)
+    read: list[tuple[int, ...]] = []
+
+    def noted(result: torch.Tensor) -> torch.Tensor:
+        read.append(tuple(result.shape))
+        return result.cpu()
+
+    monkeypatch.setattr(hlo_executor, "_to_host", noted)
+    # A prompt in rows of its own, the last two in one step; another slot's rows follow and leave its token alone.
+    waits = [runner.start([Chunk(1, PROMPT[:13])], logits=False)]
+    waits.append(runner.start([Chunk(1, PROMPT[13:], sampling, uniforms[0])], logits=False))
+    waits.append(runner.start([Chunk(2, PROMPT[:3])], logits=False))
+    for draw in uniforms[1:]:
+        waits.append(runner.start((), decode_rows(runner, {1: FROM_SLOT}, sampling, draw), logits=False))
+    assert read == []
+    first = waits[1]().chunk_tokens
+    assert first is not None
+    found = [int(first[0])]
+    for wait in waits[3:]:
+        read.clear()
+        tokens = wait().decode_tokens
+        assert tokens is not None
+        found.append(int(tokens[1]))
+        groups = [(loaded.config.batch_size,), (loaded.config.ctx_batch_size,)]
+        assert read == (groups if deterministic else groups[:1])  # a number per row, once a token
+    assert found == expected
+
+
+def test_generate_reads_a_number_per_row_and_token(
+    hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(hlo_artifact("llama"))
+    read: list[int] = []
+
+    def noted(result: torch.Tensor) -> torch.Tensor:
+        read.append(result.numel())
+        return result.cpu()
+
+    monkeypatch.setattr(hlo_executor, "_to_host", noted)
+    prompt = torch.from_numpy(PROMPT).long()[None]
+    tokens = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert read == [model.neuron_config.ctx_batch_size, *[model.neuron_config.batch_size] * 8]
+    read.clear()
+    end = int(tokens[0, len(PROMPT) + 4])
+    steps = tokens[0, len(PROMPT) :].tolist().index(end)
+    ended = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=end, pad_token_id=0)
+    assert ended.tolist() == tokens[:, : len(PROMPT) + steps + 1].tolist()
+    assert len(read) == 1 + steps  # of the step that was started for nothing nothing is read
+    model.forward(prompt)
+    assert max(read) > model.artifact.model.vocab_size  # logits, where they are asked for
 
 
 def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callable[[str], Path]) -> None:

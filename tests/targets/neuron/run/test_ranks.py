@@ -243,7 +243,7 @@ def test_processes_end_when_their_parent_is_killed(
     if hangs:
         neuron_tools.break_device(rank=0, hang=True)
         for rank in loaded._ranks:
-            rank.send({"run": ["token_generation"]}, b"", 5.0)
+            rank.send({"run": [["token_generation", [0]]], "half": 0}, b"", 5.0)
         deadline = time.monotonic() + 60
         while neuron_tools.fault.is_file():
             assert time.monotonic() < deadline
@@ -253,6 +253,79 @@ def test_processes_end_when_their_parent_is_killed(
         rank.process._cut()
     statuses = [process.wait(60) for process in started]
     assert statuses[0] == -signal.SIGKILL if hangs else statuses == [0, 0]
+
+
+@pytest.mark.parametrize("packages", ["lite", "nrt"])
+def test_steps_run_in_order_while_none_of_them_is_read(load: Callable[..., RankedExecutable], packages: str) -> None:
+    loaded = load(packages)
+    started = [loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 10.0, 100.0, 1000.0)]
+    # The state adds up, and is doubled in what a step returns.
+    assert torch.equal(loaded.read_state(STATE)[:, :1], cache_like(1111.0))
+    for step, total in reversed([*zip(started, (1.0, 11.0, 111.0, 1111.0), strict=True)]):
+        (found,) = step()
+        assert torch.equal(found, cache_like(2 * total)) and step()[0] is found
+    loaded.start("token_generation", [cache_like(1.0)], logits=False)  # nobody waits for it
+    (found,) = loaded.run("token_generation", [cache_like(1.0)])
+    assert torch.equal(found, cache_like(2 * 1113.0))
+
+
+def test_the_next_step_is_told_while_one_runs(
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load()
+    answered: list[str] = []
+    collect = RankedExecutable._collect
+
+    def noted(self: RankedExecutable, doing: str, *arguments: Any) -> Any:
+        answered.append(doing)
+        return collect(self, doing, *arguments)
+
+    monkeypatch.setattr(RankedExecutable, "_collect", noted)
+    first, second = (loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0))
+    assert answered == []  # both are told, and nothing was waited for
+    third = loaded.start("token_generation", [cache_like(3.0)], logits=False)
+    assert len(answered) == 1  # its inputs lie where those of the first did
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        loaded.start("token_generation", [torch.zeros(7)], logits=False)  # takes no other step's place
+    fourth = loaded.start("token_generation", [cache_like(4.0)], logits=False)
+    assert [float(step()[0]) for step in (first, second, third, fourth)] == [2.0, 6.0, 12.0, 20.0]
+    assert len(answered) == 4
+
+
+def test_a_step_that_failed_is_told_by_itself_and_not_by_the_one_behind_it(
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
+) -> None:
+    loaded = load()
+    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
+    first, second = (loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0))
+    assert torch.equal(second()[0], cache_like(6.0))
+    for _ in range(2):
+        with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: .*\(1005\)"):
+            first()
+    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_HW_ERR_COLLECTIVES(1200): Failed to execute model")
+    both = [loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0)]
+    for step in both:
+        with pytest.raises(NeuronRuntimeError, match=r"a collective operation is stuck"):
+            step()
+
+
+def test_only_rank_0_reads_and_only_what_is_wanted(
+    load: Callable[..., RankedExecutable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = tmp_path / "transfers"
+    noted.mkdir()
+    monkeypatch.setenv("FAKE_NEURON_TRANSFERS", str(noted))
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
+    loaded = load("nrt")
+    for count in range(1, 4):
+        loaded.start("token_generation", [cache_like(1.0)], logits=False)()
+        assert (noted / "2").read_text().split() == ["4"] * count  # one read of a float32 per step
+    assert not (noted / "3").exists()
+    monkeypatch.setattr(ranks, "LOGITS", ".y")
+    assert loaded.start("token_generation", [cache_like(1.0)], logits=False)() == [None]
+    assert len((noted / "2").read_text().split()) == 3
+    (found,) = loaded.start("token_generation", [cache_like(1.0)], logits=True)()
+    assert torch.equal(found, cache_like(10.0))
 
 
 def test_an_interrupted_step_does_not_answer_the_next_one(

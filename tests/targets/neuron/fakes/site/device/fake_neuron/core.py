@@ -3,6 +3,7 @@
 
 New memory holds poison, results are written in place, and a result that is declared to be a parameter's memory has to be bound
 to it. `FAKE_NEURON_FAULT` names a file that makes executions fail: {"graph", "rank", "message" | "signal" | "hang", "times"}.
+`FAKE_NEURON_TRANSFERS` names a folder in which each core notes what was read from it, in bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Memory:
 
     def read(self) -> np.ndarray:
         self.check()
+        note_read(self.data.size)
         return self.data.copy()
 
     def free(self) -> None:
@@ -172,6 +174,14 @@ def capture(graph: str, rank: int) -> None:
     folder = Path(os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR", "./output")) / f"i-fake_pid_{os.getpid()}"
     folder.mkdir(exist_ok=True)  # where it lies has to be there
     (folder / f"{graph}_vnc_{rank}.ntff").touch()
+
+
+def note_read(size: int) -> None:
+    """Adds a line to the file of this process's cores, if they are noted."""
+    folder = os.environ.get("FAKE_NEURON_TRANSFERS")
+    if folder:
+        with (Path(folder) / os.environ["NEURON_RT_VISIBLE_CORES"]).open("a", encoding="utf-8") as file:
+            file.write(f"{size}\n")
 
 
 def inject_fault(graph: str, rank: int) -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode steps of one call of generate: one after the other, or each started before the one ahead of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .runner import GraphRunner
+from .step_tensors import FROM_SLOT, DecodeRows, StepOutput
+from .token_choice import HostChoice, OnDeviceChoice
+
+
+class DecodeSteps:
+    """Row i of the batch is slot i.
+
+    Args:
+        ahead: start each step while the one ahead of it runs. Its rows then take the tokens that their slots chose; those that end
+            with a token that is not read yet decode once more, for nothing. Nobody sees that, nor is a random number used up.
+        all_rows: whether rows that have ended go on.
+    """
+
+    def __init__(
+        self, runner: GraphRunner, choice: OnDeviceChoice | HostChoice, rows: int, *, ahead: bool, all_rows: bool
+    ) -> None:
+        self._runner, self._choice, self._count = runner, choice, rows
+        self._ahead, self._all_rows = ahead, all_rows
+        self._logits = isinstance(choice, HostChoice)
+        slots = runner.config.batch_size
+        sampling = np.tile(np.asarray(choice.sampling, dtype=np.float32), (slots, 1))
+        uniforms = np.zeros(slots, dtype=np.float32)
+        self._rows = DecodeRows(np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool), sampling, uniforms)
+        self._started: Callable[[], StepOutput] | None = None
+        self._random: Tensor | None = None
+
+    def next(self, tokens: Tensor, unfinished: Tensor, *, more: bool) -> StepOutput:
+        """What follows the last tokens.
+
+        Args:
+            tokens: `[rows]`.
+            unfinished: `[rows]` bool, the rows that have not ended with them.
+            more: whether another step may follow this one.
+        """
+        if not self._ahead:
+            self._fill(tokens.numpy(), unfinished)
+            return self._runner.step((), self._rows, logits=self._logits)
+        step, self._started = self._started, None
+        if step is None:
+            self._fill(tokens.numpy(), unfinished)
+            step = self._runner.start((), self._rows, logits=False)
+        if more:
+            self._random = torch.get_rng_state() if self._choice.sampling.temperature else None
+            self._fill(FROM_SLOT, unfinished)
+            self._started = self._runner.start((), self._rows, logits=False)
+        return step()
+
+    def end(self) -> None:
+        """Leaves the step that was started for nothing, if there is one; what it was to draw is to be drawn again."""
+        if self._started is not None and self._random is not None:
+            torch.set_rng_state(self._random)
+        self._started = None
+
+    def _fill(self, tokens: np.ndarray | int, unfinished: Tensor) -> None:
+        rows = self._rows
+        rows.token_ids[: self._count] = tokens
+        rows.active[: self._count] = True if self._all_rows else unfinished.numpy()
+        if isinstance(self._choice, OnDeviceChoice):
+            rows.uniforms[: self._count] = self._choice.uniforms(self._count)
