@@ -6,9 +6,9 @@ Which requests a step advances is decided elsewhere. Each is known by its slot; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graphs.logprobs import Logprobs
 from ..graphs.spec import CHUNK, DECODE, GraphSpec, SamplingParams
 from .runner import GraphRunner
-from .step_tensors import Chunk, DecodeRows, StepOutput
+from .step_tensors import FROM_SLOT, Chunk, DecodeRows, StepOutput
 
 
 class UniformStream:
@@ -70,6 +70,15 @@ class PromptPart(Generic[R]):
     ends: bool
 
 
+class _Filled(NamedTuple, Generic[R]):
+    """A step, and who is due a token of it: a request and its row, of decode rows and of chunks."""
+
+    chunks: list[Chunk]
+    decode: DecodeRows | None
+    due: list[tuple[R, int]]
+    ended: list[tuple[R, int]]
+
+
 class StepRows(Generic[R]):
     """The rows of all slots, kept between steps.
 
@@ -120,6 +129,36 @@ class StepRows(Generic[R]):
             Each request that is due a token, decodes first: with the token that the graph chose, or for the host to choose
             from with logits `[vocab]` float32, in memory that the next run may use again.
         """
+        chunks, rows, due, ended = self._fill(decodes, parts)
+        output = self._runner.step(chunks, rows, graph, logits=self._wants_logits(due, ended))
+        self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
+        return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+
+    def may_run_ahead(self, decodes: Sequence[R], parts: Sequence[PromptPart[R]]) -> bool:
+        """Whether `run_ahead` may be called: the device runs ahead, and chooses for all who are due a token, who want nothing else."""
+        due = (*decodes, *(part.request for part in parts if part.ends))
+        return self._runner.runs_ahead and not any(request.on_host or request.logprobs for request in due)
+
+    def run_ahead(
+        self, decodes: Sequence[R], parts: Sequence[PromptPart[R]]
+    ) -> Callable[[], list[tuple[R, int | Tensor]]]:
+        """As `run`, and returns before the step has ended: what is returned waits for that.
+
+        The next decode rows of those who are due a token take it from their slots; nobody feeds it to them.
+        """
+        chunks, rows, due, ended = self._fill(decodes, parts)
+        wait = self._runner.start(chunks, rows, logits=False)
+        self.told = {}
+        for request, _ in (*due, *ended):
+            self.feed(request.slot, FROM_SLOT)
+
+        def chosen() -> list[tuple[R, int | Tensor]]:
+            output = wait()
+            return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+
+        return chosen
+
+    def _fill(self, decodes: Sequence[R], parts: Sequence[PromptPart[R]]) -> _Filled[R]:
         rows = self._decode
         # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
         chunks = [
@@ -135,9 +174,7 @@ class StepRows(Generic[R]):
                 rows.uniforms[request.slot] = request.uniforms.draw()
         due = [(request, request.slot) for request in decodes]
         ended = [(part.request, row) for row, part in enumerate(parts) if part.ends]
-        output = self._runner.step(chunks, rows if decodes else None, graph, logits=self._wants_logits(due, ended))
-        self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
-        return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+        return _Filled(chunks, rows if decodes else None, due, ended)
 
     def _wants_logits(self, due: Sequence[tuple[R, int]], ended: Sequence[tuple[R, int]]) -> bool:
         """Whether any request that gets a token needs logits of it on the host."""

@@ -7,8 +7,8 @@ all in its slot takes a chunk, whatever its length; any other takes its one toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,18 @@ from .slot_connector import SlotPlan
 
 @dataclass
 class _Computed:
-    """A step that the graphs have run, and whose tokens are not handed out yet.
+    """A step that the graphs have run, or were told to, and whose tokens are not handed out yet.
 
     Attributes:
         on_device: requests that got a token from the graphs, with it and what the graphs tell of it.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
+        started: what waits for runs that have not ended, and gives their requests' tokens.
     """
 
     scheduler_output: Any
-    on_device: list[tuple[SlotRequest, int, Logprobs | None]]
-    on_host: list[tuple[SlotRequest, Tensor]]
+    on_device: list[tuple[SlotRequest, int, Logprobs | None]] = field(default_factory=list)
+    on_host: list[tuple[SlotRequest, Tensor]] = field(default_factory=list)
+    started: list[Callable[[], list[tuple[SlotRequest, int | Tensor]]]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -64,13 +66,13 @@ class ModelRunner:
         self._computed: _Computed | None = None
 
     def execute(self, scheduler_output: Any) -> None:
-        """Runs a step; `sample` then hands out its tokens.
+        """Runs a step; `sample` then hands out its tokens. Where the device runs ahead, it need not have ended.
 
         Raises:
             RuntimeError: a slot does not contain what vLLM takes it to.
         """
         self._update(scheduler_output)
-        self._computed = _Computed(scheduler_output, [], [])
+        self._computed = _Computed(scheduler_output)
         decodes, chunks = self._rows_of(scheduler_output)
         groups = list(self._group(chunks))
         together = self.runner.family.has_mixed and decodes and groups
@@ -79,21 +81,25 @@ class ModelRunner:
         for group in groups:
             self._run((), group)
 
-    def sample(self, grammar: Any | None) -> ModelRunnerOutput:
-        """The tokens of the step that `execute` ran.
+    def sample(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
+        """What gives the tokens of the step that `execute` ran; it waits for the step's end, so that the next one may be executed before.
 
         Args:
             grammar: vLLM's bit masks for requests with structured output, or None.
         """
         step, self._computed = self._computed, None
         if step is None or not step.scheduler_output.num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return lambda: EMPTY_MODEL_RUNNER_OUTPUT
         tokens: dict[str, list[int]] = {}
-        for state, token, _ in step.on_device:
-            state.output_token_ids.append(token)
-            self._rows.feed(state.slot, token)
-            tokens[state.request_id] = [token]
         of_host = self._sample_on_host(step, grammar, tokens) if step.on_host else None
+        return lambda: self._output(step, tokens, of_host)
+
+    @staticmethod
+    def _output(step: _Computed, tokens: dict[str, list[int]], of_host: LogprobsLists | None) -> ModelRunnerOutput:
+        """Args: tokens, of_host: what the host chose, and the log-probabilities of it."""
+        for wait in step.started:
+            step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, Tensor)]
+        tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
         ids = list(step.scheduler_output.num_scheduled_tokens)
         logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], of_host, ids)
         return ModelRunnerOutput(
@@ -204,8 +210,12 @@ class ModelRunner:
             start = int(self.runner.lengths[state.slot])
             end = start + count
             parts.append(PromptPart(state, state.prefill_token_ids[start:end], end == len(state.prefill_token_ids)))
+        if self._rows.may_run_ahead(decodes, parts):
+            self._computed.started.append(self._rows.run_ahead(decodes, parts))
+            return
         for state, choice in self._rows.run(decodes, parts):
             if isinstance(choice, Tensor):
                 self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
             else:
+                self._rows.feed(state.slot, choice)
                 self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))

@@ -58,7 +58,7 @@ class SlotRequest:
         self.prefill_token_ids = np.asarray(token_ids, dtype=np.int32)
         del self.output_token_ids[len(token_ids) - len(self.prompt_token_ids) :]
         if self.uniforms is not None:
-            self.uniforms.rewind(len(self.output_token_ids))
+            self.uniforms.rewind(len(token_ids) - len(self.prompt_token_ids))
 
 
 class RequestTable:

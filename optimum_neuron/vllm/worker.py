@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +37,21 @@ class _Later(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return self._output.result()
+
+
+class _Behind(AsyncModelRunnerOutput):
+    """A step's output where the device runs ahead: read when vLLM asks for it, which it does once the next step is started.
+
+    Args:
+        thread: of the steps, which alone may wait for the device.
+        sampled: gives what waits for the step.
+    """
+
+    def __init__(self, thread: ThreadPoolExecutor, sampled: Future[Callable[[], ModelRunnerOutput]]) -> None:
+        self._thread, self._sampled = thread, sampled
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._thread.submit(_inferring, self._sampled.result()).result()
 
 
 class NeuronWorker(WorkerBase):
@@ -143,14 +159,20 @@ class NeuronWorker(WorkerBase):
     def sample_tokens(self, grammar_output: Any | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         assert self.model_runner is not None
         if self._thread is None:
-            return self.model_runner.sample(grammar_output)
-        return _Later(self._thread.submit(_inferring, self._sample, self._executing, grammar_output))
+            return self.model_runner.sample(grammar_output)()
+        if self.model_runner.runner.runs_ahead:
+            sampled = self._thread.submit(_inferring, self._sample, self._executing, grammar_output)
+            return _Behind(self._thread, sampled)
+        return _Later(self._thread.submit(_inferring, self._output, self._executing, grammar_output))
 
-    def _sample(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
+    def _sample(self, executed: Future[None] | None, grammar_output: Any | None) -> Callable[[], ModelRunnerOutput]:
         if executed is not None:
             executed.result()  # done; raises what the step raised
         assert self.model_runner is not None
         return self.model_runner.sample(grammar_output)
+
+    def _output(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
+        return self._sample(executed, grammar_output)()
 
     def execute_dummy_batch(self) -> None:
         """Nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""

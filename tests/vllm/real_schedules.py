@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from running_ahead import AheadOf, ahead_of
 from scheduler_outputs import GREEDY
 from slot_model import MODEL, SlotModel, answer, slot_runner, uniforms
 from vllm.config import VllmConfig
@@ -30,7 +31,11 @@ class Served:
 
     With async scheduling a step is scheduled while the one before it is still to be handed back.
 
+    Args:
+        ahead: whether the device runs ahead.
+
     Attributes:
+        device: what counts its transfers, where it runs ahead.
         sizes: what the graphs hold.
         steps: counts of each step that has any, as vLLM put it.
         runs: what the graphs did in each step.
@@ -39,7 +44,7 @@ class Served:
         most_in_flight: steps with tokens that were on their way at once, at most.
     """
 
-    def __init__(self, vllm_config: VllmConfig, **sizes: int | bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, *, ahead: bool = False, **sizes: int | bool) -> None:
         served = find_served(vllm_config)
         assert served is not None
         sizes = {**served.artifact.config.to_dict(), **sizes}
@@ -48,6 +53,9 @@ class Served:
         self.sizes = graphs.config
         assert isinstance(graphs.executable, SlotModel)
         self.model: SlotModel = graphs.executable
+        self.device: AheadOf | None = None
+        if ahead:
+            graphs, self.device = ahead_of(graphs)
         self.worker = ModelRunner(graphs, MODEL, vllm_config)
         vllm_config.cache_config.num_gpu_blocks = slots + 1
         group = KVCacheGroupSpec(
@@ -63,7 +71,7 @@ class Served:
             log_stats=False,
         )
         self.most_in_flight = 0
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         self.depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.steps: list[dict[str, int]] = []
@@ -111,7 +119,8 @@ class Served:
             if len(self.in_flight) < self.depth and output.total_num_scheduled_tokens:
                 return
         if self.in_flight:
-            self.scheduler.update_from_output(*self.in_flight.popleft())
+            output, result = self.in_flight.popleft()
+            self.scheduler.update_from_output(output, result())
 
     def _replay(self, output: SchedulerOutput) -> None:
         """Follows what slots hold by what vLLM was told alone, and checks every plan against it."""

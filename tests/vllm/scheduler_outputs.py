@@ -141,7 +141,7 @@ class Driver:
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step and keeps its tokens."""
         self.runner.execute(output)
-        result = self.runner.sample(None)
+        result = self.runner.sample(None)()
         for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
         return result

@@ -84,15 +84,16 @@ def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
     return one
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
 @pytest.mark.parametrize("name", ENGINES)
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 @example(actions=SWAPPED)
 def test_all_requests_get_their_tokens_in_steps_that_fit(
-    configure: Callable[[str], VllmConfig], name: str, actions: list[tuple[str, Any]]
+    configure: Callable[[str], VllmConfig], name: str, ahead: bool, actions: list[tuple[str, Any]]
 ) -> None:
     config = configure(name)
-    engine = Served(config)
+    engine = Served(config, ahead=ahead)
     for kind, value in actions:
         if kind == "add":
             topic, shared, own, new_tokens, params = value
@@ -112,3 +113,31 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
     if config.scheduler_config.max_num_batched_tokens <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
         assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+def test_a_step_is_started_before_the_one_ahead_of_it_is_read(configure: Callable[[str], VllmConfig]) -> None:
+    engine = Served(configure("one row, async"), ahead=True)
+    for number, params in enumerate(({}, SEEDED)):
+        engine.add(f"r{number}", random_prompt(5, number), 12, **params)
+    engine.run()
+    engine.check_answers()
+    device = engine.device
+    assert device is not None
+    # Behind the prompts, whose steps vLLM waits for: each step is started, then the one ahead of it read, tokens alone.
+    first, last = 4, len(device.transfers) - 1
+    for number in range(first, last):
+        place = device.log.index(f"start {number}")
+        assert device.log[place + 1] == f"read {number - 1}"
+    assert all(names == ["decode.tokens"] for names in device.transfers[first:])
+
+
+def test_who_wants_logits_gets_them_and_is_fed_beside_those_who_do_not(configure: Callable[[str], VllmConfig]) -> None:
+    engine = Served(configure("one row, async"), ahead=True)
+    for number, params in enumerate(({}, HOST, SEEDED)):
+        engine.add(f"r{number}", random_prompt(5, number), 4 + 3 * number, **params)
+    engine.run()
+    engine.check_answers()
+    device = engine.device
+    assert device is not None
+    assert {"decode.logits"} < {name for names in device.transfers for name in names}
+    assert device.transfers[-2] == ["decode.tokens"]  # the one that wants none is left
