@@ -18,6 +18,7 @@ from optimum_neuron.config import HLO_TARGETS, KERNELS, NeuronConfig
 if TYPE_CHECKING:
     from optimum_neuron.targets.neuron.graph_io import GraphIO
     from optimum_neuron.targets.neuron.lint.cost import GraphCost
+    from optimum_neuron.targets.neuron.lint.expert_costs import ExpertCost
     from optimum_neuron.targets.neuron.lint.lint import Finding
 
 DESCRIPTION = """\
@@ -29,7 +30,8 @@ Exporting for a Neuron target does the same and stops at the first error. The ex
 
 --cost counts what one run of each graph has to do on one core: what it reads and writes of device memory (READ ONCE is what its
 weights, inputs and cache alone would take), what of them it transposes, products, collectives, and the time that
-memory and products leave possible. It is a bound, not an estimate: see optimum-cli neuron estimate."""
+memory and products leave possible. It is a bound, not an estimate: see optimum-cli neuron estimate. Of routed experts it shows the
+form that each graph computes them in, chosen by the same count, beside what computing every expert for every token would take."""
 
 EXAMPLES = """\
 examples:
@@ -98,16 +100,20 @@ def _lint(args: Namespace) -> bool:
 
     check_reading()
     from optimum_neuron.targets.neuron.lint.cost import graph_cost
+    from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
     from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint
 
-    operators, findings, costs = installed_operators(), [], []
+    operators, findings, costs, experts = installed_operators(), [], [], []
     target, graphs = _graphs(args, config)
     for name, data, io in graphs:
         findings += lint(name, data, io, target, operators)
         if args.cost:
             costs.append(graph_cost(name, data, io, target))
+            experts += [(name, each) for each in expert_costs(name, data, io, target)]
     if costs:
         _print_costs(costs, target)
+    if experts:
+        _print_experts(experts, target)
     _print(findings)
     return any(finding.severity == "error" for finding in findings)
 
@@ -154,6 +160,31 @@ def _print_costs(costs: list[GraphCost], target: str) -> None:
     for cost in costs:
         for name, count in cost.kernels.items():
             terminal.print(f"{cost.name} calls {name} {count} times, counted as what it stands for")
+
+
+def _print_experts(experts: list[tuple[str, ExpertCost]], target: str) -> None:
+    from rich.table import Table
+
+    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
+    title = "of these, routed experts; before: every expert would compute every token"
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("graph", overflow="fold", ratio=1)
+    table.add_column("layers", justify="right", no_wrap=True)
+    table.add_column("form", no_wrap=True)
+    for name in ("MB\nbefore", "MB\nafter", "GFLOP\nbefore", "GFLOP\nafter", "ms\nbefore", "ms\nafter"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, cost in experts:
+        both = cost.before, cost.after
+        table.add_row(
+            name,
+            str(cost.layers),
+            str(cost.form),
+            *(_megabytes(each.moved) for each in both),
+            *(f"{each.flops / 1e9:,.1f}" for each in both),
+            *(f"{each * 1e3:,.2f}" if target in CHIPS else "-" for each in cost.seconds(target)),
+        )
+    console().print(table)
 
 
 def _megabytes(size: int) -> str:

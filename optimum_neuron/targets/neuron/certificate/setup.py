@@ -149,7 +149,9 @@ def make_setup(
     else:
         few = first_layers(spec, trial.layers)
         tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
-        lowered = lower_all(trial.folder, config, tied, trust_remote_code=trust_remote_code)
+        lowered = lower_all(
+            trial.folder, config, tied, trust_remote_code=trust_remote_code, like=trial.artifact_config
+        )
         modules = {graph.name: Module(graph.hlo, graph.io) for graph in lowered}
     parts = None
     if config.tensor_parallel_size > 1:

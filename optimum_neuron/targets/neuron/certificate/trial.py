@@ -36,11 +36,13 @@ class Trial:
 
     Attributes:
         folder: holds its config.json.
+        config: of its graphs; they compute experts in the form of the artifact's, which are those of `artifact_config`.
         layers: how many it has, of `all_layers`.
     """
 
     folder: Path
     config: NeuronConfig
+    artifact_config: NeuronConfig
     layers: int
     all_layers: int
 
@@ -71,15 +73,15 @@ def choose_trial(
     parameters = sum(tensor.numel() for tensor in named_tensors(model).values())
     tokens = sum(len(step.written) for step in steps)
     if parameters * tokens <= LARGEST_WORK and _state_bytes(config, spec) <= LARGEST_STATES:
-        return Trial(folder, config, count, count)
+        return Trial(folder, config, config, count, count)
     kinds = [kind for kind in kinds_of_layers(model) if len(kind.layers) == count]
     covered = sum(len(kind.members) for kind in kinds) == count
     layers = max(_FEWEST_LAYERS, *(kind.members[0] + 1 for kind in kinds)) if covered else count
     if layers >= count:
-        return Trial(folder, config, count, count)
+        return Trial(folder, config, config, count, count)
     small = _smaller(config)
     write_trial(folder, layers, small.sequence_length, scratch, trust_remote_code=trust_remote_code)
-    return Trial(scratch, small, layers, count)
+    return Trial(scratch, small, config, layers, count)
 
 
 def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust_remote_code: bool) -> None:

@@ -90,7 +90,7 @@ def _executed_lines(artifact: Artifact, certificate: Certificate, *, trust_remot
         if certificate.layers < certificate.all_layers:
             folder, length = Path(scratch), config.sequence_length
             write_trial(artifact.path, certificate.layers, length, folder, trust_remote_code=trust_remote_code)
-        trial = Trial(folder, config, certificate.layers, certificate.all_layers)
+        trial = Trial(folder, config, artifact.config, certificate.layers, certificate.all_layers)
         setup = make_setup(
             artifact.path, trial, artifact.model, artifact.tied_weights, trust_remote_code=trust_remote_code
         )

@@ -7,11 +7,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 
 from ....graphs.spec import LayerCache, ModelSpec
+from ..expert_forms import ExpertLayer
 from ..sharding import ShardPlan, shard_plan
 from .layer_kinds import LayerKinds, whole_model
 from .model_sizes import Kind, ModelSizes, Weight
@@ -23,22 +23,26 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts on a core, of all layers that have as many.
+    """Routed experts on a core, of all layers that are alike.
 
     Attributes:
-        count, per_token: how many there are in a layer, and how many see a token.
-        params: that tokens are multiplied with, all layers together.
-        bytes: of all that belongs to them.
+        layer: one layer's.
+        layers: how many have such.
+        bytes: of all that belongs to them, all layers together.
     """
 
-    count: int
-    per_token: int
-    params: int
+    layer: ExpertLayer
+    layers: int
     bytes: int
+
+    @property
+    def params(self) -> int:
+        """That tokens are multiplied with, all layers together."""
+        return self.layers * self.layer.experts * self.layer.expert_params
 
     def touched(self, tokens: int) -> float:
         """The expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
-        return 1 - (1 - self.per_token / self.count) ** tokens
+        return 1 - (1 - self.layer.per_token / self.layer.experts) ** tokens
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class CoreSizes:
         weight_bytes: all weights and constant buffers.
         table_bytes: of these, embedding tables, of which a step reads a few rows.
         linear_params, head_params: parameters that each token of a step, and each row of its logits, is multiplied with.
-        block_width: elements per token that the projections of the widest block read and write.
+        block_width: elements per token that the projections of the widest block read and write, experts aside.
         spec: the model's, with the core's own kv heads.
         local_vocab: columns of the core's share of the head.
     """
@@ -120,7 +124,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         table_bytes=sizes_of["table"],
         linear_params=params["linear"],
         head_params=params["head"],
-        experts=tuple(_experts(local)),
+        experts=tuple(_experts(local, sizes)),
         attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
         block_width=_block_width(local),
         spec=spec,
@@ -132,16 +136,31 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     )
 
 
-def _experts(weights: list[Weight]) -> Iterator[Experts]:
-    routed = sorted((w for w in weights if w.kind == "experts"), key=lambda w: (w.experts, w.per_token))
-    for (count, per_token), group in groupby(routed, key=lambda w: (w.experts, w.per_token)):
-        alike = list(group)
-        yield Experts(
-            count,
-            per_token,
-            params=sum(math.prod(w.shape) for w in alike if len(w.shape) == 3),  # the others are biases
-            bytes=sum(math.prod(w.shape) * w.itemsize for w in alike),
-        )
+def _experts(weights: list[Weight], sizes: ModelSizes) -> Iterator[Experts]:
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if weight.kind == "experts":
+            blocks[weight.block].append(weight)
+    alike: dict[ExpertLayer, list[int]] = defaultdict(list)
+    for block in blocks.values():
+        alike[_expert_layer(block, sizes)].append(sum(math.prod(w.shape) * w.itemsize for w in block))
+    for layer, bytes_of in alike.items():
+        yield Experts(layer, len(bytes_of), sum(bytes_of))
+
+
+def _expert_layer(block: list[Weight], sizes: ModelSizes) -> ExpertLayer:
+    """A layer by its weights, which lie either way around; the others are biases."""
+    weights = {w.name: math.prod(w.shape[1:]) for w in block if len(w.shape) == 3}
+    down = sum(size for name, size in weights.items() if name.endswith("down_proj"))
+    return ExpertLayer(
+        experts=block[0].experts,
+        per_token=block[0].per_token,
+        hidden=sizes.hidden_size,
+        up=(sum(weights.values()) - down) // sizes.hidden_size,
+        down=down // sizes.hidden_size,
+        dtype=sizes.dtype,
+        itemsize=block[0].itemsize,
+    )
 
 
 def _block_width(weights: list[Weight]) -> int:
@@ -149,9 +168,6 @@ def _block_width(weights: list[Weight]) -> int:
     for weight in weights:
         if weight.kind == "linear":
             widths[weight.block] += sum(weight.shape)
-        elif weight.kind == "experts" and len(weight.shape) == 3:
-            # The graphs run every expert for every token.
-            widths[weight.block] += sum(weight.shape[1:]) * weight.experts
     return max(widths.values(), default=0)
 
 

@@ -145,8 +145,8 @@ def sentences(report: Report) -> list[str]:
     lines = [_to_rent(fitting) if fitting else _nearest(report), *report.notes]
     if report.sizes.has_experts:
         lines.append(
-            "At most: tokens compute the experts that they are routed to. Otherwise all, since the graphs do; no published run "
-            "with experts was fitted."
+            "At most: tokens compute the experts that they are routed to. Otherwise what graphs compute for any routing; no "
+            "published run with experts was fitted."
         )
     lines.append(
         f"Weights and cache are exact. Graphs take {GRAPH_RESERVE // MIB} MiB each for their code, which is a guess on the "

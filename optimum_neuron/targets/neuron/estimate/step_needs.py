@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, graph_specs, state_specs
+from ..expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ..lowering.attention import score_block
 from ..sdk.hardware import MIB, Chip
 
@@ -50,7 +52,7 @@ def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
     Activations are those of the graph that needs most, in whole scratch pages. Every graph takes a reserve of its own.
     """
     graphs = graph_specs(config)
-    live = max(live_bytes(sizes, graph) for graph in graphs)
+    live = max(live_bytes(sizes, graph, chip) for graph in graphs)
     return Memory(
         weights=sizes.weight_bytes,
         kv_cache=cache_bytes(sizes, config),
@@ -64,7 +66,7 @@ def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
     return sum(math.prod(state.shape) for state in state_specs(config, sizes.spec)) * sizes.itemsize
 
 
-def live_bytes(sizes: CoreSizes, graph: GraphSpec) -> int:
+def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip) -> int:
     """The largest set of tensors that a step needs at once beside weights and cache.
 
     The hidden states, their residual and a normalized copy in float32 live all the time; with them either what the widest
@@ -73,8 +75,26 @@ def live_bytes(sizes: CoreSizes, graph: GraphSpec) -> int:
     groups = _row_groups(graph)
     tokens = sum(group.tokens for group in groups)
     hidden = tokens * sizes.hidden_size * (2 * sizes.itemsize + 4)
-    block = tokens * sizes.block_width * sizes.itemsize
-    return hidden + max(block, _attention_bytes(sizes, graph, groups), _logits_bytes(sizes, graph, tokens))
+    block = max(tokens * sizes.block_width, *(_expert_elements(each.layer, tokens, chip) for each in sizes.experts), 0)
+    return hidden + max(
+        block * sizes.itemsize, _attention_bytes(sizes, graph, groups), _logits_bytes(sizes, graph, tokens)
+    )
+
+
+def _expert_elements(layer: ExpertLayer, tokens: int, chip: Chip) -> int:
+    """The most that a step of up to so many tokens has, in whole tiles of rows: so a larger step never needs less."""
+    few = range(1, min(tokens, TILE_ROWS) + 1)
+    more = range(2 * TILE_ROWS, tokens + TILE_ROWS, TILE_ROWS)
+    return max(_most_elements(layer, end, chip) for end in (*few, *more))
+
+
+@lru_cache(maxsize=1 << 16)
+def _most_elements(layer: ExpertLayer, end: int, chip: Chip) -> int:
+    """Of a step of `end` tokens, or of one in the tile before; the form may change within it."""
+    forms = [choose(layer, end, chip)]
+    if end > TILE_ROWS and choose(layer, end - TILE_ROWS + 1, chip).kind == "all":
+        forms.append(all_experts(end))
+    return max(work(layer, end, form, chip).live for form in forms)
 
 
 class _Rows(NamedTuple):

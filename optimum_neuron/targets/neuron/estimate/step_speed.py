@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....graphs.spec import GraphSpec
+from ..expert_forms import choose, work
 from ..sdk.hardware import Chip
 from ..sdk.step_times import DECODE, PREFILL, Accuracy, StepTimes
 from .step_needs import SCORE_BYTES
@@ -85,17 +86,19 @@ class StepWork:
 
 
 def step_work(sizes: CoreSizes, rows: int, length: int, context_length: int, chip: Chip, cores: int) -> StepWork:
-    """The work of a step of `rows` rows of `length` tokens, in graphs where every expert computes every token.
+    """The work of a step of `rows` rows of `length` tokens, with experts in the form that graphs of the chip have.
 
     Args:
         context_length: columns of the cache that attention reads.
         cores: of the group.
     """
     scores = rows * length * context_length * sizes.heads * SCORE_BYTES
+    moved, routed = expert_work(sizes, rows * length, chip)
+    products = flops(sizes, rows, length, 0) + routed
     return StepWork(
-        weights=weight_bytes_read(sizes, None) / chip.core_bandwidth,
+        weights=(weight_bytes_read(sizes, 0) + moved) / chip.core_bandwidth,
         cache=cache_bytes_read(sizes, rows, context_length) / chip.core_bandwidth,
-        products=flops(sizes, rows, length, 0, all_experts=True) / chip.core_flops(sizes.dtype),
+        products=products / chip.core_flops(sizes.dtype),
         scores=scores / chip.core_bandwidth,
         latencies=sizes.depth * (1 + math.log2(cores)),
     )
@@ -104,15 +107,16 @@ def step_work(sizes: CoreSizes, rows: int, length: int, context_length: int, chi
 def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: StepTimes) -> Speed:
     """The time of one step, of decode rows or of chunk rows, when every core of the group works on its part.
 
-    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, in which every
-    expert computes every token.
+    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
+    least time that the chip's peaks allow for any routing.
     """
     decodes = graph.has_decode
     rows, length = (graph.batch_size, 1) if decodes else (graph.ctx_batch_size, graph.chunk_size)
     accuracy: Accuracy = DECODE if decodes else PREFILL
     reading = weight_bytes_read(sizes, rows * length) + cache_bytes_read(sizes, rows, graph.context_length)
     memory = reading / chip.core_bandwidth
-    products = flops(sizes, rows, length, graph.context_length, all_experts=False) / chip.core_flops(sizes.dtype)
+    routed = routed_flops(sizes, rows * length)
+    products = (flops(sizes, rows, length, graph.context_length) + routed) / chip.core_flops(sizes.dtype)
     peak = max(memory, products)
     expected = step_work(sizes, rows, length, graph.context_length, chip, cores).seconds(times)
     return Speed(
@@ -125,14 +129,16 @@ def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: Ste
     )
 
 
-def weight_bytes_read(sizes: CoreSizes, tokens: int | None) -> float:
-    """Bytes of weights that a step reads: all but embedding tables.
-
-    Args:
-        tokens: of routed experts, those count that as many tokens are expected to use; None: all.
-    """
-    unused = 0.0 if tokens is None else sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
+def weight_bytes_read(sizes: CoreSizes, tokens: int) -> float:
+    """Bytes of weights that a step reads: all but embedding tables; of routed experts those that tokens are expected to use."""
+    unused = sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
     return sizes.weight_bytes - sizes.table_bytes - unused
+
+
+def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
+    """Bytes that routed experts read and write in the form that graphs of a chip have, and their operations."""
+    done = [(e.layers, work(e.layer, tokens, choose(e.layer, tokens, chip), chip)) for e in sizes.experts]
+    return sum(layers * each.moved for layers, each in done), sum(layers * each.flops for layers, each in done)
 
 
 def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: int) -> int:
@@ -140,14 +146,12 @@ def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: int) -> int:
     return rows * context_length * sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
 
 
-def flops(sizes: CoreSizes, rows: int, length: int, context_length: int, *, all_experts: bool) -> float:
-    """Floating point operations of a step's matrix products: two per parameter and token.
+def flops(sizes: CoreSizes, rows: int, length: int, context_length: int) -> int:
+    """Floating point operations of a step's matrix products without routed experts: two per parameter and token.
 
     Args:
         length: tokens of a row; one token scores its own key apart from its context.
-        all_experts: whether every expert computes every token, or only those that it is routed to.
     """
-    routed = sum(e.params * (1 if all_experts else e.per_token / e.count) for e in sizes.experts)
     seen = sum(
         layer.layers
         * layer.heads
@@ -155,4 +159,9 @@ def flops(sizes: CoreSizes, rows: int, length: int, context_length: int, *, all_
         for layer in sizes.attention
     )
     head = sizes.head_params * (rows if sizes.keeps_logits else rows * length)
-    return 2 * (rows * length * (sizes.linear_params + routed + seen) + head)
+    return 2 * (rows * length * (sizes.linear_params + seen) + head)
+
+
+def routed_flops(sizes: CoreSizes, tokens: int) -> float:
+    """Operations of the experts that tokens are routed to."""
+    return 2 * tokens * sum(e.params * e.layer.per_token / e.layer.experts for e in sizes.experts)

@@ -18,7 +18,7 @@ from typing import Any
 from ..graph_io import GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import kernel_calls
-from ..sdk.hardware import CHIPS
+from ..sdk.hardware import CHIPS, chip_of
 from .graph import Graph
 from .weight_rules import changes_order
 
@@ -31,7 +31,6 @@ _KERNELS = frozenset({
 })  # fmt: skip
 _RESHAPES = frozenset({"reshape", "bitcast", "copy", "broadcast"})
 _UPDATES = frozenset({"scatter", "dynamic-update-slice"})
-_SMALLEST_SBUF = min(chip.core_sbuf for chip in CHIPS.values())
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class GraphCost:
         chip = CHIPS.get(target)
         if chip is None:
             raise ValueError(f"target={target!r} is no chip with peaks; choose one of {', '.join(CHIPS)}")
-        products = sum(count / chip.core_flops(dtype) for dtype, count in self.flops.items())
-        return max((self.read + self.written) / chip.core_bandwidth, products)
+        return chip.core_seconds(self.read + self.written, self.flops)
 
 
 def graph_cost(name: str, data: bytes, io: GraphIO, target: str) -> GraphCost:
@@ -89,9 +87,8 @@ class _Counter:
     """Walks a graph's entry computation once."""
 
     def __init__(self, graph: Graph) -> None:
-        chip = CHIPS.get(graph.target)
         self._graph = graph
-        self._sbuf = _SMALLEST_SBUF if chip is None else chip.core_sbuf
+        self._sbuf = chip_of(graph.target).core_sbuf
         self._entry = hlo.entry(graph.module)
         self._position = {each.id: index for index, each in enumerate(self._entry.instructions)}
         self._in_place = self._updates_in_place()
@@ -120,7 +117,7 @@ class _Counter:
         return GraphCost(
             name=self._graph.name,
             read=sum(map(sum, reads.values())),
-            needed=sum(max(sizes) for source, sizes in reads.items() if self._is_parameter(source)),
+            needed=sum(self._needed_of(source, sizes) for source, sizes in reads.items()),
             written=written,
             transposed=transposed,
             flops=dict(flops),
@@ -138,8 +135,12 @@ class _Counter:
                     found[self._dtype(each)] += self._flops(each)
         return found
 
-    def _is_parameter(self, number: int) -> bool:
-        return bool(self._graph.by_id[number].opcode == "parameter")
+    def _needed_of(self, number: int, sizes: list[int]) -> int:
+        source = self._graph.by_id[number]
+        return min(max(sizes), _bytes(source.shape)) if source.opcode == "parameter" else 0
+
+    def _is_source(self, each: Any) -> bool:
+        return each.opcode == "parameter" or self._is_kernel(each)
 
     def _is_kernel(self, each: Any) -> bool:
         if each.opcode == "transpose":
@@ -159,7 +160,11 @@ class _Counter:
         found: Counter[int] = Counter()
         pending: list[int] = []
         for operand, count in self._needed(kernel):
-            self._visit(operand, count, limits, found, pending)
+            source = self._through_reshapes(operand)
+            if kernel.opcode == "gather" and self._is_source(source):
+                yield source, count  # which may be some rows twice
+            else:
+                self._visit(operand, count, limits, found, pending)
         while pending:  # users before what they use, so that a limit is known in full when it is passed on
             each = self._entry.instructions[-heapq.heappop(pending)]
             for operand in self._graph.operands(each):
@@ -170,7 +175,7 @@ class _Counter:
 
     def _visit(self, each: Any, limit: int, limits: dict[int, int], found: Counter[int], pending: list[int]) -> None:
         count = min(limit, _elements(each.shape))
-        if each.opcode == "parameter" or self._is_kernel(each):
+        if self._is_source(each):
             found[each.id] += count
             return
         if each.id not in limits:

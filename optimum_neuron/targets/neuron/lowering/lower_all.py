@@ -14,17 +14,24 @@ from ..graph_io import COPY_SLOT
 from ..score_graphs import score_graphs
 from .kernel_calls import called_kernels
 from .lower import LoweredGraph, lower_scores, lower_slot_copy, lower_step
+from .ops import ops_for
 from .rank_model import rank_model
 
 
 def lower_all(
-    folder: Path, config: NeuronConfig, tied_weights: Mapping[str, str], *, trust_remote_code: bool
+    folder: Path,
+    config: NeuronConfig,
+    tied_weights: Mapping[str, str],
+    *,
+    trust_remote_code: bool,
+    like: NeuronConfig | None = None,
 ) -> Iterator[LoweredGraph]:
     """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where slots share prefixes what copies them.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
         tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
+        like: whose largest graph of each kind tells the form of experts; None: each graph has that of its own size.
 
     Raises:
         ValueError: the model cannot be lowered, or not be shared by so many ranks; or a kernel has no use in it.
@@ -38,7 +45,8 @@ def lower_all(
     with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
         called: set[str] = set()
         for spec in specs:
-            graph = lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
+            ops = rank.ops if like is None else ops_for(config.target, rank.ops, _most_tokens(like, spec.kind))
+            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns)
             called |= called_kernels(graph.hlo)
             yield graph
             advance(spec.name)
@@ -51,3 +59,7 @@ def lower_all(
         if copies:
             yield lower_slot_copy(states, ranks)
             advance(COPY_SLOT)
+
+
+def _most_tokens(config: NeuronConfig, kind: str) -> int:
+    return max(spec.tokens for spec in graph_specs(config) if spec.kind == kind)

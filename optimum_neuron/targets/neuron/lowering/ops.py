@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step's operators in the form that the Neuron compiler takes: attention in parts, cache writes as one scatter of rows.
 
-A step chooses the largest logit; what is to be drawn is drawn by a graph of its own (score_module.py).
+A step chooses the largest logit; what is to be drawn is drawn by a graph of its own (score_module.py). Experts are computed in
+the form that takes the target's chip the least time.
 
 Attention is written by hand, because the lowering of scaled_dot_product_attention tests for rows without keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ....graphs.ops import StepOps
 from ..sampler import largest_of_whole
+from ..sdk.hardware import chip_of
 from .attention import attend_cache, attend_decode
+from .experts import experts_for
 
 
 def write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -25,5 +30,18 @@ def write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) ->
 
 
 NEURON_OPS = StepOps(
-    attend_cache=attend_cache, attend_decode=attend_decode, write_cache=write_cache, sample=largest_of_whole
+    attend_cache=attend_cache,
+    attend_decode=attend_decode,
+    write_cache=write_cache,
+    experts=experts_for(chip_of("hlo")),
+    sample=largest_of_whole,
 )
+
+
+def ops_for(target: str, ops: StepOps, like: int | None = None) -> StepOps:
+    """The operators of the steps of one target: experts are computed as its chip does in the least time.
+
+    Args:
+        like: tokens of the step whose form of experts is to be had; None: of the step itself.
+    """
+    return replace(ops, experts=experts_for(chip_of(target), like))

@@ -27,7 +27,7 @@ from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_name
 from ..sharding.trace import no_data
 from ..weight_layout import WeightLayout
 from .decompositions import decompose
-from .ops import NEURON_OPS
+from .ops import NEURON_OPS, ops_for
 from .weight_uses import weight_layout
 
 
@@ -98,7 +98,7 @@ def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _as_rank(
     model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
 ) -> RankModel:
-    ops = with_kernels(NEURON_OPS, config.kernels)
+    ops = ops_for(config.target, with_kernels(NEURON_OPS, config.kernels))
     if plan is not None:
         apply_plan(model, plan, float32_reduce=config.float32_reduce)
         ops = sharded_ops(ops, model, plan)

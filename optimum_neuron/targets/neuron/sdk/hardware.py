@@ -8,6 +8,7 @@ parallel group runs on. Trainium2 and Trainium3 join two physical cores to one b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....config import NEURON_TARGETS
@@ -17,9 +18,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Chip:
-    """One accelerator chip; figures are its peaks, all cores together.
+    """One accelerator chip, equal to itself alone; figures are its peaks, all cores together.
 
     Attributes:
         cores: logical NeuronCores.
@@ -57,6 +58,16 @@ class Chip:
         """Operations per second per logical core."""
         return self.flops[dtype] / self.cores
 
+    def core_seconds(self, moved: float, flops: Mapping[str, float]) -> float:
+        """The roofline of a logical core, whose memory and products overlap.
+
+        Args:
+            moved: bytes read and written.
+            flops: operations of products by the type of their operands.
+        """
+        products = sum(count / self.core_flops(dtype) for dtype, count in flops.items())
+        return max(moved / self.core_bandwidth, products)
+
 
 def _chip(
     name: str,
@@ -88,6 +99,13 @@ CHIPS = {
     "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
+
+
+def chip_of(target: str) -> Chip:
+    """A target's chip; for `hlo`, which is none, that with the least on-chip memory."""
+    return CHIPS.get(target) or min(CHIPS.values(), key=lambda chip: chip.core_sbuf)
+
+
 # Bytes of memory inside a physical core (SBUF), where what one instruction leaves may wait for the next.
 SBUF = {"inf2": 24 * MIB, "trn1": 24 * MIB, "trn2": 28 * MIB, "trn3": 32 * MIB}
 assert tuple(SBUF) == NEURON_TARGETS

@@ -98,7 +98,7 @@ def _case(folder: Path, ranks: int, *names: str) -> Case:
     tied = get_target("trn2").write_model(model, config, artifact)
     steps = tuple(step for step in steps_of(config, spec) if step.graph.startswith(names))
     parts = None if ranks == 1 else state_parts(shard_plan(model, ranks), spec, model)
-    setup = Setup(artifact, Trial(artifact, config, 1, 1), spec, tied, {}, steps, parts)
+    setup = Setup(artifact, Trial(artifact, config, config, 1, 1), spec, tied, {}, steps, parts)
     states = setup.states("float32")
     scales = state_scales(model, states, setup.graphs, spec, steps)
     one, moved = (

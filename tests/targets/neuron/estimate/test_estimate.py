@@ -39,10 +39,16 @@ from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
 from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
 from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes
-from optimum_neuron.targets.neuron.estimate.step_speed import flops, weight_bytes_read
+from optimum_neuron.targets.neuron.estimate.step_speed import (
+    expert_work,
+    flops,
+    routed_flops,
+    step_work,
+    weight_bytes_read,
+)
 from optimum_neuron.targets.neuron.lowering import attention
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
-from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES, chip_of
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 
 
@@ -195,8 +201,8 @@ def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path])
             step(*example_inputs(graph.inputs()))
         decode, chunk = (config.batch_size, 1), (config.ctx_batch_size, config.prefill_chunk_size)
         rows = [decode] * graph.has_decode + [chunk] * graph.has_chunk
-        expected = sum(flops(core, *group, graph.context_length, all_experts=True) for group in rows)
-        assert counted.get_total_flops() == expected
+        expected = sum(flops(core, *group, graph.context_length) for group in rows)
+        assert counted.get_total_flops() == expected + expert_work(core, graph.tokens, chip_of("hlo"))[1]
 
 
 # Without latent attention, for which a fifth more is reserved than a step of three tokens holds.
@@ -217,7 +223,7 @@ def test_activations_are_about_what_a_step_holds(
             step, inputs = StepModule(model, cache, graph, NEURON_OPS), example_inputs(graph.inputs())
             with torch.no_grad(), Allocations([*model.parameters(), *step.buffers(), *inputs]) as held:
                 step(*inputs)
-            assert held.peak / 2 <= live_bytes(core, graph) <= held.peak
+            assert held.peak / 2 <= live_bytes(core, graph, chip_of("hlo")) <= held.peak
 
 
 class Allocations(TorchDispatchMode):
@@ -266,9 +272,23 @@ def test_hosts_add_up_to_what_is_documented() -> None:
 def test_experts_are_read_as_far_as_tokens_use_them() -> None:
     core = core_sizes(sized(MixtralConfig()), 1)
     (experts,) = core.experts
-    assert (experts.count, experts.per_token) == (8, 2)
+    assert (experts.layer.experts, experts.layer.per_token, experts.layers) == (8, 2, 32)
+    assert experts.bytes == 2 * experts.params
     all_read = core.weight_bytes - core.table_bytes
-    assert weight_bytes_read(core, None) == all_read
     assert weight_bytes_read(core, 1) == pytest.approx(all_read - 0.75 * experts.bytes)
     assert weight_bytes_read(core, 1000) == pytest.approx(all_read)
-    assert flops(core, 1, 1, 1, all_experts=False) < flops(core, 1, 1, 1, all_experts=True) / 3
+    assert routed_flops(core, 3) == 2 * 3 * experts.params / 4
+
+
+def test_what_is_expected_of_experts_is_what_graphs_compute() -> None:
+    """A decode row reads its own experts, several rows all of them; arithmetic of a chunk follows the routing."""
+    core, chip = core_sizes(sized(MixtralConfig()), 8), CHIPS["trn2"]
+    (experts,) = core.experts
+    one, four, chunk = (expert_work(core, tokens, chip) for tokens in (1, 4, 2048))
+    assert one == (experts.bytes // 4, 2 * experts.params // 4)
+    assert four[0] == experts.bytes and four[1] == 4 * 2 * experts.params
+    assert chunk[1] < 0.5 * 2048 * 2 * experts.params
+    for rows, length, (moved, computed) in ((1, 1, one), (1, 2048, chunk)):
+        step = step_work(core, rows, length, 4096, chip, 8)
+        assert step.weights == pytest.approx((weight_bytes_read(core, 0) + moved) / chip.core_bandwidth)
+        assert step.products == pytest.approx((flops(core, rows, length, 0) + computed) / chip.core_flops("bfloat16"))

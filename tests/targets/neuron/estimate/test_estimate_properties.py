@@ -15,7 +15,11 @@ from optimum_neuron.graphs.spec import LayerCache, ModelSpec
 from optimum_neuron.targets.neuron.estimate.core_sizes import AttentionSizes, CoreSizes, Experts
 from optimum_neuron.targets.neuron.estimate.estimate import estimate
 from optimum_neuron.targets.neuron.estimate.step_needs import memory
+from optimum_neuron.targets.neuron.expert_forms import ExpertLayer
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB
+
+
+DTYPE = "bfloat16"
 
 
 @st.composite
@@ -23,7 +27,8 @@ def core_models(draw: st.DrawFn) -> CoreSizes:
     """A core's part of a model, of any sizes."""
     layers, heads, dim = draw(st.integers(1, 100)), draw(st.integers(1, 16)), draw(st.sampled_from([64, 128]))
     kv_heads = draw(st.integers(1, heads))
-    experts = draw(st.sampled_from([(), (Experts(8, 2, GIB, 2 * GIB),), (Experts(128, 4, GIB, 2 * GIB),)]))
+    few, many = ExpertLayer(8, 2, 4096, 4096, 2048, DTYPE, 2), ExpertLayer(128, 4, 4096, 512, 256, DTYPE, 2)
+    experts = draw(st.sampled_from([(), (Experts(few, 5, 2 * GIB),), (Experts(many, 2, 2 * GIB),)]))
     return CoreSizes(
         weight_bytes=draw(st.integers(4, 30)) * GIB,
         table_bytes=draw(st.integers(0, GIB)),
@@ -38,7 +43,7 @@ def core_models(draw: st.DrawFn) -> CoreSizes:
         local_vocab=draw(st.integers(1, 32_000)),
         hidden_size=draw(st.integers(1, 16_384)),
         keeps_logits=draw(st.booleans()),
-        dtype="bfloat16",
+        dtype=DTYPE,
         itemsize=2,
     )
 
@@ -139,7 +144,7 @@ def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes
 
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 4096))
 def test_expected_experts(per_token: int, others: int, tokens: int) -> None:
-    experts = Experts(per_token + others, per_token, 1, 1)
+    experts = Experts(ExpertLayer(per_token + others, per_token, 1, 1, 1, DTYPE, 2), 1, 1)
     assert experts.touched(0) == 0
     assert experts.touched(1) == pytest.approx(per_token / (per_token + others))
     assert experts.touched(2) == pytest.approx(1 - (others / (per_token + others)) ** 2)

@@ -3,22 +3,37 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import python_process
+from moe import CONFIGS, make_checkpoint
 
 
 RANKS = """
-import os, sys
+import json, os, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[3:]
+sys.path[:0] = sys.argv[4:]
 import sharded_programs
 ranks = int(sys.argv[2])
-sharded_programs.check(Path(sys.argv[1]), ranks)
+sharded_programs.check(Path(sys.argv[1]), ranks, **json.loads(sys.argv[3]))
 print("equal", flush=True)
 os._exit(0)  # XLA's threads of several devices do not always end
 """
+
+
+# One row of each kind: experts are gathered for a decode row, and computed in blocks for a chunk.
+FEW_ROWS = {
+    "batch_size": 1,
+    "ctx_batch_size": 1,
+    "sequence_length": 512,
+    "prefill_chunk_size": 256,
+    "context_buckets": [512],
+    "mixed_step": False,
+}
+NOISE = 2e-5  # of logits up to 5, in float32
 
 
 @pytest.mark.parametrize(
@@ -33,11 +48,28 @@ os._exit(0)  # XLA's threads of several devices do not always end
 def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
     name: str, ranks: int, sharp_checkpoints: dict[str, Path]
 ) -> None:
+    _run(sharp_checkpoints[name], ranks, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("deepseek_v3", 2),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in CONFIGS if name != "deepseek_v3"),
+        pytest.param("qwen3_moe", 4, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_compute_their_parts_of_the_chosen_experts(name: str, ranks: int, tmp_path: Path) -> None:
+    _run(make_checkpoint(name, tmp_path / "checkpoint"), ranks, FEW_ROWS | {"noise": NOISE})
+
+
+def _run(checkpoint: Path, ranks: int, options: dict[str, Any]) -> None:
     tests = Path(__file__).parents[3]
     process = python_process(
         RANKS,
-        sharp_checkpoints[name],
+        checkpoint,
         str(ranks),
+        json.dumps(options),
         tests,
         tests / "targets" / "neuron",
         PJRT_DEVICE="CPU",

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a graph computes a layer's routed experts: what each way reads and computes on a core, and which takes the least time.
+
+Imports no torch. Counted as lint/cost.py counts graphs, which a test compares: a result that the core's own memory cannot
+hold is written and read. What operators cost beside bytes and products is not counted, there as here.
+
+Where tokens go is not known before the step, so each of these does for any routing of `entries = tokens * per_token`:
+- all: every expert computes every token, with its weights where they lie.
+- gather: each entry is a product of its own, with its expert's weights gathered. Reads less where entries are fewer than experts.
+- blocks: every expert computes the first `rows` of its entries where its weights lie; what is beyond goes to blocks of as many
+  rows, each of one expert, whose weights are gathered. An expert of n entries needs `ceil(n / rows) - 1 <= (n - 1) / rows`
+  of them where it has any, so all experts together at most `(entries - 1) // rows`: as many as a single expert with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .sdk.hardware import Chip
+
+
+# Rows of a product that the tensor engine takes at a time (nki.isa.nc_matmul in the SDK's documentation): fewer take as long.
+TILE_ROWS = 128
+# Products that one layer's gathered weights are cut into, so that each part stays in the core's memory; more make a graph long.
+MOST_PARTS = 16
+# Places in blocks are counted in float32.
+_LARGEST_PLACE = 1 << 24
+
+Kind = Literal["all", "gather", "blocks"]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer's routed experts on one core.
+
+    Attributes:
+        per_token: experts that a token is routed to.
+        hidden: values of a token.
+        up: values that an expert's first projection gives.
+        down: values that its last one takes.
+        dtype, itemsize: of weights and products.
+    """
+
+    experts: int
+    per_token: int
+    hidden: int
+    up: int
+    down: int
+    dtype: str
+    itemsize: int
+
+    @property
+    def expert_params(self) -> int:
+        return self.hidden * (self.up + self.down)
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """A way to compute a layer's experts.
+
+    Attributes:
+        own_rows: rows that each expert computes with its weights where they lie.
+        gathered: blocks whose experts' weights are gathered.
+        rows: of such a block.
+        part: how many are gathered at a time.
+    """
+
+    own_rows: int
+    gathered: int = 0
+    rows: int = 0
+    part: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        if not self.gathered:
+            return "all"
+        return "blocks" if self.own_rows else "gather"
+
+    def __str__(self) -> str:
+        """`all`, `gather 8`, or `128 + 7 x 128`: rows of each expert in place, and further blocks."""
+        of_kind = {"all": "all", "gather": f"gather {self.gathered}"}
+        return of_kind.get(self.kind, f"{self.own_rows} + {self.gathered} x {self.rows}")
+
+    @property
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """The first and the end of each part of the gathered blocks."""
+        for start in range(0, self.gathered, max(self.part, 1)):
+            yield start, min(start + self.part, self.gathered)
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """What a form of one layer does on a core.
+
+    Attributes:
+        moved: bytes read and written.
+        flops: of matrix products.
+        live: elements that its projections read and write, and of gathered weights those that the core's memory cannot hold.
+    """
+
+    moved: int
+    flops: int
+    live: int
+
+    def times(self, layers: int) -> ExpertWork:
+        """Of so many layers, one after the other."""
+        return ExpertWork(layers * self.moved, layers * self.flops, self.live)
+
+
+def all_experts(tokens: int) -> ExpertForm:
+    return ExpertForm(own_rows=tokens)
+
+
+def gather(layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    entries = tokens * layer.per_token
+    return ExpertForm(0, entries, 1, _part(layer, entries, chip))
+
+
+def blocks(layer: ExpertLayer, tokens: int, rows: int, chip: Chip) -> ExpertForm:
+    """Blocks of so many rows, a power of two."""
+    gathered = (tokens * layer.per_token - 1) // rows
+    return ExpertForm(rows, gathered, rows, _part(layer, gathered, chip))
+
+
+def _part(layer: ExpertLayer, gathered: int, chip: Chip) -> int:
+    """As many as leave half of the core's memory to the next part, in parts of about one size."""
+    largest = layer.hidden * max(layer.up, layer.down) * layer.itemsize
+    fitting = max(1, chip.core_sbuf // 2 // largest)
+    parts = min(-(-gathered // fitting), MOST_PARTS)
+    return -(-gathered // parts) if gathered else 0
+
+
+def resized(form: ExpertForm, layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    """A form of the same kind for fewer tokens."""
+    if form.kind == "gather":
+        return gather(layer, tokens, chip)
+    if form.kind == "all":
+        return all_experts(tokens)
+    return blocks(layer, tokens, min(form.rows, 1 << max(tokens.bit_length() - 2, 0)), chip)
+
+
+def work(layer: ExpertLayer, tokens: int, form: ExpertForm, chip: Chip) -> ExpertWork:
+    """What a core does for a layer in a form."""
+
+    def through_memory(elements: int, read: int | None = None) -> int:
+        size = elements * layer.itemsize
+        return size + (elements if read is None else read) * layer.itemsize if size > chip.core_sbuf else 0
+
+    entries, hidden = tokens * layer.per_token, layer.hidden
+    own, gathered = layer.experts * form.own_rows, form.gathered * form.rows
+    own_weights = layer.experts * layer.expert_params if own else 0
+    moved = (own_weights + form.gathered * layer.expert_params) * layer.itemsize
+    taken = entries if form.gathered else own
+    moved += through_memory(own * layer.up) + through_memory(own * hidden, min(taken, own) * hidden)
+    if own and gathered:
+        moved += through_memory((own + gathered) * hidden)
+    largest = 0
+    for start, end in form.parts:
+        count, rows = end - start, (end - start) * form.rows
+        through = through_memory(count * hidden * layer.up), through_memory(count * hidden * layer.down)
+        moved += sum(through) + through_memory(rows * layer.up)
+        moved += through_memory(rows * hidden, min(entries, rows) * hidden)
+        largest = max(largest, sum(through) // (2 * layer.itemsize))
+    products = (own + gathered) * layer.expert_params
+    width = 2 * hidden + layer.up + layer.down
+    return ExpertWork(moved, 2 * products, (own + gathered) * width + largest)
+
+
+def choose(layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    """The form that the roofline gives the least time; of equal ones that with the fewest operators."""
+    forms = [all_experts(tokens), gather(layer, tokens, chip)]
+    rows = TILE_ROWS
+    while rows < tokens:
+        form = blocks(layer, tokens, rows, chip)
+        if (layer.experts + form.gathered) * rows < _LARGEST_PLACE:
+            forms.append(form)
+        rows *= 2
+    return min(forms, key=lambda form: _seconds(work(layer, tokens, form, chip), layer, chip))
+
+
+def _seconds(done: ExpertWork, layer: ExpertLayer, chip: Chip) -> float:
+    return chip.core_seconds(done.moved, {layer.dtype: done.flops})

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts are computed in one of several forms, all exact for any routing, and the cost model chooses by what each moves and computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from expert_layers import FormGraph, Weights, call_of, lower_form, one_by_one, weights_of
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optimum_neuron.graphs.experts import ExpertsCall
+from optimum_neuron.targets.neuron.expert_forms import (
+    MOST_PARTS,
+    ExpertForm,
+    ExpertLayer,
+    all_experts,
+    blocks,
+    choose,
+    gather,
+    work,
+)
+from optimum_neuron.targets.neuron.lint.cost import graph_cost
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.expert_blocks import block_places, earlier_sums
+from optimum_neuron.targets.neuron.lowering.experts import expert_layer, in_form
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
+
+TOKENS, EXPERTS, PER_TOKEN, HIDDEN, INNER = 40, 8, 3, 64, 40
+CHIP = CHIPS["trn2"]
+NOISE = 5e-6  # of sums of numbers up to 10, in float32
+# By name: no row at a time, parts that are not of one size, blocks of few and of many rows.
+FORMS = {
+    "all": all_experts(TOKENS),
+    "gather": ExpertForm(0, TOKENS * PER_TOKEN, 1, 50),
+    "blocks of 4": ExpertForm(4, 29, 4, 12),
+    "blocks of 16": ExpertForm(16, 7, 16, 7),
+    "blocks of 32": ExpertForm(32, 3, 32, 2),
+}
+
+
+def routing(kind: str, seed: int = 0, tokens: int = TOKENS) -> Tensor:
+    """`[tokens, k]`, as routers give it."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.stack([torch.randperm(EXPERTS, generator=generator)[:PER_TOKEN] for _ in range(tokens)])
+    if kind == "padded":
+        index[torch.rand(tokens, generator=generator) < 0.4] = EXPERTS
+    elif kind == "one expert":
+        index[:, 0], index[:, 1:] = 5, EXPERTS
+    elif kind == "one set":
+        index[:] = torch.tensor([2, 7, 0])
+    elif kind == "nobody":
+        index[:] = EXPERTS
+    elif kind == "an expert twice":
+        index[:, 1] = index[:, 0]
+    return index
+
+
+ROUTINGS = ("random", "padded", "one expert", "one set", "nobody", "an expert twice")
+
+
+def layer_call(
+    kind: str, tensors: Weights, seed: int = 0, *, transposed: bool = False, tokens: int = TOKENS
+) -> ExpertsCall:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(tensors[0].dtype)
+    weights = torch.rand(tokens, PER_TOKEN, generator=generator).to(tensors[0].dtype)
+    return call_of(hidden, routing(kind, seed, tokens), weights, tensors, transposed=transposed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_computes_what_each_token_s_experts_do(form: str, kind: str, biases: bool) -> None:
+    tensors = weights_of(EXPERTS, HIDDEN, INNER, transposed=biases, biases=biases)
+    call = layer_call(kind, tensors, transposed=biases)
+    found = in_form(call, FORMS[form])
+    assert (found.double() - one_by_one(call)).abs().max() < NOISE
+    nowhere = (call.index == EXPERTS).all(1)
+    assert not found[nowhere].any() and (nowhere.all() or found[~nowhere].any(1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_reaches_no_other_token(form: str) -> None:
+    tensors = weights_of(EXPERTS, HIDDEN, INNER)
+    tensors[1][6] = torch.finfo(torch.float32).max  # overflows whoever comes there
+    call = layer_call("random", tensors)
+    call.index[call.index == 6] = 1
+    call.index[3] = EXPERTS
+    broken = replace(call, hidden_states=call.hidden_states.clone(), weights=call.weights.clone())
+    broken.hidden_states[[0, 3, 9]], broken.weights[[0, 3, 9]] = torch.nan, torch.nan
+    sound = [token for token in range(TOKENS) if token not in (0, 3, 9)]
+    found = in_form(broken, FORMS[form])
+    assert torch.equal(found[sound], in_form(call, FORMS[form])[sound])
+    assert found[[0, 9]].isnan().all() and found[sound].isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "all"])
+def test_places_and_neighbours_change_no_bit_of_a_graph_s_tokens(form: str, dtype: str, tmp_path: Path) -> None:
+    tensors = weights_of(EXPERTS, HIDDEN, INNER, dtype=dtype)
+    call = layer_call("padded", tensors)
+    graph = FormGraph(FORMS[form], call, tensors, tmp_path)
+    assert not lint("function", graph.graph.hlo, graph.graph.io, "trn2")
+    opcodes = {each.opcode for _, each in hlo.instructions(hlo.parse(graph.graph.hlo))}
+    assert not opcodes & {"sort", "reduce-window", "while", "dynamic-slice", "custom-call"}
+    expected = graph(call)
+    if dtype == "float32":
+        assert (expected.double() - one_by_one(call)).abs().max() < NOISE
+    for seed in range(4):
+        order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(seed))
+        moved = replace(
+            call, hidden_states=call.hidden_states[order], index=call.index[order], weights=call.weights[order]
+        )
+        assert torch.equal(graph(moved), expected[order])
+    for kind in ROUTINGS:
+        other = layer_call(kind, tensors, seed=9)
+        for token in (0, 21, TOKENS - 1):
+            for mine, own in zip(
+                (other.hidden_states, other.index, other.weights),
+                (call.hidden_states, call.index, call.weights),
+                strict=True,
+            ):
+                mine[token] = own[token]
+        found = graph(other)
+        assert torch.equal(found[[0, 21, TOKENS - 1]], expected[[0, 21, TOKENS - 1]])
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    """A routing, how many experts there are, and rows of a block."""
+    experts, per_token = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    tokens, rows = draw(st.integers(1, 300)), 1 << draw(st.integers(0, 6))
+    skewed = draw(st.integers(1, experts + 1))  # few are popular
+    seed = draw(st.integers(0, 1000))
+    index = torch.randint(0, skewed, (tokens, per_token), generator=torch.Generator().manual_seed(seed))
+    return index.int(), experts, rows
+
+
+@examples(200)
+@given(routings())
+def test_each_entry_has_a_place_of_its_own_in_a_block_of_its_expert(case: tuple[Tensor, int, int]) -> None:
+    index, experts, rows = case
+    gathered = (index.numel() - 1) // rows
+    place, owners = block_places(index, experts, rows, gathered)
+    used = index < experts
+    places = place[used].tolist()
+    assert len(set(places)) == len(places) and all(0 <= each < (experts + gathered) * rows for each in places)
+    expert_of = torch.cat([torch.arange(experts, dtype=torch.int32), owners])
+    assert ((owners >= 0) & (owners < experts)).all()
+    assert torch.equal(expert_of[place[used] // rows], index[used])
+    # The first of an expert's tokens lie where its weights do, and blocks behind are as few as can be.
+    count = Counter(index[used].tolist())
+    further = {int(each) // rows for each in places if each >= experts * rows}
+    assert len(further) == sum(-(-number // rows) - 1 for number in count.values()) <= gathered
+
+
+def test_no_fewer_blocks_would_do() -> None:
+    for entries in range(1, 40):
+        for rows in (1, 2, 4, 8):
+            assert -(-entries // rows) - 1 == (entries - 1) // rows  # all to one expert
+
+
+@examples(50)
+@given(st.integers(1, 700), st.integers(1, 9), st.integers(0, 100))
+def test_sums_of_what_stands_before_are_exact(tokens: int, width: int, seed: int) -> None:
+    counts = torch.randint(0, 50, (tokens, width), generator=torch.Generator().manual_seed(seed)).float()
+    assert torch.equal(earlier_sums(counts), counts.cumsum(0) - counts)
+
+
+def layer_of(tensors: Weights, tokens: int) -> tuple[ExpertsCall, ExpertLayer]:
+    call = layer_call("random", tensors, transposed=True, tokens=tokens)
+    return call, expert_layer(call)
+
+
+@pytest.mark.parametrize("make", [gather, lambda *of: blocks(*of[:2], 8, of[2]), lambda *of: all_experts(of[1])])
+def test_work_is_what_the_lint_counts(make: Callable[..., ExpertForm]) -> None:
+    tensors = weights_of(EXPERTS, HIDDEN, INNER, transposed=True)
+    call, layer = layer_of(tensors, 24)
+    form = make(layer, 24, CHIP)
+    expected = work(layer, 24, form, CHIP)
+    graph = lower_form(form, call, tensors)
+    cost = graph_cost("function", graph.hlo, graph.io, "trn2")
+    counted = 2 * 128 * 128 * EXPERTS if form.kind == "blocks" else 0  # earlier tokens, by a product with a triangle
+    assert cost.total_flops == expected.flops + counted
+    rows = form.own_rows * EXPERTS + form.gathered * form.rows  # in the graph of a step, tokens are no inputs
+    activations = 4 * (24 + rows) * (HIDDEN + 4 * PER_TOKEN)
+    assert expected.moved <= cost.read + cost.written <= expected.moved + activations
+
+
+def test_work_counts_what_the_core_s_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chip with little memory, as graphs of real sizes have on a real one."""
+    tensors = weights_of(EXPERTS, HIDDEN, INNER, transposed=True)
+    small = replace(CHIP, sbuf=16 << 10)  # 32 KiB
+    monkeypatch.setitem(CHIPS, "trn2", small)
+    call, layer = layer_of(tensors, 24)
+    for form in (all_experts(24), gather(layer, 24, small), blocks(layer, 24, 8, small)):
+        expected = work(layer, 24, form, small)
+        graph = lower_form(form, call, tensors)
+        cost = graph_cost("function", graph.hlo, graph.io, "trn2")
+        spilled = expected.moved > work(layer, 24, form, CHIP).moved
+        assert spilled == (form.kind != "blocks")
+        assert cost.read + cost.written == pytest.approx(expected.moved, rel=0.1)
+
+
+def test_arithmetic_of_blocks_follows_the_routed_tokens() -> None:
+    """Not tokens times experts: twice the experts cost a block each and no more."""
+    found = {}
+    for experts in (16, 32):
+        tensors = weights_of(experts, HIDDEN, INNER, transposed=True)
+        call = layer_call("random", tensors, transposed=True, tokens=256)
+        layer = expert_layer(call)
+        for form in (all_experts(256), blocks(layer, 256, 16, CHIP)):
+            graph = lower_form(form, call, tensors)
+            cost = graph_cost("function", graph.hlo, graph.io, "trn2")
+            triangle = 2 * 256 * 128 * experts if form.kind == "blocks" else 0
+            found[experts, form.kind] = (cost.total_flops - triangle) / (2 * layer.expert_params)
+        assert found[experts, "all"] == 256 * experts
+        assert found[experts, "blocks"] <= 256 * PER_TOKEN + 16 * experts
+    assert found[32, "blocks"] - found[16, "blocks"] == 16 * 16
+
+
+MIXTRAL = ExpertLayer(8, 2, 4096, 2 * 14336 // 8, 14336 // 8, "bfloat16", 2)  # on each of 8 cores
+QWEN3 = ExpertLayer(128, 8, 2048, 2 * 768, 768, "bfloat16", 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tokens", "kind"),
+    [
+        (MIXTRAL, 1, "gather"),
+        (MIXTRAL, 4, "all"),  # as many entries as experts
+        (QWEN3, 4, "gather"),
+        (QWEN3, 32, "all"),
+        (QWEN3, 128, "all"),
+        (QWEN3, 512, "blocks"),
+        (MIXTRAL, 2048, "blocks"),
+    ],
+)
+def test_the_form_with_the_least_time_is_chosen(layer: ExpertLayer, tokens: int, kind: str) -> None:
+    form = choose(layer, tokens, CHIP)
+    assert form.kind == kind
+    times = {
+        each: CHIP.core_seconds(
+            work(layer, tokens, each, CHIP).moved, {"bfloat16": work(layer, tokens, each, CHIP).flops}
+        )
+        for each in (form, all_experts(tokens), gather(layer, tokens, CHIP))
+    }
+    assert times[form] == min(times.values())
+
+
+@given(st.integers(1, 256), st.integers(1, 8), st.integers(1, 5000), st.integers(0, 12), st.sampled_from(tuple(CHIPS)))
+def test_parts_hold_all_blocks_and_are_few(experts: int, per_token: int, tokens: int, size: int, chip: str) -> None:
+    layer = ExpertLayer(experts, per_token, 1 << size, 2 << size, 1 << size, "bfloat16", 2)
+    for form in (gather(layer, tokens, CHIPS[chip]), blocks(layer, tokens, 128, CHIPS[chip])):
+        parts = list(form.parts)
+        assert [start for start, _ in parts] == [0, *(end for _, end in parts)][: len(parts)]
+        assert len(parts) <= MOST_PARTS and (parts[-1][1] if parts else 0) == form.gathered
