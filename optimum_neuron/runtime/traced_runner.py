@@ -34,7 +34,9 @@ def open_runner(
 
 
 class TracedExecutable:
-    """An executable that notes each run of a graph."""
+    """An executable that notes each run of a graph. Each is waited for, so that its time is its own."""
+
+    runs_ahead = False
 
     def __init__(self, executable: Executable, trace: Trace) -> None:
         self._executable = executable
@@ -88,10 +90,15 @@ class TracedRunner(GraphRunner):
         self._trace = trace
 
     def step(
-        self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, graph: GraphSpec | None = None
+        self,
+        chunks: Sequence[Chunk] = (),
+        decode: DecodeRows | None = None,
+        graph: GraphSpec | None = None,
+        *,
+        logits: bool = True,
     ) -> StepOutput:
         start = now()
-        output = super().step(chunks, decode, graph)
+        output = super().step(chunks, decode, graph, logits=logits)
         name = "decode" if not chunks else "prefill chunk" if decode is None else "mixed"
         decoding = [] if decode is None else np.flatnonzero(decode.active).tolist()
         tokens = [len(chunk.token_ids) for chunk in chunks]
