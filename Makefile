@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
 # what needs torch-xla, and what depends on torch most
-TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,certificate compile lint lowering run sdk) \
+TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,certificate compile kernels lint lowering run sdk) \
   $(addprefix tests/graphs/test_,graphs.py sampling.py) tests/targets/test_targets.py tests/modeling/test_modeling.py
 # what depends on the kernels' instruction set; tests/targets/cpu tries each that the machine has
 TESTS_ON_AVX2 := tests/graphs/test_mixed_step.py tests/graphs/test_isolation.py tests/targets/test_targets.py \

@@ -354,7 +354,7 @@ def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
     loaded.write_state(STATE, torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
     assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
-    with pytest.raises(ValueError, match=r"a state of 1 heads is not that of 2 ranks"):
+    with pytest.raises(ValueError, match=r"a state of 1 heads or channels is not that of 2 ranks"):
         loaded.write_state(STATE, cache_like(1.0))
     loaded.close()
 
