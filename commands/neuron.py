@@ -1,47 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron: looks into an exported artifact (inspect), and answers prompts with it (generate)."""
+"""optimum-cli neuron: its subcommands, of which this file has the one that looks into an artifact (inspect)."""
 
 from __future__ import annotations
 
-import sys
-import time
-from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, field
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
+from optimum.commands.register.neuron_generate import NeuronGenerateCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 
-from optimum_neuron.cli import (
-    add_option,
-    add_profile_option,
-    add_rank_options,
-    console,
-    explain,
-    graph_table,
-    reported_errors,
-    tell_profile,
-)
-from optimum_neuron.errors import first_line
+from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
 
 
-if TYPE_CHECKING:
-    from optimum_neuron.runtime.profile import Profile
-
-
-DEFAULT_NEW_TOKENS = 256
-# The least and the most of each; what is no number lies between none.
-SAMPLING_RANGES = {
-    "temperature": (0.0, sys.float_info.max),
-    "top_k": (1, 2**31 - 1),
-    "top_p": (sys.float_info.min, 1.0),
-    "seed": (0, 2**32 - 1),
-}
-
-INSPECT_DESCRIPTION = """\
+DESCRIPTION = """\
 Show the sizes, graphs and versions of an artifact. Nothing is loaded.
 
 --verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. The export wrote it
@@ -53,23 +27,10 @@ a unit in the last place was measured to move, and as tokens that differ. Graphs
 float32, in which a mistake stands out from rounding. Of large models the first layers of each kind are lowered again
 and executed, with the artifact's weights. The exit code is 1 where anything but a version differs."""
 
-INSPECT_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   optimum-cli neuron inspect llama-trn2/
   optimum-cli neuron inspect llama-trn2/ --verify
-"""
-
-GENERATE_DESCRIPTION = """\
-Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
-Without --prompt it is read from stdin; where stdin is a terminal, a chat starts, which Ctrl-D ends.
-The most probable token is taken each time, unless --temperature is given."""
-
-GENERATE_EXAMPLES = """\
-examples:
-  optimum-cli neuron generate smollm2/ --prompt "What is a prefill?"
-  optimum-cli neuron generate smollm2/ --prompt "Tell a story." --temperature 0.7 --top-k 40 --seed 1
-  optimum-cli neuron generate smollm2/ --no-chat-template --max-new-tokens 32 < prompt.txt
-  optimum-cli neuron generate smollm2/ --prompt "What is a prefill?" --profile profile/
 """
 
 
@@ -80,7 +41,7 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        explain(parser, INSPECT_DESCRIPTION, INSPECT_EXAMPLES)
+        explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
         parser.add_argument("--verify", action="store_true", help="repeat what its certificate says, on this CPU")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
@@ -93,42 +54,6 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
                 _inspect(self.args.artifact)
             elif not _verify(self.args.artifact, trust_remote_code=self.args.trust_remote_code):
                 raise SystemExit(1)
-
-
-class NeuronGenerateCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron generate`."""
-
-    COMMAND = CommandInfo(name="generate", help="Answer a prompt, or chat, with an artifact.")
-
-    @staticmethod
-    def parse_args(parser: ArgumentParser) -> None:
-        explain(parser, GENERATE_DESCRIPTION, GENERATE_EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
-        parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
-        parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
-        add_option(
-            parser,
-            "--max-new-tokens",
-            type=int,
-            metavar="TOKENS",
-            help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or what the sequence length leaves)",
-        )
-        parser.add_argument(
-            "--temperature", type=float, help="above 0: sample, the more freely the higher (default: 0)"
-        )
-        add_option(parser, "--top-k", type=int, metavar="K", help="sample from the K most probable tokens only")
-        add_option(
-            parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only"
-        )
-        parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")
-        add_rank_options(parser)
-        add_profile_option(parser)
-        add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
-        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
-
-    def run(self) -> None:
-        with reported_errors("\ninterrupted"):
-            _generate(self.args)
 
 
 class NeuronCommand(BaseOptimumCLICommand):
@@ -186,193 +111,6 @@ def _verify(folder: Path, *, trust_remote_code: bool) -> bool:
         table.add_row(line.subject, line.certified, line.found, note)
     console().print(table)
     return all(line.holds for line in lines)
-
-
-def _generate(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.artifacts.find import is_from_hub
-    from optimum_neuron.runtime.profile import profile_to
-
-    # Before torch is imported: wrong options and folders are reported at once.
-    options = _generation_options(args)
-    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
-    with profile_to(args.profile) as profile:
-        _answer(args, options, profile)
-    tell_profile(args.profile)
-
-
-def _answer(args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
-    from transformers import set_seed
-
-    from optimum_neuron import NeuronModelForCausalLM
-    from optimum_neuron.checkpoints.tokenizer import load_tokenizer
-
-    start = time.perf_counter()
-    # This verifies all files, before any code among them runs.
-    model = NeuronModelForCausalLM.from_pretrained(
-        args.artifact,
-        trust_remote_code=args.trust_remote_code,
-        rank_python=args.rank_python,
-        rank_timeout=args.rank_timeout,
-        profile=profile,
-    )
-    tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
-    load_seconds = time.perf_counter() - start
-    if args.seed is not None:
-        set_seed(args.seed)
-    conversation = Conversation(model, tokenizer, options, args.system, chat_template=not args.no_chat_template)
-    if args.prompt is None and sys.stdin.isatty():
-        _chat(conversation)
-        return
-    prompt = sys.stdin.read().strip() if args.prompt is None else args.prompt
-    _print_statistics(conversation.answer(prompt), load_seconds, model.runner.graph_calls)
-
-
-def _generation_options(args: Namespace) -> dict[str, Any]:
-    """Keywords of `generate`; what is not given is left to the checkpoint's defaults."""
-    asked = {name: getattr(args, name) for name in SAMPLING_RANGES if getattr(args, name) is not None}
-    for name, value in asked.items():
-        least, most = SAMPLING_RANGES[name]
-        if not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most}")
-    asked.pop("seed", None)
-    if asked.pop("temperature", 0) == 0:
-        if asked:
-            option = next(iter(asked)).replace("_", "-")
-            raise ValueError(f"--{option} shapes sampling: give a --temperature above 0 with it")
-        return {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    return {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": args.temperature, **asked}
-
-
-class TokenClock:
-    """Passes tokens on to a streamer and notes when each came; the first ones are the prompt."""
-
-    def __init__(self, streamer: Any) -> None:
-        self.streamer = streamer
-        self.times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.streamer.put(tokens)
-
-    def end(self) -> None:
-        self.streamer.end()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Counts and speeds of one answer."""
-
-    prompt_tokens: int
-    new_tokens: int
-    ttft_seconds: float
-    decode_seconds: float
-
-    @property
-    def decode_rate(self) -> str:
-        """Tokens per second after the first one."""
-        return f"{(self.new_tokens - 1) / self.decode_seconds:.1f}" if self.new_tokens > 1 else "-"
-
-
-@dataclass
-class Conversation:
-    """Prompts and answers so far; without a chat template each prompt stands alone."""
-
-    model: Any
-    tokenizer: Any
-    options: dict[str, Any]
-    system: str | None
-    chat_template: bool
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.chat_template = self.chat_template and self.tokenizer.chat_template is not None
-        if self.system is not None:
-            if not self.chat_template:
-                raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
-            self.messages.append({"role": "system", "content": self.system})
-
-    def answer(self, prompt: str) -> Answer:
-        """Streams the answer to stdout."""
-        from transformers import TextStreamer
-
-        inputs = self._encode(prompt)
-        prompt_tokens = inputs["input_ids"].shape[1]
-        clock = TokenClock(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
-        start = time.perf_counter()
-        sequences = self.model.generate(**inputs, **self._fitting_options(prompt_tokens), streamer=clock)
-        new_ids = sequences[0, prompt_tokens:]
-        if self.chat_template:
-            text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
-            self.messages.append({"role": "assistant", "content": text})
-        return Answer(prompt_tokens, len(new_ids), clock.times[1] - start, clock.times[-1] - clock.times[1])
-
-    def _encode(self, prompt: str) -> dict[str, Any]:
-        if not prompt:
-            raise ValueError("the prompt is empty; give one with --prompt or on stdin")
-        if self.chat_template:
-            self.messages.append({"role": "user", "content": prompt})
-            encoded = self._render()
-        else:
-            encoded = self.tokenizer(prompt, return_tensors="pt")
-        # Some tokenizers also return token_type_ids, which no decoder takes.
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-    def _render(self) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # a template is a program
-            raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path} fails ({first_line(error)}); correct it, or leave it out by "
-                f"--no-chat-template"
-            ) from error
-
-    def _fitting_options(self, prompt_tokens: int) -> dict[str, Any]:
-        if self.options["max_new_tokens"] is not None:
-            return self.options
-        from optimum_neuron.runtime.lengths import most_new_tokens
-
-        # A prompt that does not fit is for the model to refuse.
-        room = most_new_tokens(prompt_tokens, self.model.neuron_config)
-        return {**self.options, "max_new_tokens": max(1, min(DEFAULT_NEW_TOKENS, room))}
-
-
-def _chat(conversation: Conversation) -> None:
-    from rich.text import Text
-
-    terminal = console(stderr=True)
-    while True:
-        try:
-            prompt = terminal.input(Text("> ", style="bold")).strip()
-        except EOFError:
-            terminal.print()
-            return
-        if prompt:
-            answer = conversation.answer(prompt)
-            terminal.print(
-                f"{answer.prompt_tokens} prompt tokens, {answer.ttft_seconds * 1000:.0f} ms to the first token, "
-                f"{answer.new_tokens} new tokens, {answer.decode_rate} tok/s",
-                style="dim",
-            )
-
-
-def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str, int]) -> None:
-    from rich.table import Table
-
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    table.add_row("load, s", f"{load_seconds:.2f}")
-    table.add_row("prompt tokens", str(answer.prompt_tokens))
-    table.add_row("TTFT, ms", f"{answer.ttft_seconds * 1000:.1f}")
-    table.add_row("generated tokens", str(answer.new_tokens))
-    table.add_row("decode, tok/s", answer.decode_rate)
-    table.add_section()
-    for name, calls in sorted(graph_calls.items()):
-        table.add_row(f"calls of {name}", str(calls))
-    console(stderr=True).print(table)
 
 
 REGISTER_COMMANDS = [NeuronCommand]
