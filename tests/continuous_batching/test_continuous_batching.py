@@ -255,7 +255,7 @@ def test_a_manager_whose_engine_failed_ends_every_request_with_an_error(
     manager = model.init_continuous_batching(generation_config=GREEDY)
     manager.start()
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **options: object) -> None:
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ struct PlainWeights {
   template <class... Count>
   INLINE typename Kind::Words load(int j, int64_t k, Count... count) const {
     // The hardware alone stops at the end of each page, and so of short rows.
-    prefetch(rows[j] + (k + ahead));
+    prefetchFar(rows[j] + (k + ahead));
     return Kind::loadWords(rows[j] + k, count...);
   }
 };
@@ -79,7 +79,7 @@ INLINE void packRows(
     const bool whole = k + step <= columns;
     for (int64_t m = 0; m < rows; ++m, to += step) {
       const auto* row = from[m] + k;
-      prefetch(row + ahead);
+      prefetchFar(row + ahead);
       Kind::storePacked(to, whole ? Kind::loadWords(row) : Kind::loadWords(row, columns - k));
     }
   }

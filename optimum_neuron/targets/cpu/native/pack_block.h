@@ -30,8 +30,8 @@ void packKeys(
         const int64_t offset = (column + i) * dim + d;
         const bool used = column + i < count;
         r[i] = !used ? Words{} : whole ? Kind::loadWords(keys + offset) : Kind::loadWords(keys + offset, dim - d);
-        prefetch(values + offset);
-        prefetch(nextKeys + offset);
+        prefetchFar(values + offset);
+        prefetchFar(nextKeys + offset);
       }
       transpose(r);
       const int64_t width = whole ? kLanes : (dim - d) / Kind::kPerWord;

@@ -117,6 +117,8 @@ INLINE Vec max(Vec a, Vec b) {
 }
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+// To the second-level cache: few lines can be on their way to the first one, which would bound what a core reads.
+INLINE void prefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Lane i of the result is lane Pattern::at(i) of a, or where that is not below kLanes, of b.
 template <class Pattern, class V, size_t... I>
