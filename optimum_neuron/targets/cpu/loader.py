@@ -20,6 +20,7 @@ from ...artifacts.tensor_file import stored_tensors
 from ...artifacts.weights import allocate_states, check_memory, read_layout, read_weights
 from .. import CompileJob
 from ..recompile import compiled_again
+from . import library
 from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, compile_graphs
 from .executable import BoundPlan, CpuExecutable
 from .layout import use_natural_layout
@@ -42,7 +43,9 @@ def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: boo
     Raises:
         ArtifactError: they were made for another artifact than the manifest describes.
         RuntimeError: the kernels cannot be built here.
+        ValueError: OPTIMUM_NEURON_CPU names what this machine lacks.
     """
+    library.load()  # first: what the machine lacks is no fault of the artifact's files
     reason = None if trusted else "its graphs come from the Hub, and are not trusted"
     if reason is None:
         artifact.verify()

@@ -15,6 +15,7 @@ from helpers import Opener, artifact_runner, decode_tokens, export_tiny, generat
 from kernel_calls import NAMES, random, same_bits, with_dtypes
 from kernel_calls import load_kernels as kernels_of
 
+from optimum_neuron.modeling import NeuronModelForCausalLM
 from optimum_neuron.targets.cpu import host, library
 from optimum_neuron.targets.cpu.host import CPU_VARIABLE
 
@@ -169,6 +170,17 @@ def test_an_export_for_an_instruction_set_that_cannot_be_had_leaves_nothing_behi
     with pytest.raises(ValueError, match="OPTIMUM_NEURON_CPU='sse9' is not an instruction set of this machine"):
         export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
     assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.usefixtures("reloaded")
+def test_an_artifact_is_not_blamed_for_an_instruction_set_that_cannot_be_had(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
+    library.load.cache_clear()
+    monkeypatch.setenv(CPU_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=r"^OPTIMUM_NEURON_CPU='sse9' is not an instruction set .* or unset it$"):
+        NeuronModelForCausalLM.from_pretrained(path)
 
 
 @pytest.mark.skipif(len(NAMES) < 2, reason="one instruction set")
