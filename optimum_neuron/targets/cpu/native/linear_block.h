@@ -18,10 +18,11 @@ namespace {
 
 // A panel of weight rows stays in the second-level cache while rows of x pass over it, block by block.
 constexpr int64_t kPanelOutputs = 64;
-// A chunk of columns of a block of rows stays in the first-level cache while the panel passes over it, beside the
-// weights of two tiles.
+// A chunk of columns of a block of rows stays in the first-level cache, or nearly, while the panel passes over it. Where
+// registers hold many sums, to keep them from chunk to chunk costs more than to read the weights for fewer rows: blocks
+// are then as low as leaves all columns in one chunk.
 constexpr int64_t kBlockTiles = 4;
-constexpr int64_t kChunkBytes = 28 * 1024;
+constexpr int64_t kChunkBytes = (kManyRegisters ? 40 : 28) * 1024;
 constexpr int64_t kVectorBytes = sizeof(Vec);
 // From this many rows on, weights that are converted to float32 are converted once for all rows of a batch, whose sums
 // and weights the second-level cache holds: a few tiles convert faster, again and again, beside their products.
@@ -84,6 +85,7 @@ class BlockWorker {
   BlockWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
         linear_(linear),
+        blockTiles_(blockTiles(input)),
         sums_(static_cast<Sums*>(memory)),
         panel_(reinterpret_cast<Packed*>(static_cast<char*>(memory) + kSumsBytes)) {}
 
@@ -107,7 +109,7 @@ class BlockWorker {
     const int64_t count = outputs.end - outputs.begin;
     const int64_t panels = divideUp(count, kPanelOutputs);
     const bool converts = sizeof(Packed) != sizeof(Element) && input_.rows >= kConvertRows;
-    const int64_t batchTiles = converts ? kBatchTiles : kBlockTiles;
+    const int64_t batchTiles = converts ? kBatchTiles : blockTiles_;
     const int64_t batches = divideUp(tiles.end - tiles.begin, batchTiles);
     for (int64_t i = 0; i < panels; ++i) {
       const Range panel = shift(part(count, i, panels, kTileOutputs), outputs.begin);
@@ -119,12 +121,21 @@ class BlockWorker {
   }
 
  private:
+  // Few rows are one block, so that their weights are read once.
+  static int64_t blockTiles(const Input& input) {
+    if (!kManyRegisters || input.tiles() <= kBlockTiles) {
+      return kBlockTiles;
+    }
+    const int64_t tileBytes = kTileRows * input.stride * static_cast<int64_t>(sizeof(Packed));
+    return std::clamp<int64_t>(kChunkBytes / tileBytes, 1, kBlockTiles);
+  }
+
   template <bool Convert>
   void computeBatch(Range panel, Range batch) {
     const int64_t tiles = batch.end - batch.begin;
-    const int64_t blocks = divideUp(tiles, kBlockTiles);
+    const int64_t blocks = divideUp(tiles, blockTiles_);
     const int64_t vectors = input_.stride / kStep<Kind>;
-    const int64_t rows = std::min(input_.rows, kBlockTiles * kTileRows);
+    const int64_t rows = std::min(input_.rows, blockTiles_ * kTileRows);
     const int64_t fitting = kChunkBytes / kVectorBytes / rows;
     const int64_t most = Convert ? std::min(fitting, kPackedVectors) : fitting;
     const int64_t chunks = std::max<int64_t>(divideUp(vectors, most), 1);
@@ -193,6 +204,7 @@ class BlockWorker {
 
   const Input& input_;
   const Linear& linear_;
+  const int64_t blockTiles_;
   Sums* const sums_;
   Packed* const panel_;
 };
