@@ -115,7 +115,13 @@ class BlockWorker {
       const Range panel = shift(part(count, i, panels, kTileOutputs), outputs.begin);
       for (int64_t j = 0; j < batches; ++j) {
         const Range batch = shift(part(tiles.end - tiles.begin, j, batches), tiles.begin);
-        converts ? computeBatch<true>(panel, batch) : computeBatch<false>(panel, batch);
+        if (converts) {
+          computeBatch<PackedWeights<Kind>>(panel, batch);
+        } else if (j == 0) {
+          computeBatch<PlainWeights<Kind>>(panel, batch);
+        } else {
+          computeBatch<PlainWeights<Kind, false>>(panel, batch);
+        }
       }
     }
   }
@@ -130,14 +136,17 @@ class BlockWorker {
     return std::clamp<int64_t>(kChunkBytes / tileBytes, 1, kBlockTiles);
   }
 
-  template <bool Convert>
+  template <class Weights>
+  static constexpr bool kConvert = std::is_same_v<Weights, PackedWeights<Kind>>;
+
+  template <class Weights>
   void computeBatch(Range panel, Range batch) {
     const int64_t tiles = batch.end - batch.begin;
     const int64_t blocks = divideUp(tiles, blockTiles_);
     const int64_t vectors = input_.stride / kStep<Kind>;
     const int64_t rows = std::min(input_.rows, blockTiles_ * kTileRows);
     const int64_t fitting = kChunkBytes / kVectorBytes / rows;
-    const int64_t most = Convert ? std::min(fitting, kPackedVectors) : fitting;
+    const int64_t most = kConvert<Weights> ? std::min(fitting, kPackedVectors) : fitting;
     const int64_t chunks = std::max<int64_t>(divideUp(vectors, most), 1);
     for (int64_t i = 0; i < chunks; ++i) {
       const Range range = part(vectors, i, chunks);
@@ -145,32 +154,31 @@ class BlockWorker {
       const int64_t columns = std::min(range.end * kStep<Kind>, input_.columns) - begin;
       for (int64_t j = 0; j < blocks; ++j) {
         const Range block = shift(part(tiles, j, blocks), batch.begin);
-        computeBlock<Convert>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1});
+        computeBlock<Weights>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1});
       }
     }
   }
 
-  template <bool Convert>
+  template <class Weights>
   void computeBlock(Range panel, int64_t firstTile, Range block, int64_t begin, Chunk chunk) {
-    using Weights = std::conditional_t<Convert, PackedWeights<Kind>, PlainWeights<Kind>>;
     const int64_t firstRow = input_.tileRows(firstTile).begin;
     const auto* bias = static_cast<const Element*>(linear_.bias);
     // Whole vectors of packed weights, whose ends are zero like those of x.
-    const Chunk whole{Convert ? packedStride<Kind>(chunk.columns) : chunk.columns, chunk.first, chunk.last};
+    const Chunk whole{kConvert<Weights> ? packedStride<Kind>(chunk.columns) : chunk.columns, chunk.first, chunk.last};
     for (int64_t n = panel.begin; n < panel.end; n += kTileOutputs) {
       Tile<Kind, Weights> tile;
       tile.count = std::min(panel.end - n, kTileOutputs);
       // Adding -0 changes no value, adding +0 would make +0 of -0.
       tile.bias = bias ? load4<Kind>(bias + n, tile.count) : Vec4{-0.0f, -0.0f, -0.0f, -0.0f};
-      const PlainWeights<Kind> plain = plainWeights(panel, n, begin, chunk);
-      if constexpr (Convert) {
+      if constexpr (kConvert<Weights>) {
         Packed* packed = panel_ + (n - panel.begin) * whole.columns;
         tile.weights = {packed};
         if (block.begin == firstTile) {
+          const auto plain = plainWeights<PlainWeights<Kind>>(panel, n, begin, chunk);
           packRows<Kind>(packed, plain.rows, kTileOutputs, chunk.columns, plain.ahead);
         }
       } else {
-        tile.weights = plain;
+        tile.weights = plainWeights<Weights>(panel, n, begin, chunk);
       }
       Sums* sums = sums_ + (n - panel.begin) / kTileOutputs * kBatchTiles * kTileRows;
       for (int64_t t = block.begin; t < block.end; ++t) {
@@ -185,8 +193,9 @@ class BlockWorker {
     }
   }
 
-  PlainWeights<Kind> plainWeights(Range panel, int64_t n, int64_t begin, Chunk chunk) const {
-    PlainWeights<Kind> weights;
+  template <class Plain>
+  Plain plainWeights(Range panel, int64_t n, int64_t begin, Chunk chunk) const {
+    Plain weights;
     for (int64_t j = 0; j < kTileOutputs; ++j) {
       weights.rows[j] = weightRow(panel, n + j) + begin;
     }
