@@ -57,10 +57,10 @@ void computeAll(Pool& pool, const LinearsCall& call) {
     total += call.linears[i].outputs;
   }
   const int64_t wanted = countTasks(pool, total * outputCost<Kind>(input));
-  const int64_t batches = divideUp(input.tiles(), Worker::kBatchTiles);
-  const int64_t most = divideUp(total, batches > 1 ? kTaskOutputs : Worker::kOutputs);
-  const int64_t outputParts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
-  const int64_t tileParts = std::min(divideUp(wanted, outputParts), batches);
+  // Many rows are shared out first: those of a task stay in the second-level cache while its weights pass over them.
+  const int64_t tileParts = std::min(divideUp(input.tiles(), Worker::kBatchTiles), wanted);
+  const int64_t most = divideUp(total, tileParts > 1 ? kTaskOutputs : Worker::kOutputs);
+  const int64_t outputParts = std::clamp<int64_t>(divideUp(wanted, tileParts), 1, std::max<int64_t>(most, 1));
   pool.run(outputParts * tileParts, [&](int64_t task, int worker) {
     computeOutputs<Kind>(
         call, input, part(total, task / tileParts, outputParts, Worker::kOutputs),
