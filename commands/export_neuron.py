@@ -227,8 +227,8 @@ def _add_target_options(parser: ArgumentParser) -> None:
         nargs="+",
         choices=KERNELS,
         metavar="NAME",
-        help=f"kernels of the SDK that stand for operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}, attention of "
-        "prompts' chunks; nobody has run one yet (default: none)",
+        help=f"kernels of the SDK that stand for operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}: attention of "
+        "prompts' chunks, attention of decode rows, and experts of few tokens; nobody has run one yet (default: none)",
     )
     group.add_argument(
         "--no-certificate",

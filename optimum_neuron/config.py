@@ -15,7 +15,7 @@ NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
 HLO_TARGETS = ("hlo", *NEURON_TARGETS)
 TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 # Kernels of the SDK by name, and where they may stand for operators: they need a Trainium 2 or later; on hlo their references run.
-KERNELS = ("attention_cte",)
+KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

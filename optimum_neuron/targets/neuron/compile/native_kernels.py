@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from ....errors import first_line
-from ..kernels.kernel import Kernel
+from ..kernels.kernel import Choice, Kernel
 from ..kernels.registry import KERNELS
 from ..lowering import hlo
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
@@ -44,13 +44,13 @@ def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
         operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
         key = name, operands
         if key not in made:
-            result = hlo.array(call.shape.tuple_shapes[0] if call.shape.tuple_shapes else call.shape)
-            made[key] = _compile(KERNELS[name], operands, result, target, lnc)
+            results = tuple(map(hlo.array, call.shape.tuple_shapes or [call.shape]))
+            made[key] = _compile(KERNELS[name], operands, results, target, lnc)
         call.custom_call_target, call.backend_config = NATIVE_CALL, made[key]
     return hlo.serialize(module)
 
 
-def _compile(kernel: Kernel, operands: _Shapes, result: tuple[tuple[int, ...], str], target: str, lnc: int) -> bytes:
+def _compile(kernel: Kernel, operands: _Shapes, results: _Shapes, target: str, lnc: int) -> bytes:
     """The configuration of a call: what NKI compiled, and where."""
     try:
         config = _call_nki(kernel, operands, target, lnc)
@@ -60,10 +60,10 @@ def _compile(kernel: Kernel, operands: _Shapes, result: tuple[tuple[int, ...], s
         raise RuntimeError(
             f"NKI does not compile {kernel.name} for {shapes} ({first_line(error)}); export without --kernels"
         ) from error
-    found = [tuple(each.shape) for each in config.output_specs]
-    if found != [result[0]]:
+    found, taken = [tuple(each.shape) for each in config.output_specs], [shape for shape, _ in results]
+    if found != taken:
         raise RuntimeError(
-            f"NKI's {kernel.name} makes {found}, and the graph takes {list(result[0])} of it; export without --kernels"
+            f"NKI's {kernel.name} makes {found}, and the graph takes {taken} of it; export without --kernels"
         )
     return bytes(config.backend_config_b64)
 
@@ -80,10 +80,11 @@ def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
         )
         for name, (shape, dtype) in zip(kernel.operands, operands, strict=True)
     }
+    arguments = {name: each.value() if isinstance(each, Choice) else each for name, each in kernel.arguments.items()}
     # What nki.jit returns keeps the function that it was given.
     job = compiled.CompileKernel(func=getattr(function, "func", function), lnc=lnc, target=target)
     return job._cached_compile_to_bir(
         frontend=job._frontend_cls(enable_backend_opt=job._enable_backend_opt),
-        inputs=inputs | dict(kernel.arguments),
+        inputs=inputs | arguments,
         compile_opts=job._compile_opts(),
     ).build_config()

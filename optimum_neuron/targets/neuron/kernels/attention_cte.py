@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of chunk rows by nki-library's `attention_cte`, in its form for cached prefixes: one call per row.
 
-Its parameters and shapes are those of core/attention/attention_cte.py. `attention_tkg`, for decode rows, is no kernel that a
-graph can call: it takes queries that another kernel has put into on-chip memory.
+Its parameters and shapes are those of core/attention/attention_cte.py.
 """
 
 from __future__ import annotations
@@ -91,7 +90,8 @@ def _attend_row(query: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> T
     start = first.clamp(min=0)
     own = (start + torch.arange(query.shape[1], dtype=torch.int32)).clamp(max=keys.shape[1] - 1)
     operands = [query, keys.index_select(1, own), values.index_select(1, own), keys, values, start]
-    return call_kernel(ATTENTION_CTE.name, operands)
+    (output,) = call_kernel(ATTENTION_CTE.name, operands)
+    return output
 
 
 def _fits(call: AttentionCall, group: AttentionRows, keys: Tensor, values: Tensor) -> bool:

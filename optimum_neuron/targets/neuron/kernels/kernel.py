@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,18 @@ KERNEL_CALL = "optimum_neuron.kernel"
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A member of an enumeration of a package, by name, since packages are imported where graphs are compiled alone."""
+
+    module: str
+    enumeration: str
+    member: str
+
+    def value(self) -> Any:
+        return getattr(getattr(importlib.import_module(self.module), self.enumeration), self.member)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A function of a package that stands for an operator.
 
@@ -31,8 +44,8 @@ class Kernel:
         packages: that have to be installed where graphs are compiled.
         operands: the function's parameters that are tensors, in the order in which a graph passes them.
         arguments: its other parameters, which are known when it is compiled.
-        reference: the same in torch, from the same operands: the contract that a graph relies on. It makes one tensor, of a
-            shape that follows from theirs, and uses all of them.
+        reference: the same in torch, from the same operands: the contract that a graph relies on. It makes a tensor, or as
+            many as the function does, of shapes that follow from theirs, and uses all of them.
     """
 
     name: str
@@ -41,7 +54,12 @@ class Kernel:
     packages: tuple[Package, ...]
     operands: tuple[str, ...]
     arguments: Mapping[str, Any]
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Tensor | tuple[Tensor, ...]]
+
+    def results(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """What the reference makes."""
+        made = self.reference(*operands)
+        return [made] if isinstance(made, Tensor) else list(made)
 
 
 # All of them by name; registry.py has them known.

@@ -10,22 +10,18 @@ from .kernel import KERNELS
 
 
 @library.custom_op("optimum_neuron::kernel", mutates_args=())
-def call_kernel(name: str, operands: list[Tensor]) -> Tensor:
-    """What a kernel makes of its operands.
+def call_kernel(name: str, operands: list[Tensor]) -> list[Tensor]:
+    """All that a kernel makes of its operands.
 
     Args:
         name: a key of `KERNELS`.
     """
-    return _reference(name, operands)
+    return KERNELS[name].results(operands)
 
 
 @call_kernel.register_fake
-def _(name: str, operands: list[Tensor]) -> Tensor:
-    return _reference(name, operands)
-
-
-def _reference(name: str, operands: list[Tensor]) -> Tensor:
-    return KERNELS[name].reference(*operands)
+def _(name: str, operands: list[Tensor]) -> list[Tensor]:
+    return KERNELS[name].results(operands)
 
 
 # The node of an exported graph.

@@ -9,13 +9,25 @@ from dataclasses import replace
 from ....config import NeuronConfig
 from ....graphs.ops import StepOps
 from ..rank.packages import package_problem
+from .attention_block_tkg import ATTENTION_BLOCK_TKG, attend_decodes
 from .attention_cte import ATTENTION_CTE, attend_chunks
 from .kernel import KERNELS as KERNELS
+from .moe_tkg import MOE_TKG, InForm, compute_chosen
 
 
 def with_kernels(ops: StepOps, names: Sequence[str]) -> StepOps:
-    """Operators that call these kernels where a layer is of a kind that they compute."""
-    return replace(ops, attend_cache=attend_chunks(ops.attend_cache)) if ATTENTION_CTE.name in names else ops
+    """Attention that calls these kernels where a layer is of a kind that they compute."""
+    if ATTENTION_CTE.name in names:
+        ops = replace(ops, attend_cache=attend_chunks(ops.attend_cache))
+    if ATTENTION_BLOCK_TKG.name in names:
+        assert ops.attend_decode is not None
+        ops = replace(ops, attend_decode=attend_decodes(ops.attend_decode))
+    return ops
+
+
+def experts_with_kernels(compute: InForm, names: Sequence[str]) -> InForm:
+    """The same of experts."""
+    return compute_chosen(compute) if MOE_TKG.name in names else compute
 
 
 def check_kernels(config: NeuronConfig) -> None:

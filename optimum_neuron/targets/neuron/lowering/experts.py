@@ -7,29 +7,32 @@ goes nowhere is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ....graphs.experts import ExpertsCall, dense_experts
+from ....graphs.experts import Experts, ExpertsCall, dense_experts
 from ..expert_forms import ExpertForm, ExpertLayer, choose, resized
+from ..kernels.registry import experts_with_kernels
 from ..sdk.hardware import Chip
 from .expert_blocks import block_places
 
 
-def experts_for(chip: Chip, like: int | None = None) -> Callable[[ExpertsCall], Tensor]:
+def experts_for(chip: Chip, like: int | None = None, kernels: Sequence[str] = ()) -> Experts:
     """Experts as graphs for a chip compute them.
 
     Args:
         like: in the form of a graph of so many tokens, whatever costs least in this one.
+        kernels: that stand for what they compute.
     """
+    compute = experts_with_kernels(in_form, kernels)
 
     def experts(call: ExpertsCall) -> Tensor:
         layer, tokens = expert_layer(call), len(call.index)
         form = choose(layer, tokens if like is None else like, chip)
-        return in_form(call, form if like is None else resized(form, layer, tokens, chip))
+        return compute(call, form if like is None else resized(form, layer, tokens, chip))
 
     return experts
 

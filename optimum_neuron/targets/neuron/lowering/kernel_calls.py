@@ -25,8 +25,8 @@ class _Reference(nn.Module):
         super().__init__()
         self._name = name
 
-    def forward(self, *operands: Tensor) -> tuple[Tensor]:
-        return (KERNELS[self._name].reference(*operands),)
+    def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        return tuple(KERNELS[self._name].results(operands))
 
 
 def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:

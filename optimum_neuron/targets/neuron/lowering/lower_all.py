@@ -45,7 +45,7 @@ def lower_all(
     with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
         called: set[str] = set()
         for spec in specs:
-            ops = rank.ops if like is None else ops_for(config.target, rank.ops, _most_tokens(like, spec.kind))
+            ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
             graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns)
             called |= called_kernels(graph.hlo)
             yield graph

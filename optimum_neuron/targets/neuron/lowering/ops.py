@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ....config import NeuronConfig
 from ....graphs.ops import StepOps
 from ..sampler import largest_of_whole
 from ..sdk.hardware import chip_of
@@ -38,10 +39,10 @@ NEURON_OPS = StepOps(
 )
 
 
-def ops_for(target: str, ops: StepOps, like: int | None = None) -> StepOps:
-    """The operators of the steps of one target: experts are computed as its chip does in the least time.
+def ops_for(config: NeuronConfig, ops: StepOps, like: int | None = None) -> StepOps:
+    """The operators of the steps of a config: experts are computed as its target's chip does in the least time, or by a kernel.
 
     Args:
         like: tokens of the step whose form of experts is to be had; None: of the step itself.
     """
-    return replace(ops, experts=experts_for(chip_of(target), like))
+    return replace(ops, experts=experts_for(chip_of(config.target), like, config.kernels))

@@ -98,7 +98,7 @@ def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _as_rank(
     model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
 ) -> RankModel:
-    ops = ops_for(config.target, with_kernels(NEURON_OPS, config.kernels))
+    ops = ops_for(config, with_kernels(NEURON_OPS, config.kernels))
     if plan is not None:
         apply_plan(model, plan, float32_reduce=config.float32_reduce)
         ops = sharded_ops(ops, model, plan)

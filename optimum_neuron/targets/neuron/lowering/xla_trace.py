@@ -62,14 +62,13 @@ class _Tracer(torch.fx.Interpreter):
         return _collective(collectives.ALL_GATHER, (own, 1), self._world_size)
 
 
-def _kernel_call(name: str, operands: Sequence[Tensor]) -> Tensor:
+def _kernel_call(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
     import torch_xla
 
-    shapes = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
-    result = KERNELS[name].reference(*shapes)
+    results = KERNELS[name].results([torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands])
+    shapes, dtypes = [list(each.shape) for each in results], [each.dtype for each in results]
     call = torch_xla._XLAC._xla_custom_call
-    (output,) = call(list(operands), KERNEL_CALL, [list(result.shape)], [result.dtype], False, name, 0, {})
-    return cast(Tensor, output)
+    return cast(list[Tensor], call(list(operands), KERNEL_CALL, shapes, dtypes, False, name, 0, {}))
 
 
 def _collective(target: Any, args: Any, world_size: int) -> Tensor:

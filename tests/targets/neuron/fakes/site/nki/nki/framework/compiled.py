@@ -53,7 +53,8 @@ class CompileKernel:
         self, *, frontend: Any, inputs: dict[str, Any], compile_opts: dict[str, Any]
     ) -> Compiled:
         bound = inspect.signature(self.func).bind(**inputs)
-        output = self.func(*bound.args, **bound.kwargs)
+        made = self.func(*bound.args, **bound.kwargs)
+        outputs = list(made) if isinstance(made, tuple) else [made]
         tensors = {name: each for name, each in inputs.items() if isinstance(each, NkiTensor)}
         assert all(each.buffer == "shared_hbm" and each.name == name for name, each in tensors.items())
         path = Path(os.environ["FAKE_NKI_FOLDER"]) / f"{self.func.__name__}.json"
@@ -62,8 +63,12 @@ class CompileKernel:
         config = {
             "func_name": self.func.__name__,
             "kernel_format": "bir",
-            "klir_binary": {"binary": str(path), "input_names": list(tensors), "output_names": ["output0"]},
+            "klir_binary": {
+                "binary": str(path),
+                "input_names": list(tensors),
+                "output_names": [each.name for each in outputs],
+            },
             "grid": self.lnc,
         }
         encoded = base64.b64encode(json.dumps(config).encode())
-        return Compiled(KernelConfig(encoded, [output]))
+        return Compiled(KernelConfig(encoded, outputs))

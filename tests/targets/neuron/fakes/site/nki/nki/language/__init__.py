@@ -4,4 +4,4 @@
 from __future__ import annotations
 
 
-bfloat16, float16, float32, int32 = "bfloat16", "float16", "float32", "int32"
+bfloat16, float16, float32, int32, uint8 = "bfloat16", "float16", "float32", "int32", "uint8"

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of few tokens by nki-library's `moe_tkg`, in its form that reads the weights of chosen experts alone.
+
+Its parameters and shapes are those of core/moe/moe_tkg/moe_tkg.py, the types of what a router chose those of its tests. It is no
+`nki.jit` there; they compile it as it is. It takes experts without biases here, gated by SiLU, in a 16-bit type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from ....graphs.experts import ExpertsCall
+from ..expert_forms import ExpertForm
+from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
+from .node import call_kernel
+
+
+# Tokens of a call, and what hidden sizes are whole tiles of, on each core of a logical one.
+_MOST_TOKENS, _TILES = 128, 256
+_TYPES = (torch.bfloat16, torch.float16)
+
+# From a call and a form to `[tokens, hidden]`.
+InForm = Callable[[ExpertsCall, ExpertForm], Tensor]
+
+
+def reference(hidden: Tensor, gate_up: Tensor, down: Tensor, affinities: Tensor, index: Tensor) -> Tensor:
+    """What the kernel computes.
+
+    Args:
+        hidden: `[tokens, hidden]`.
+        gate_up: `[experts, hidden, 2, inner]`.
+        down: `[experts, inner, hidden]`.
+        affinities: `[tokens, experts]` float32.
+        index: `[tokens, k]` int32, the experts of a token, all different.
+
+    Returns:
+        `[tokens, hidden]`: the results of a token's experts, each times its affinity.
+    """
+    tokens, count = index.shape
+    chosen = index.flatten()
+    up = hidden[:, None].expand(-1, count, -1).flatten(0, 1)[:, None] @ gate_up.flatten(2).index_select(0, chosen)
+    gate, values = up.float().chunk(2, dim=-1)
+    inner = (nn.functional.silu(gate) * values).to(hidden.dtype)
+    outputs = (inner @ down.index_select(0, chosen)).view(tokens, count, -1).float()
+    order = torch.arange(affinities.shape[1], dtype=torch.int32, device=index.device)
+    weights = torch.where(index[:, :, None] == order, affinities[:, None], 0.0).sum(-1)
+    return (outputs * weights[:, :, None]).sum(1).to(hidden.dtype)
+
+
+MOE_TKG = known(
+    Kernel(
+        name="moe_tkg",
+        module="nkilib.core.moe.moe_tkg.moe_tkg",
+        function="moe_tkg",
+        packages=(NKI, NKI_LIBRARY),
+        operands=(
+            "hidden_input",
+            "expert_gate_up_weights",
+            "expert_down_weights",
+            "expert_affinities",
+            "expert_index",
+        ),
+        # Its default multiplies by no affinity; SiLU is what it takes for gates where nobody says otherwise.
+        arguments={
+            "is_all_expert": False,
+            "expert_affinities_scaling_mode": Choice(
+                "nkilib.core.utils.common_types", "ExpertAffinityScaleMode", "POST_SCALE"
+            ),
+        },
+        reference=reference,
+    )
+)
+
+
+def compute_chosen(otherwise: InForm) -> InForm:
+    """Experts by the kernel where chosen experts' weights are read, and it computes what a layer does; else as they are."""
+
+    def compute(call: ExpertsCall, form: ExpertForm) -> Tensor:
+        return _by_kernel(call) if form.kind == "gather" and _fits(call) else otherwise(call, form)
+
+    return compute
+
+
+def _by_kernel(call: ExpertsCall) -> Tensor:
+    """A token that goes nowhere computes its first expert, and is zero."""
+    up, down = (each if call.layer.is_transposed else each.transpose(1, 2) for each in (call.up, call.down))
+    index = call.index.to(torch.int32)
+    nowhere = (index >= call.experts)[:, :1]
+    index = torch.where(nowhere, torch.arange(index.shape[1], dtype=torch.int32), index)
+    order = torch.arange(call.experts, dtype=torch.int32)
+    affinities = torch.where(index[:, :, None] == order, call.weights[:, :, None].float(), 0.0).sum(1)
+    operands = [call.hidden_states.to(up.dtype), up.unflatten(2, (2, -1)), down, affinities, index]
+    (output,) = call_kernel(MOE_TKG.name, operands)
+    return torch.where(nowhere, 0.0, output).to(call.hidden_states.dtype)
+
+
+def _fits(call: ExpertsCall) -> bool:
+    layer, (tokens, hidden) = call.layer, call.hidden_states.shape
+    if not layer.has_gate or layer.has_bias or not layer.is_concatenated:
+        return False
+    # The one of transformers' interface; a model may have its own.
+    gated = type(layer)._apply_gate.__name__ == "_default_apply_gate"
+    silu = isinstance(getattr(layer, "act_fn", None), (nn.SiLU, SiLUActivation))
+    plain = gated and silu and not getattr(layer, "has_post_expert_norm", False)
+    return plain and call.up.dtype in _TYPES and tokens <= _MOST_TOKENS and hidden % _TILES == 0

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of decode steps, attention and experts: their references, the graphs around them, and what NKI is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moe
+import pytest
+import torch
+from fakes.tools import NeuronTools
+from helpers import artifact_runner, export_tiny, generate, random_tokens
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.experts import ExpertsCall
+from optimum_neuron.graphs.interface import AttentionCall
+from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.targets.neuron.expert_forms import all_experts, gather
+from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.kernels import attention_block_tkg
+from optimum_neuron.targets.neuron.kernels.moe_tkg import compute_chosen
+from optimum_neuron.targets.neuron.kernels.registry import KERNELS
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import attention, hlo
+from optimum_neuron.targets.neuron.lowering.experts import expert_layer, in_form
+from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls
+from optimum_neuron.targets.neuron.sdk.hardware import chip_of
+
+
+pytest_plugins = ("fakes.plugin",)
+DECODES, CHUNKS = "token_generation_context128", "chunked_prefill_chunk8_context128"
+# Whole tiles of columns.
+SIZES: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,)}
+ATTENTION = {**SIZES, "kernels": ("attention_block_tkg",)}
+EXPERTS = {**SIZES, "kernels": ("moe_tkg",), "batch_size": 1, "ctx_batch_size": 1, "dtype": "bfloat16"}
+LAYERS, KV_HEADS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As wide as a tile on each of two cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe.CONFIGS, "wide", lambda: _wide(moe.CONFIGS["qwen3_moe"]()))
+        return moe.make_checkpoint("wide", tmp_path_factory.mktemp("moe"))
+
+
+def _wide(config: Any) -> Any:
+    config.hidden_size = 256
+    return config
+
+
+def graph(artifact: Path, name: str) -> bytes:
+    return (artifact / "graphs" / f"{name}.hlo").read_bytes()
+
+
+def calls_of(artifact: Path, name: str) -> list[str]:
+    return [each for _, each in kernel_calls(hlo.parse(graph(artifact, name)))]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_rows_get_by_the_kernel_what_they_get_without_it(broken: bool, window: int | None) -> None:
+    """Rows at the start, within, at the end and idle; what is stale is anything."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(5, 2, 256, 16), torch.randn(5, 2, 256, 16)
+    positions = torch.tensor([[0], [100], [255], [-1]], dtype=torch.int32)
+    if broken:
+        for row, position in enumerate(positions.flatten().tolist()):
+            keys[row, :, max(position, 0) :] = torch.nan
+            values[row, :, max(position, 0) :] = torch.nan
+    query, key, value = torch.randn(4, 6, 1, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    call = AttentionCall(0, query, key, value, scaling=0.3, sliding_window=window, softcap=None, sinks=None)
+    rows = AttentionRows(positions, None, 256)
+    wanted = attention.attend_decode(call, rows, query, keys, values, key, value)
+
+    def none(*_: object) -> Tensor:
+        raise AssertionError("the kernel does not compute this")
+
+    found = attention_block_tkg.attend_decodes(none)(call, rows, query, keys, values, key, value)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    assert found.isfinite().all()
+
+
+def test_decode_attention_around_the_kernel_is_certified_and_gives_the_tokens_of_the_model(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", certificate=True, **ATTENTION)
+    assert calls_of(artifact, DECODES) == ["attention_block_tkg"] * LAYERS * KV_HEADS
+    assert not called_kernels(graph(artifact, CHUNKS))
+    data, io = graph(artifact, DECODES), read_graph_io(artifact / "graphs" / f"{DECODES}.hlo")
+    assert [each for each in lint(DECODES, data, io, "trn2") if each.severity == "error"] == []
+    eager = artifact_runner(export_tiny(sharp_checkpoints["llama"], tmp_path / "eager", **SIZES))
+    runner, prompt = artifact_runner(artifact), random_tokens(29)
+    (tokens, logits), (expected, reference) = (generate(each, prompt, 8) for each in (runner, eager))
+    assert tokens == expected
+    torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
+
+
+# Each of other sizes than what was lowered before.
+@pytest.mark.parametrize(("defect", "slots"), [("own token", 1), ("mask", 2), ("scale", 4)])
+def test_attention_that_is_called_wrongly_is_not_certified(
+    defect: str, slots: int, sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend_head = attention_block_tkg._attend_head
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+        if defect == "own token":
+            key = torch.zeros_like(key)
+        elif defect == "mask":
+            visible = visible.roll(1, 0)
+        else:
+            query = query * 1.01
+        return attend_head(query, key, value, keys, values, visible)
+
+    monkeypatch.setattr(attention_block_tkg, "_attend_head", wrong)
+    options = {"target": "hlo", "batch_size": slots, "ctx_batch_size": 1, **ATTENTION}
+    with pytest.raises(ValueError, match="do not compute what the model does"):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_decode_rows_that_the_kernel_does_not_compute_keep_theirs(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Windows are of its mask; soft caps, and columns that are no whole tiles, are not its own."""
+    windows = export_tiny(sharp_checkpoints["qwen3"], tmp_path / "qwen3", target="hlo", **ATTENTION)
+    assert len(calls_of(windows, DECODES)) == LAYERS * KV_HEADS
+    told = "kernels='attention_block_tkg' computes no layer of this model; leave it out"
+    with pytest.raises(ValueError, match=told):
+        export_tiny(sharp_checkpoints["gemma2"], tmp_path / "gemma2", target="hlo", **ATTENTION)
+    with pytest.raises(ValueError, match=told):
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "llama", target="hlo", kernels=ATTENTION["kernels"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_get_by_the_kernel_what_their_experts_compute(dtype: torch.dtype, moe_checkpoint: Path) -> None:
+    """The second token goes nowhere."""
+    torch.manual_seed(0)
+    config = type(moe.CONFIGS["qwen3_moe"]()).from_pretrained(moe_checkpoint)
+    layer = Qwen3MoeExperts(config).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    call = ExpertsCall(
+        layer.to(dtype),
+        torch.randn(4, 256, dtype=dtype),
+        torch.tensor([[0, 1, 7], [8, 8, 8], [5, 2, 0], [7, 3, 4]]),
+        torch.rand(4, 3),
+    )
+    chip = chip_of("trn2")
+    form = gather(expert_layer(call), 4, chip)
+    called: list[object] = []
+
+    def without(call: ExpertsCall, form: object) -> Tensor:
+        called.append(form)
+        return torch.zeros(1)
+
+    compute = compute_chosen(without)
+    found, wanted = compute(call, form), in_form(call, form)
+    assert called == [] and found.dtype == dtype and not found[1].any()
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    compute(call, all_experts(4))
+    layer._apply_gate = type(layer)._apply_gate.__get__(layer)
+    compute(ExpertsCall(layer.float(), *(call.hidden_states, call.index, call.weights)), form)
+    layer.to(dtype).act_fn = torch.nn.GELU()
+    compute(call, form)
+    assert len(called) == 3
+
+
+def test_experts_around_the_kernel_are_certified(moe_checkpoint: Path, tmp_path: Path) -> None:
+    artifact = export_tiny(moe_checkpoint, tmp_path / "out", target="hlo", certificate=True, **EXPERTS)
+    assert all(each.holds for each in Certificate.read(artifact).comparisons)
+    assert calls_of(artifact, DECODES) == ["moe_tkg"] * LAYERS and not called_kernels(graph(artifact, CHUNKS))
+    data, io = graph(artifact, DECODES), read_graph_io(artifact / "graphs" / f"{DECODES}.hlo")
+    assert [each for each in lint(DECODES, data, io, "trn2") if each.severity == "error"] == []
+    # Weights lie as the kernel takes them.
+    shapes = {each.shape for each in io.inputs if "experts" in each.name}
+    assert shapes == {(8, 256, 80), (8, 40, 256)}
+
+
+def test_experts_in_a_type_that_the_kernel_does_not_take_are_told(moe_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kernels='moe_tkg' computes no layer of this model; leave it out"):
+        export_tiny(moe_checkpoint, tmp_path / "out", target="hlo", **EXPERTS | {"dtype": "float32"})
+
+
+def test_nki_is_given_both_as_the_library_declares_them(
+    neuron_sdk: Callable[..., NeuronTools], moe_checkpoint: Path, tmp_path: Path
+) -> None:
+    neuron_sdk("trn2", "nki")
+    names = ("attention_block_tkg", "moe_tkg")
+    path = export_tiny(moe_checkpoint, tmp_path / "out", target="trn2", **EXPERTS | {"kernels": names})
+    assert called_kernels(graph(path, DECODES)) == set(names)
+    compiled = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
+    assert set(compiled["moe_tkg"]) == {*KERNELS["moe_tkg"].operands, "target", "lnc"}
+    assert compiled["moe_tkg"]["expert_gate_up_weights"] == ["bfloat16", [8, 256, 2, 40]]
+    assert compiled["attention_block_tkg"]["X"] == ["bfloat16", [1, 1, 256]]
+    assert compiled["attention_block_tkg"]["attention_mask"] == ["uint8", [128, 1, 2, 1]]
+    assert Artifact.open(path).config.kernels == names
