@@ -81,6 +81,7 @@ def check_artifact(
         ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: _check_chunks(artifact, runner), ""),
         ("neighbours", lambda runner: _check_neighbours(artifact, runner), one_slot),
+        ("token ids", lambda runner: _check_token_ids(artifact, runner), ""),
         ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_slot or no_reuse),
         ("latency", lambda runner: _measure_latency(runner, runs), ""),
         ("memory", lambda runner: _measure_memory(), _no_device_memory(artifact.target)),
@@ -173,6 +174,28 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
         rows.append(_prefill(runner, 0, prompt, size))
     _require_equal(rows, artifact, exact=True)
     return {"slots": runner.config.batch_size}
+
+
+def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    """Ids beyond the vocabulary are refused before a graph sees them; the first and the last are looked up as others are."""
+    size = artifact.model.num_embeddings
+    for token in (-1, size):
+        runner.reset(0)
+        try:
+            runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
+        except ValueError:
+            continue
+        raise CheckError(f"token id {token} was given to a graph, and the model takes those from 0 to {size - 1}")
+    for token in (0, size - 1):
+        runner.reset(0)
+        output = runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
+        assert output.chunk_logits is not None
+        if not output.chunk_logits.isfinite().all():
+            raise CheckError(f"token id {token} makes logits that are not finite")
+        chosen = -1 if output.chunk_tokens is None else int(output.chunk_tokens[0])
+        if output.chunk_tokens is not None and not 0 <= chosen < artifact.model.vocab_size:
+            raise CheckError(f"behind token id {token} it chose {chosen}, of {artifact.model.vocab_size} tokens")
+    return {"embeddings": size, "refused": 2}
 
 
 def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from torch import Tensor
 from traces import read_trace
 
 from optimum_neuron.acceptance import checks
-from optimum_neuron.acceptance.report import REMEDIES
+from optimum_neuron.acceptance.report import REMEDIES, CheckError
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -149,6 +150,36 @@ def test_a_row_that_reads_another_ones_cache_is_found(
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1 and found["neighbours"]["status"] == "failed"
     assert found["golden"]["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("unchecked", "token id -1 was given to a graph, and the model takes those from 0 to 299"),
+        ("edge", "token id 299 makes logits that are not finite"),
+        ("choice", "behind token id 0 it chose 300, of 300 tokens"),
+    ],
+)
+def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
+    fault: str, told: str, hlo_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = Artifact.open(hlo_artifact)
+
+    class Faulty:
+        """Computes nothing."""
+
+        def reset(self, slot: int) -> None:
+            assert slot == 0
+
+        def prefill(self, chunks: list[Chunk]) -> StepOutput:
+            (token,) = chunks[0].token_ids
+            if not 0 <= token < 300 and fault != "unchecked":
+                raise ValueError(token)
+            logits = torch.full((1, 300), torch.nan if fault == "edge" and token == 299 else 0.0)
+            return StepOutput(chunk_logits=logits, chunk_tokens=torch.tensor([300 if fault == "choice" else 0]))
+
+    with pytest.raises(CheckError, match=told):
+        checks._check_token_ids(artifact, Faulty())
 
 
 def test_without_a_device_the_rest_is_skipped(
