@@ -20,6 +20,7 @@ from ..config import NeuronConfig
 from ..engine.policy import Policy, SchedulerOptions
 from ..engine.request import Request
 from ..engine.step import Event, RequestFailure
+from ..graphs.spec import GREEDY, SamplingParams
 from ..runtime.arguments import check_options
 from ..runtime.lengths import most_new_tokens
 from ..runtime.limits import refuse_unsupported
@@ -126,11 +127,13 @@ class RequestFactory:
         config.max_length = prompt.size + most
         model._prepare_special_tokens(config, device="cpu")
         processors = model._get_logits_processor(config, input_ids_seq_length=prompt.size, device="cpu")
+        do_sample = bool(config.do_sample)
+        told = self.batching.return_logprobs and _graphs_tell(processors, model.neuron_config, do_sample)
         choice = choose_how(
             processors,
             model.neuron_config,
-            do_sample=bool(config.do_sample),
-            keep_scores=self.batching.return_logprobs,
+            do_sample=do_sample,
+            keep_scores=self.batching.return_logprobs and not told,
             keep_logits=False,
         )
         on_device = isinstance(choice, OnDeviceChoice)
@@ -141,13 +144,22 @@ class RequestFactory:
             eos_token_ids=eos_token_ids,
             sampling=choice.sampling,
             processors=None if on_device else processors,
-            do_sample=bool(config.do_sample),
+            do_sample=do_sample,
+            logprobs=told,
         )
 
     def _new_tokens(self, prompt: int) -> int | None:
         if self.config.max_new_tokens is not None or self.config.max_length is None:
             return self.config.max_new_tokens
         return self.config.max_length - prompt
+
+
+def _graphs_tell(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:
+    """Whether the graphs can tell the log-probabilities that are asked for: of scores, which then are the logits themselves."""
+    if config.top_logprobs is None:
+        return False
+    choice = choose_how(processors, config, do_sample=do_sample, keep_scores=False, keep_logits=False)
+    return isinstance(choice, OnDeviceChoice) and choice.sampling in (GREEDY, SamplingParams(temperature=1.0))
 
 
 def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:

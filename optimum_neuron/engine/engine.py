@@ -203,6 +203,8 @@ class Engine:
             self._rows.feed(sampler.slot, event.token_id)
             if sampler.on_host:
                 events[index] = event._replace(logprob=sampler.logprob)
+            elif sampler.logprobs:
+                events[index] = event._replace(logprob=float(self._rows.told[sampler.slot].chosen))
             if event.finish_reason is not None:
                 statistics.finished += 1
                 self._forget(event.request_id)

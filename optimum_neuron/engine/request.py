@@ -35,6 +35,7 @@ class Request:
         atomic: the prompt is taken in by a single step, because its tokens see later ones of the same prompt.
         processors: logits processors that choose tokens on the host; None leaves the choice to the device.
         do_sample: with `processors`, whether the host draws tokens instead of taking the best one.
+        logprobs: whether the graphs tell the log-probability of each token that they choose, before sampling parameters.
 
     Raises:
         TypeError: the prompt, `eos_token_ids`, `max_new_tokens` or `priority` hold something other than whole numbers, or
@@ -52,6 +53,7 @@ class Request:
     atomic: bool = False
     processors: Any = None
     do_sample: bool = False
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", _read_only_tokens(self.request_id, self.prompt_token_ids))

@@ -41,6 +41,10 @@ def check_sampling(request: Request, config: NeuronConfig) -> None:
     if request.seed is not None and (not isinstance(request.seed, int) or request.seed < 0):
         raise ValueError(f"{who} has seed={request.seed!r}; give a whole number of at least 0, or leave it out")
     reason = _host_reason(request, config)
+    if request.logprobs and reason is None and config.top_logprobs is None:
+        raise ValueError(
+            f"{who} has logprobs=True, and this artifact tells none; export it with --top-logprobs (top_logprobs=0)"
+        )
     if reason is not None and not config.returns_decode_logits:
         raise ValueError(
             f"{who} {reason}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
@@ -64,15 +68,15 @@ class RequestSampler:
         on_host: whether `choose` is asked, instead of the graphs.
         sampling: what the graphs are told.
         uniforms: its random numbers, where the graphs draw with them.
+        logprobs: whether the graphs tell the log-probabilities of its tokens.
         logprob: log probability of the last token that the host chose, among what the processors left.
     """
-
-    logprobs = False
 
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
         self.slot = -1
         self.on_host = _host_reason(request, config) is not None
+        self.logprobs = request.logprobs and not self.on_host
         # Where nothing is drawn, top_k and top_p have no meaning, and need not be numbers that a graph can take.
         draws = not self.on_host and request.sampling.temperature > 0
         self.sampling = request.sampling.in_float32() if draws else GREEDY

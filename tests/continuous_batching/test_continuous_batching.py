@@ -14,6 +14,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationM
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from optimum_neuron import NeuronModelForCausalLM, Request
+from optimum_neuron.engine.sampler import RequestSampler
 
 
 LENGTHS = (5, 21, 9, 1, 30, 13, 17)
@@ -116,6 +117,34 @@ def test_log_probabilities_are_those_of_the_chosen_tokens(
             expected = torch.log_softmax(logits, -1)[output.generated_tokens[index]]
             assert abs(logprob - expected) < 1e-4
         assert len(output.logprobs) == 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
+def test_graphs_tell_the_log_probabilities_that_the_host_would_compute(
+    temperature: float,
+    model: NeuronModelForCausalLM,
+    prompts: list[list[int]],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of logits; where a temperature makes scores of them, the host computes with those."""
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", top_logprobs=0)
+    telling = NeuronModelForCausalLM.from_pretrained(path)
+    draws = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=None, **draws)
+    batching = ContinuousBatchingConfig(return_logprobs=True, seed=3)
+    found = list(telling.generate_batch(prompts, config, batching).values())
+    choose, chosen = RequestSampler.choose, []
+    monkeypatch.setattr(RequestSampler, "choose", lambda self, *args: chosen.append(self) or choose(self, *args))
+    again = list(telling.generate_batch(prompts, config, batching).values())
+    assert bool(chosen) == (temperature == 0.5)
+    for one, other in zip(found, again, strict=True):
+        assert one.generated_tokens == other.generated_tokens and one.logprobs == other.logprobs
+        assert len(one.logprobs) == 6
+        ids = torch.tensor([one.prompt_ids + one.generated_tokens[:-1]])
+        logits = model(ids).logits[0, -1] / (temperature or 1.0)
+        assert abs(one.logprobs[-1] - torch.log_softmax(logits, -1)[one.generated_tokens[-1]]) < 1e-4
 
 
 def test_a_prompt_that_cannot_be_served_fails_alone(model: NeuronModelForCausalLM, prompts: list[list[int]]) -> None:
