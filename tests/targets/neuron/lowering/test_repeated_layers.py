@@ -11,15 +11,21 @@ import torch
 from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
 from tiny import TINY_SIZES
 from torch import Tensor
-from transformers import LlamaConfig
+from torch.export import ExportedProgram
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
+from optimum_neuron.graphs.expand import NotAlikeError, expand
+from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph
+from optimum_neuron.graphs.repeated_layers import LayerTrace, few_layers
 from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.targets.neuron.lowering import lower
+from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.lowering.rank_model import rank_model
@@ -48,6 +54,29 @@ def test_the_module_is_that_of_a_whole_trace(name: str, monkeypatch: pytest.Monk
     graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
     step = (model, KVCache(state_specs(config, spec)), graph, NEURON_OPS, spec.vocab_size)
     assert lower_step(*step) == lower_whole(monkeypatch, *step)
+
+
+def test_layers_that_write_other_states_are_not_the_same() -> None:
+    """The second that was traced, with the nodes of the first, keeps its keys where values belong."""
+    config = NeuronConfig(batch_size=1, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo")
+    llama = LlamaConfig(**TINY_SIZES | {"num_hidden_layers": 4})
+    model = AutoModelForCausalLM.from_config(llama, attn_implementation=ATTENTION_NAME).eval()
+    spec = look_at(model)
+    module = StepModule(model, KVCache(state_specs(config, spec)), graph_specs(config)[0], NEURON_OPS, None).eval()
+
+    def traced() -> tuple[ExportedProgram, LayerTrace]:
+        with few_layers(model) as layers:
+            program = torch.export.export(module, example_inputs(module.spec.inputs()), strict=False)
+        return decompose(program), layers
+
+    with torch.no_grad():
+        expand(*traced())
+        program, layers = traced()
+    specs = {each.target: each for each in program.graph_signature.output_specs}
+    keys, values = (specs[f"kv_cache.{name}_2"] for name in ("key", "value"))
+    keys.target, values.target = values.target, keys.target
+    with pytest.raises(NotAlikeError):
+        expand(program, layers)
 
 
 def test_of_a_ranks_layers_three_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
