@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optimum_neuron.targets.neuron.lint.cost import GraphCost
     from optimum_neuron.targets.neuron.lint.expert_costs import ExpertCost
     from optimum_neuron.targets.neuron.lint.lint import Finding
+    from optimum_neuron.targets.neuron.lint.sum_costs import SumCost
 
 DESCRIPTION = """\
 Check a model's graphs against what the Neuron compiler and device take: operators, sorts, types, shapes, indices, constants,
@@ -31,7 +32,9 @@ Exporting for a Neuron target does the same and stops at the first error. The ex
 --cost counts what one run of each graph has to do on one core: what it reads and writes of device memory (READ ONCE is what its
 weights, inputs and cache alone would take), what of them it transposes, products, collectives, and the time that
 memory and products leave possible. It is a bound, not an estimate: see optimum-cli neuron estimate. Of routed experts it shows the
-form that each graph computes them in, chosen by the same count, beside what computing every expert for every token would take."""
+form that each graph computes them in, chosen by the same count, beside what computing every expert for every token would take.
+Of sums over cores it shows, for each graph that has the choice, which form it has and what both take: every core gets the whole sum,
+or its part of the tokens, computes what follows token by token of that part alone, and gathers where others need all."""
 
 EXAMPLES = """\
 examples:
@@ -102,18 +105,21 @@ def _lint(args: Namespace) -> bool:
     from optimum_neuron.targets.neuron.lint.cost import graph_cost
     from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
     from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint
+    from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 
-    operators, findings, costs, experts = installed_operators(), [], [], []
+    operators, findings, costs, experts, sums = installed_operators(), [], [], [], []
     target, graphs = _graphs(args, config)
     for name, data, io in graphs:
         findings += lint(name, data, io, target, operators)
         if args.cost:
             costs.append(graph_cost(name, data, io, target))
             experts += [(name, each) for each in expert_costs(name, data, io, target)]
+            sums.append((name, sum_cost(data, io)))
     if costs:
         _print_costs(costs, target)
     if experts:
         _print_experts(experts, target)
+    _print_sums([(name, cost) for name, cost in sums if cost is not None], target)
     _print(findings)
     return any(finding.severity == "error" for finding in findings)
 
@@ -185,6 +191,41 @@ def _print_experts(experts: list[tuple[str, ExpertCost]], target: str) -> None:
             *(f"{each * 1e3:,.2f}" if target in CHIPS else "-" for each in cost.seconds(target)),
         )
     console().print(table)
+
+
+def _print_sums(sums: list[tuple[str, SumCost]], target: str) -> None:
+    from rich.table import Table
+
+    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
+    if not sums:
+        return
+    title = "sums over cores and what follows from them token by token; split: of a part of the tokens on each core"
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("graph", overflow="fold", ratio=1)
+    table.add_column("form", no_wrap=True)
+    for name in (
+        "coll.\nwhole",
+        "coll.\nsplit",
+        "MB\nwhole",
+        "MB\nsplit",
+        "1e6\nwhole",
+        "1e6\nsplit",
+        "ms\nwhole",
+        "ms\nsplit",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, cost in sums:
+        table.add_row(
+            name,
+            cost.form,
+            *(str(each.collectives) for each in cost.both),
+            *(_megabytes(each.sent) for each in cost.both),
+            *(_megabytes(each.elements.total()) for each in cost.both),
+            *(f"{each * 1e3:,.2f}" if target in CHIPS else "-" for each in cost.seconds(target)),
+        )
+    console().print(table)
+    console().print("MB: sent by a core; 1e6: numbers that elementwise operators and reductions take")
 
 
 def _megabytes(size: int) -> str:

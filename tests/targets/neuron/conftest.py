@@ -29,11 +29,12 @@ collect_ignore = (
 def lowered_once() -> Iterator[None]:
     """Graphs of one model at one config are lowered once, for whatever target; test_lowering.py shows that they come out the same.
 
-    Not those of models with experts, whose form follows from the chip.
+    Not those of models with experts or for several ranks, whose form follows from the chip.
     """
     if collect_ignore:
         yield
         return
+    from optimum_neuron.targets.neuron import sequence_parallel
     from optimum_neuron.targets.neuron.lowering import lower_all, rank_model, weight_uses
 
     graphs: dict[Any, list[Any]] = {}
@@ -42,8 +43,14 @@ def lowered_once() -> Iterator[None]:
 
     def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
         # What tests change of a model's code or of the lowering, too.
-        changed = (LlamaMLP.forward, rank_model.NEURON_OPS, weight_uses.use_stored_weights)
-        same = config if "experts" in model_config else dataclasses.replace(config, target="hlo")
+        changed = (
+            LlamaMLP.forward,
+            rank_model.NEURON_OPS,
+            weight_uses.use_stored_weights,
+            sequence_parallel.COLLECTIVE_S,
+        )
+        by_chip = "experts" in model_config or config.tensor_parallel_size > 1
+        same = config if by_chip else dataclasses.replace(config, target="hlo")
         return (model_config, same, *others, changed)
 
     def lower_once(folder: Path, config: NeuronConfig, tied: Mapping[str, str], **options: bool) -> Iterator[Any]:

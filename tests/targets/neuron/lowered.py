@@ -21,6 +21,7 @@ from optimum_neuron.targets.neuron.lowering.lower import (
     lower_step,
 )
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.score_graphs import score_graphs
 
 
@@ -44,12 +45,14 @@ class _Function(nn.Module):
         return (self.function(*inputs),)
 
 
-def lower_function(function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1) -> LoweredGraph:
+def lower_function(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1, sums: SumsRule | None = None
+) -> LoweredGraph:
     """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
     program = decompose(torch.export.export(_Function(function).eval(), tuple(inputs), strict=False))
     (result,) = program.graph.output_node().args[0]
     specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
-    return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size)
+    return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size, sums)
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

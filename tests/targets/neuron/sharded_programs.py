@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB, eager_runner, generate, load_model, random_tokens, tiny_config
+from helpers import VOCAB, eager_runner, generate, load_model, prefill_pieces, random_tokens, tiny_config
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.lowering.rank_model import find_layout
+from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
 from optimum_neuron.targets.neuron.run.draws import draws
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 
@@ -66,11 +67,14 @@ class RanksExecutable:
         return first
 
 
-def check(checkpoint: Path, count: int, noise: float = NOISE, **sizes: Any) -> None:
+def check(
+    checkpoint: Path, count: int, noise: float = NOISE, forms: Sequence[bool | None] = (None,), **sizes: Any
+) -> None:
     """Asserts that the ranks give the tokens of one rank in all graphs, greedy and sampled.
 
     Args:
         noise: by which logits may differ.
+        forms: whether ranks split tokens, None: where it takes less time; in all of them logits have the same bits.
         sizes: options of the graphs, in place of the tests' own.
     """
     config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
@@ -83,16 +87,40 @@ def check(checkpoint: Path, count: int, noise: float = NOISE, **sizes: Any) -> N
         weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
     for tensors in weights:
         tensors |= {alias: tensors[stored] for alias, stored in tied.items()}
-    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False))
-    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
-    executable = RanksExecutable(graphs, config, weights)
     reference = eager_runner(model, tiny_config(**sizes))
+    found = [_run_form(checkpoint, config, tied, weights, reference, noise, split) for split in forms]
+    assert all(torch.equal(one, other) for other in found for one, other in zip(found[0], other, strict=True))
+
+
+def _run_form(
+    checkpoint: Path,
+    config: NeuronConfig,
+    tied: Mapping[str, str],
+    weights: Sequence[dict[str, Tensor]],
+    reference: GraphRunner,
+    noise: float,
+    split: bool | None,
+) -> list[Tensor]:
+    """Logits of all that is generated, and of a prompt in pieces."""
+    specs = graph_specs(config)
+    kinds = None if split is None else frozenset(spec.kind for spec in specs if split)
+    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False, split=kinds))
+    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
+    assert any(is_split(graph.hlo) for graph in graphs) == bool(split)
+    executable = RanksExecutable(graphs, config, weights)
+    logits = []
     for deterministic in (False, True) if config.mixed_step else (False,):
-        runner = GraphRunner(executable, config, graph_specs(config), deterministic=deterministic)
+        runner = GraphRunner(executable, config, specs, deterministic=deterministic)
         for sampling in (GREEDY, SAMPLED):
             uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist()
-            expected, logits = generate(reference, random_tokens(21), 6, sampling, uniforms)
+            expected, expected_logits = generate(reference, random_tokens(21), 6, sampling, uniforms)
             found, found_logits = generate(runner, random_tokens(21), 6, sampling, uniforms)
             assert found == expected
-            difference = float((logits - found_logits).abs().max())
-            assert difference < noise, f"{difference} in logits up to {float(logits.abs().max())}"
+            difference = float((expected_logits - found_logits).abs().max())
+            assert difference < noise, f"{difference} in logits up to {float(expected_logits.abs().max())}"
+            logits.append(found_logits)
+    if split:
+        cuts = [8, 8, 5], [5, 8, 8], [1, 7, 6, 7]
+        pieces = [prefill_pieces(runner, slot, random_tokens(21), cut) for slot, cut in enumerate(cuts, start=1)]
+        assert all(torch.equal(pieces[0], each) for each in pieces)
+    return logits

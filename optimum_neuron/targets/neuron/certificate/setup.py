@@ -24,6 +24,7 @@ from ....graphs.spec import LOGPROBS, GraphSpec, ModelSpec, TensorSpec, graph_sp
 from ..graph_files import HLO_SUFFIX, read_graph_io
 from ..graph_io import CHOSEN, COPY_SLOT, SCORES, InputBinding
 from ..lowering.lower_all import lower_all
+from ..lowering.split_tokens import is_split
 from ..score_graphs import score_graphs, slots_input
 from ..sharding import shard_plan
 from .host_ranks import Found, Given, Module, execute
@@ -150,7 +151,12 @@ def make_setup(
         few = first_layers(spec, trial.layers)
         tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
         lowered = lower_all(
-            trial.folder, config, tied, trust_remote_code=trust_remote_code, like=trial.artifact_config
+            trial.folder,
+            config,
+            tied,
+            trust_remote_code=trust_remote_code,
+            like=trial.artifact_config,
+            split=split_kinds(folder, trial.artifact_config),
         )
         modules = {graph.name: Module(graph.hlo, graph.io) for graph in lowered}
     parts = None
@@ -167,6 +173,13 @@ def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
         layers=tuple(each for each in spec.layers if each.layer_idx < layers),
         convolutions=tuple(each for each in spec.convolutions if each.layer_idx < layers),
     )
+
+
+def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:
+    """Kinds of an artifact's graphs in whose largest one ranks have parts of the tokens."""
+    specs = sorted(graph_specs(config), key=lambda spec: spec.tokens)
+    largest = {spec.kind: folder / GRAPHS_FOLDER / (spec.name + HLO_SUFFIX) for spec in specs}
+    return frozenset(kind for kind, path in largest.items() if is_split(path.read_bytes()))
 
 
 def _read_module(path: Path) -> Module:

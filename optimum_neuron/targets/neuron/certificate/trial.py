@@ -119,10 +119,14 @@ def _state_bytes(config: NeuronConfig, spec: ModelSpec) -> int:
 
 
 def _smaller(config: NeuronConfig) -> NeuronConfig:
-    """Few slots, columns and tokens per chunk; every kind of graph stays."""
-    slots = min(config.batch_size, max(_FEW_SLOTS, config.ctx_batch_size))
+    """Few slots, columns and tokens per chunk; every kind of graph stays, and ranks can split its tokens where they could before."""
+    ranks = config.tensor_parallel_size
+    few = min(config.batch_size, max(_FEW_SLOTS, config.ctx_batch_size))
+    slots = few + (config.batch_size - few) % ranks
     length = min(config.sequence_length, max(_FEW_COLUMNS, 2 * slots))
-    chunk = min(config.prefill_chunk_size, _SHORT_CHUNK, (length - slots) // config.ctx_batch_size)
+    short = min(config.prefill_chunk_size, _SHORT_CHUNK, (length - slots) // config.ctx_batch_size)
+    chunk = short - (short - config.prefill_chunk_size) % ranks
+    chunk = chunk if chunk > 0 else short
     return dataclasses.replace(
         config,
         batch_size=slots,

@@ -19,6 +19,7 @@ from ..graph_io import GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import kernel_calls
 from ..sdk.hardware import CHIPS, chip_of
+from ..sequence_parallel import bytes_sent
 from .graph import Graph
 from .weight_rules import changes_order
 
@@ -44,7 +45,7 @@ class GraphCost:
         transposed: bytes of weights and states whose dimensions change places before a product takes them.
         flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
         collectives: how often each kind runs.
-        collective_bytes: of their results, or of their operands where these are larger.
+        collective_bytes: that a core sends in them, at the least.
         kernels: how often each kernel of the SDK is called.
     """
 
@@ -113,7 +114,8 @@ class _Counter:
                 flops += self._flops_of_kernel(each)
             elif each.opcode in COLLECTIVES:
                 collectives[each.opcode] += 1
-                moved += max(_bytes(each.shape), sum(_bytes(part.shape) for part in self._graph.operands(each)))
+                size = max(_bytes(each.shape), sum(_bytes(part.shape) for part in self._graph.operands(each)))
+                moved += bytes_sent(each.opcode, size, self._graph.io.world_size)
         return GraphCost(
             name=self._graph.name,
             read=sum(map(sum, reads.values())),

@@ -29,6 +29,7 @@ from . import hlo, kernel_calls, passes, weight_uses
 from .decompositions import decompose
 from .score_module import ScoreModule
 from .slot_copy import SlotCopy
+from .split_tokens import SumsRule, split_tokens
 from .xla_trace import placeholders, trace
 
 
@@ -54,6 +55,7 @@ def lower_step(
     vocab_size: int,
     world_size: int = 1,
     columns: int | None = None,
+    sums: SumsRule | None = None,
 ) -> LoweredGraph:
     """Lowers one step graph.
 
@@ -61,12 +63,13 @@ def lower_step(
         model: with parameters of any contents, also uninitialized ones; with `world_size` above 1, one rank's shard.
         vocab_size: of the logits that the graph returns.
         columns: of the logits that it leaves for a sampler; None: as many.
+        sums: in which form ranks add up; None: every rank has all tokens.
 
     Raises:
         ValueError: the graph computes something that no HLO module of ours can express.
     """
     program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
-    graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size)
+    graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size, sums)
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 
 
@@ -97,6 +100,7 @@ def lower_program(
     inputs: Iterable[TensorSpec],
     outputs: Iterable[TensorSpec],
     world_size: int,
+    sums: SumsRule | None = None,
 ) -> LoweredGraph:
     """Lowers a decomposed program: its user inputs and outputs get the names of `inputs` and `outputs`, in order.
 
@@ -114,6 +118,14 @@ def lower_program(
     passes.drop_tokens(module)
     passes.fold_trivial(module)
     passes.make_finite(module)
+    if sums is not None:
+        shared = {
+            number
+            for number, each in zip(numbers, bindings, strict=True)
+            if each is not None and (each.role == "input" or each.name in sums.shared)
+        }
+        passes.remove_unused(module)  # whose users would count
+        split_tokens(module, world_size, shared, sums)
     kept = _finish(module, name, bindings, numbers, results)
     data = hlo.serialize(module)
     io = GraphIO(

@@ -12,10 +12,12 @@ from ....graphs.kv_cache import KVCache
 from ....graphs.spec import graph_specs, state_specs
 from ..graph_io import COPY_SLOT
 from ..score_graphs import score_graphs
+from ..sdk.hardware import chip_of
 from .kernel_calls import called_kernels
 from .lower import LoweredGraph, lower_scores, lower_slot_copy, lower_step
 from .ops import ops_for
 from .rank_model import rank_model
+from .split_tokens import SumsRule
 
 
 def lower_all(
@@ -25,6 +27,7 @@ def lower_all(
     *,
     trust_remote_code: bool,
     like: NeuronConfig | None = None,
+    split: frozenset[str] | None = None,
 ) -> Iterator[LoweredGraph]:
     """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where slots share prefixes what copies them.
 
@@ -32,6 +35,7 @@ def lower_all(
         folder: holds the model's config.json, and its modeling code where that is trusted.
         tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
         like: whose largest graph of each kind tells the form of experts; None: each graph has that of its own size.
+        split: kinds of graphs whose ranks split tokens; None: each graph does where it takes less time.
 
     Raises:
         ValueError: the model cannot be lowered, or not be shared by so many ranks; or a kernel has no use in it.
@@ -46,7 +50,10 @@ def lower_all(
         called: set[str] = set()
         for spec in specs:
             ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
-            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns)
+            sums = None
+            if rank.plan is not None:
+                sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
+            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums)
             called |= called_kernels(graph.hlo)
             yield graph
             advance(spec.name)

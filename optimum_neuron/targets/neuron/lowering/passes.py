@@ -158,14 +158,13 @@ def fold_trivial(module: Any) -> None:
 
 
 def _is_one(number: int, by_id: dict[int, Any]) -> bool:
-    """Whether an instruction is a constant whose every value is 1."""
+    """Whether an instruction is a constant whose every value is 1, of any type."""
     instruction = by_id[number]
-    while instruction.opcode in ("broadcast", "reshape"):
+    while instruction.opcode in ("broadcast", "convert", "reshape"):
         instruction = by_id[instruction.operand_ids[0]]
     if instruction.opcode != "constant" or instruction.shape.dimensions:
         return False
-    field = _LITERAL_FIELDS.get(hlo.dtype_name(instruction.shape))
-    return field not in (None, "preds") and list(getattr(instruction.literal, field)) == [1]
+    return hlo.dtype_name(instruction.shape) != "bool" and list(hlo.literal_values(instruction)) == [1]
 
 
 def _fold_scalar(convert: Any, source: Any) -> None:

@@ -2,8 +2,9 @@
 """AWS Neuron hardware as data: chips, instances, and the groups of cores that share a model. Imports no torch.
 
 Chips and instances are from the AWS Neuron SDK documentation (about-neuron/arch/neuron-hardware, release 2.32), except
-trn2.3xlarge, which is from Amazon's list of instance types. A core here is a logical NeuronCore: what one rank of a tensor
-parallel group runs on. Trainium2 and Trainium3 join two physical cores to one by default (LNC 2), and so does this project.
+trn2.3xlarge, which is from Amazon's list of instance types; widths and clocks of vector engines are from its guides for NKI
+(nki/guides/architecture). A core here is a logical NeuronCore: what one rank of a tensor parallel group runs on.
+Trainium2 and Trainium3 join two physical cores to one by default (LNC 2), and so does this project.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Chip:
         bandwidth: bytes per second between the memory and the cores.
         sbuf: bytes of on-chip memory (SBUF) of a physical core.
         flops: floating point operations per second of dense matrix products, by torch's name of the type.
+        elements: numbers per second that the vector engines take of an elementwise operator or a reduction, by the bytes of one.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Chip:
     bandwidth: float
     sbuf: int
     flops: dict[str, float]
+    elements: dict[int, float]
 
     @property
     def core_sbuf(self) -> int:
@@ -57,6 +60,14 @@ class Chip:
     def core_flops(self, dtype: str) -> float:
         """Operations per second per logical core."""
         return self.flops[dtype] / self.cores
+
+    def vector_seconds(self, elements: Mapping[int, int]) -> float:
+        """What the vector engines of a logical core take for elementwise operators and reductions, one after the other.
+
+        Args:
+            elements: how many, by the bytes of one; types of a byte take what those of two take.
+        """
+        return sum(count * self.cores / self.elements[min(max(size, 2), 4)] for size, count in elements.items())
 
     def core_seconds(self, moved: float, flops: Mapping[str, float]) -> float:
         """The roofline of a logical core, whose memory and products overlap.
@@ -78,7 +89,11 @@ def _chip(
     sbuf_mib: int,
     bf16_tf: float,
     fp32_tf: float,
+    vector_ghz: float,
+    vector_widths: tuple[int, int],
 ) -> Chip:
+    """Widths of a physical core's vector engine are numbers per cycle, of 16 bits and of others."""
+    engines = cores * physical_cores * vector_ghz * 1e9
     flops = {"bfloat16": bf16_tf * 1e12, "float16": bf16_tf * 1e12, "float32": fp32_tf * 1e12}
     return Chip(
         name=name,
@@ -88,15 +103,16 @@ def _chip(
         bandwidth=bandwidth,
         sbuf=sbuf_mib * MIB,
         flops=flops,
+        elements={2: engines * vector_widths[0], 4: engines * vector_widths[1]},
     )
 
 
 # The documentation gives GiB per second for the first generation of these chips and TB per second for the later ones.
 CHIPS = {
-    "inf2": _chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5),
-    "trn1": _chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5),
-    "trn2": _chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181),
-    "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183),
+    "inf2": _chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
+    "trn1": _chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
+    "trn2": _chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181, 0.96, (512, 256)),
+    "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183, 1.2, (512, 256)),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
 

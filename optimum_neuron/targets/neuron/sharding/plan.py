@@ -61,6 +61,11 @@ class ShardPlan:
         """Logits of one rank; the last rank's may be more than the vocabulary has."""
         return -(-self.vocab_size // self.world_size)
 
+    @property
+    def whole(self) -> set[str]:
+        """Tensors that every rank holds whole."""
+        return self.shapes.keys() - self.rules.keys()
+
     def cut(self, name: str, dim: int, *sections: Section) -> None:
         """Adds the rule of a tensor, named as in the model; a negative `dim` counts from the end."""
         tensor = f"model.{name}"

@@ -38,7 +38,9 @@ from optimum_neuron.targets.neuron.certificate.trial import Trial
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lowering import decompositions, hlo, lower, rank_model, score_module, xla_trace
 from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
+from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.score_graphs import score_graphs
+from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
@@ -53,13 +55,19 @@ class Case:
     expected: Expected
     scales: dict[str, int]
 
-    def lower(self, *names: str) -> dict[str, Module]:
+    def lower(self, *names: str, split: bool | None = None) -> dict[str, Module]:
+        """The named kinds of graphs.
+
+        Args:
+            split: whether ranks have parts of the tokens; None: where it takes less time.
+        """
         config, folder = self.setup.trial.config, self.setup.folder
         rank = rank_model.rank_model(folder, config, self.setup.tied, trust_remote_code=False)
         states = state_specs(config, rank.spec)
         ranks, cache = self.setup.ranks, KVCache(states)
+        sums = None if rank.plan is None else SumsRule(chip_of(config.target), rank.plan.whole, split)
         graphs = [
-            lower.lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns)
+            lower.lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns, sums)
             for spec in self.setup.graphs
             if spec.kind in names
         ]
@@ -87,10 +95,10 @@ def _checkpoint(folder: Path) -> PreTrainedModel:
     return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
 
 
-def _case(folder: Path, ranks: int, *names: str) -> Case:
+def _case(folder: Path, ranks: int, *names: str, **sizes: int) -> Case:
     """Only the named graphs run: the mixed one has decode rows and chunk rows."""
     model = _checkpoint(folder / "checkpoint")
-    config = tiny_config(target="trn2", tensor_parallel_size=ranks)
+    config = tiny_config(target="trn2", tensor_parallel_size=ranks, **sizes)
     spec = inspect_model(model)
     artifact = folder / "artifact"
     (artifact / "weights").mkdir(parents=True)
@@ -350,7 +358,7 @@ def test_a_copy_of_one_column_too_many_is_found(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return _case(tmp_path_factory.mktemp("two"), 2, "mixed")
+    return _case(tmp_path_factory.mktemp("two"), 2, "mixed", batch_size=4)  # and an even number of tokens
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +380,68 @@ def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.Monk
     _wrap(monkeypatch, xla_trace, "_collective", dropped)
     modules = two_ranks.lower("mixed")
     assert len(calls) > 2 and _places(two_ranks.compare(modules))
+
+
+@pytest.fixture(scope="module")
+def split_ranks(two_ranks: Case) -> dict[str, Module]:
+    return two_ranks.lower("mixed", split=True)
+
+
+def _instructions(module: Any, opcode: str) -> list[Any]:
+    return [
+        each for each in hlo.entry(module).instructions if each.opcode == opcode and len(each.shape.dimensions) == 3
+    ]
+
+
+def test_ranks_that_split_tokens_hold(two_ranks: Case, split_ranks: dict[str, Module]) -> None:
+    (step,) = (each for name, each in split_ranks.items() if name not in SAMPLERS.values())
+    module = hlo.parse(step.hlo)
+    assert len(_instructions(module, "reduce-scatter")) == len(_instructions(module, "all-gather")) == 3
+    assert not _instructions(module, "all-reduce")
+    assert _places(two_ranks.compare(split_ranks)) == []
+
+
+def _ungathered(module: Any) -> None:
+    """Every rank takes its own tokens for those of the others."""
+    gather = _instructions(module, "all-gather")[1]
+    gather.opcode = "concatenate"
+    gather.operand_ids.append(gather.operand_ids[0])
+    gather.ClearField("replica_groups")
+
+
+def _unsummed(module: Any) -> None:
+    """Every rank has its own part of the sums of the first tokens."""
+    scatter = _instructions(module, "reduce-scatter")[1]
+    scatter.opcode = "slice"
+    for field in ("replica_groups", "called_computation_ids", "dimensions"):
+        scatter.ClearField(field)
+    for size in scatter.shape.dimensions:
+        scatter.slice_dimensions.add(start=0, limit=size, stride=1)
+
+
+def _split_by_columns(module: Any) -> None:
+    """A rank has a part of every token's numbers, and takes it for all of some tokens."""
+    entry = hlo.entry(module)
+    scatter = _instructions(module, "reduce-scatter")[1]
+    place = [each.id for each in entry.instructions].index(scatter.id)
+    wrong = type(scatter).FromString(scatter.SerializeToString())
+    wrong.id, wrong.dimensions[:] = 1 + max(each.id for each in module.computations), [2]  # which come last
+    _, tokens, width = scatter.shape.dimensions
+    wrong.shape.dimensions[:] = [1, 2 * tokens, width // 2]
+    wrong.name = f"reduce-scatter.{wrong.id}"
+    scatter.opcode, scatter.operand_ids[:] = "reshape", [wrong.id]
+    for field in ("replica_groups", "called_computation_ids", "dimensions"):
+        scatter.ClearField(field)
+    listed = [type(each).FromString(each.SerializeToString()) for each in entry.instructions]
+    del entry.instructions[:]
+    entry.instructions.extend([*listed[:place], wrong, *listed[place:]])
+
+
+@pytest.mark.parametrize("change", [_ungathered, _unsummed, _split_by_columns])
+def test_a_wrong_exchange_of_split_tokens_is_found(
+    change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, Module]
+) -> None:
+    assert _places(two_ranks.compare(_changed(split_ranks, change)))
 
 
 @pytest.mark.parametrize(

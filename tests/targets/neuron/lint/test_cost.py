@@ -77,14 +77,15 @@ def test_a_weight_that_changes_its_order_is_named_and_a_dimension_of_one_changes
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(4, "all-reduce"), (2, "all-gather")])
-def test_collectives_are_counted_with_the_larger_side(ranks: int, kind: str) -> None:
+def test_collectives_are_counted_by_what_a_core_sends(ranks: int, kind: str) -> None:
     def gathered(x: Tensor) -> Tensor:
         reduces = kind == "all-reduce"
         return collectives.all_reduce(x, ranks) if reduces else collectives.all_gather(x, 0, ranks)
 
     found = of(gathered, torch.ones(4, 8, dtype=torch.bfloat16), ranks=ranks)
     assert found.collectives == {kind: 1}
-    assert found.collective_bytes == 2 * 32 * (1 if kind == "all-reduce" else ranks)
+    # A part to each other core, and for a sum one back from each.
+    assert found.collective_bytes == (2 * 3 * 2 * 8 if kind == "all-reduce" else 2 * 32)
 
 
 class _Step(nn.Module):

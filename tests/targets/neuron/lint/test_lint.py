@@ -25,6 +25,8 @@ from optimum_neuron.targets.neuron.lint.operators import normalize_operators
 from optimum_neuron.targets.neuron.lint.rules import RULES, RULES_VERSION
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_split
+from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 
 
 def findings(graph: LoweredGraph, target: str = "trn2", operators: frozenset[str] | None = None) -> list[Finding]:
@@ -157,6 +159,15 @@ def test_collectives_take_all_ranks_and_floats() -> None:
     assert "collective" in rules(fewer)
     integers = lower_function(lambda x: collectives.all_reduce(x, 4), [indices(1, 2)], world_size=4)
     assert "integer-compute" in rules(integers)
+
+
+def test_sums_of_parts_of_the_tokens_take_floats() -> None:
+    sums = SumsRule(chip_of("trn2"), (), split=True)
+    dtypes = {torch.float32: False, torch.int32: True}
+    for dtype, refused in dtypes.items():
+        x = torch.ones(1, 8, 4, dtype=dtype)
+        graph = lower_function(lambda x: torch.abs(collectives.all_reduce(x, 4)), [x], 4, sums)
+        assert is_split(graph.hlo) and ("integer-compute" in rules(graph)) == refused
 
 
 # An export refuses what a rule finds, and so tests of the hlo target lint the others too.

@@ -14,6 +14,7 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
@@ -74,11 +75,45 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
             assert weights["model.tensor_parallel_rank"] == (1,)
         caches = {each.shape for each in graph.io.inputs if each.role == "state" and each.name.startswith(CACHE)}
         assert caches == (set() if graph.kind in SAMPLERS.values() else {(33, 1, 4096, 128)})
+        if graph.kind in STEPS:
+            sums = sum_cost(graph.hlo, graph.io)
+            assert sums is not None and sums.form == "whole"
         if graph.kind == "token_generation":
             _check_cost(graph, layers)
     assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert peak < 16e9
+
+
+@pytest.mark.slow
+def test_eight_ranks_split_the_tokens_of_long_chunks_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 2}))
+    config = NeuronConfig(
+        batch_size=8,
+        sequence_length=4096,
+        prefill_chunk_size=2048,
+        prefill_chunk_buckets=(512,),
+        context_buckets=(4096,),
+        dtype="bfloat16",
+        tensor_parallel_size=RANKS,
+        target="trn2",
+        mixed_step=False,
+    )
+    found = {}
+    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
+        sums = sum_cost(graph.hlo, graph.io)
+        if sums is None:
+            assert graph.kind != "chunked_prefill"  # of eight decode rows each rank would have one
+            continue
+        assert graph.io.spec is not None
+        found[graph.io.spec["chunk_size"]] = sums
+        assert sums.forms.whole.collectives == 5 and sums.forms.split.collectives == 10
+        assert sums.forms.whole.sent == sums.forms.split.sent
+        assert graph_cost(graph.name, graph.hlo, graph.io, "trn2").collectives.get("reduce-scatter", 0) == 5 * (
+            sums.form == "split"
+        )
+        assert not lint(graph.name, graph.hlo, graph.io, "trn2")
+    assert {tokens: sums.form for tokens, sums in found.items()} == {512: "whole", 2048: "split"}
 
 
 def _check_cost(graph: LoweredGraph, layers: int) -> None:

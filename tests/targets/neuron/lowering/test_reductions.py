@@ -36,4 +36,4 @@ def test_layers_are_summed_in_the_type_that_was_asked_for(
         found, rows = graph_cost(graph.name, graph.hlo, graph.io, "trn2"), 3 * 64
         assert found.collectives["all-reduce"] == 5
         gathered = found.collective_bytes - 2 * rows - 4 * size * rows
-        assert gathered in (2 * 3 * 300, 4 * 3 * 300)  # logits
+        assert gathered in (3 * 300, 2 * 3 * 300)  # half of the logits

@@ -51,6 +51,31 @@ def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
     _run(sharp_checkpoints[name], ranks, {})
 
 
+# In a graph of each kind ranks can share the tokens evenly.
+BOTH_FORMS = {"forms": [False, True], "batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("llama", 4),
+        ("gpt_oss", 2),
+        pytest.param("llama", 2, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 4, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_split_tokens_compute_the_same_bits(
+    name: str, ranks: int, sharp_checkpoints: dict[str, Path]
+) -> None:
+    _run(sharp_checkpoints[name], ranks, BOTH_FORMS | ({"batch_size": 8} if ranks == 4 else {}))
+
+
+@pytest.mark.full
+def test_ranks_that_split_tokens_and_experts_compute_the_same_bits(tmp_path: Path) -> None:
+    options = BOTH_FORMS | {"noise": NOISE}
+    _run(make_checkpoint("qwen3_moe", tmp_path / "checkpoint"), 2, options)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

@@ -169,6 +169,10 @@ class Verifier:
         if self._computes_with_integers(each):
             yield "EVRF061"
 
+    def _reduce_scatter(self, each: Instruction) -> Iterator[str]:
+        if self._computes_with_integers(each):
+            yield "EVRF063"
+
     def _computes_with_integers(self, each: Instruction) -> bool:
         called = numbers(each.fields[38])[0]
         return each.shape.type in INTEGERS and self.all[self.roots[called]].opcode != "parameter"

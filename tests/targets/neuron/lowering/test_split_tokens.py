@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of sums over ranks each rank takes its part of the tokens where that takes less time, and computes the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_config
+from lowered import lower_function
+from tiny import TINY_CONFIGS
+from torch import Tensor
+
+from optimum_neuron.graphs.collectives import all_reduce
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.targets.neuron import sequence_parallel
+from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, execute
+from optimum_neuron.targets.neuron.certificate.setup import split_kinds
+from optimum_neuron.targets.neuron.certificate.trial import _smaller
+from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_split
+from optimum_neuron.targets.neuron.lowering.token_regions import TokenRegions
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
+from optimum_neuron.targets.neuron.sequence_parallel import forms, splits
+
+
+RANKS, TOKENS, WIDTH = 2, 8, 16
+SPLIT = SumsRule(chip_of("trn2"), (), split=True)
+WHOLE = SumsRule(chip_of("trn2"), (), split=False)
+
+
+def normed(x: Tensor, scale: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) * (1 / WIDTH) + 1e-6) * scale
+
+
+def block(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Two sums on a residual stream, two layers that read the first norm, and a head."""
+    stream = all_reduce(x, RANKS)
+    norm = normed(stream, scale)
+    stream = stream + all_reduce(torch.relu(norm @ one) * (norm @ other), RANKS)
+    return normed(stream, scale) @ one
+
+
+def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, tokens, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH, WIDTH)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def collectives(graph: LoweredGraph) -> dict[str, int]:
+    names = (each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo)))
+    return dict(Counter(name for name in names if name in ("all-reduce", "reduce-scatter", "all-gather")))
+
+
+def test_what_follows_from_sums_token_by_token_is_computed_of_a_part_and_gathered_once() -> None:
+    whole, split = (lower_function(block, inputs(), RANKS, sums) for sums in (WHOLE, SPLIT))
+    assert collectives(whole) == {"all-reduce": 2}
+    assert collectives(split) == {"reduce-scatter": 2, "all-gather": 2}
+    entry = hlo.entry(hlo.parse(split.hlo)).instructions
+    shapes = {(each.opcode, *each.shape.dimensions) for each in entry}
+    half = TOKENS // RANKS
+    assert {("reduce-scatter", 1, half, WIDTH), ("add", 1, half, WIDTH), ("reduce", 1, half)} <= shapes
+    assert ("all-gather", 1, TOKENS, WIDTH) in shapes and ("add", 1, TOKENS, WIDTH) not in shapes
+
+
+def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at() -> None:
+    graphs = {
+        name: lower_function(block, inputs(), RANKS, sums) for name, sums in (("whole", WHOLE), ("split", SPLIT))
+    }
+    x, *weights = inputs()
+    runs = [
+        Given(name, dict(zip(graphs[name].io.names("input"), (tokens, *weights), strict=True)))
+        for tokens in (x, x.roll(3, 1))
+        for name in graphs
+    ]
+    modules = {name: Module(graph.hlo, graph.io) for name, graph in graphs.items()}
+    for rank in execute(modules, [()] * RANKS, runs):
+        whole, split, _, rolled, *_ = (each.get("y") for each in rank)
+        assert whole is not None and split is not None and rolled is not None
+        assert torch.equal(whole, split) and torch.equal(rolled, split.roll(3, 1))
+
+
+def used_whole(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return all_reduce(x, RANKS) @ one
+
+
+def reduced_over_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return all_reduce(x, RANKS).sum(1) * scale
+
+
+def other_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """What meets the sums is another one for each token."""
+    return normed(all_reduce(x, RANKS) + x, scale) @ one
+
+
+@pytest.mark.parametrize(
+    ("function", "tokens"),
+    [(block, TOKENS - 1), (block, RANKS), (used_whole, TOKENS), (reduced_over_tokens, TOKENS), (other_tokens, TOKENS)],
+)
+def test_sums_stay_whole_where_tokens_cannot_be_split_or_nothing_is_saved(
+    function: Callable[..., Tensor], tokens: int
+) -> None:
+    assert "reduce-scatter" not in collectives(lower_function(function, inputs(tokens), RANKS, SPLIT))
+
+
+def test_a_weight_that_is_another_one_on_each_rank_meets_no_part_of_the_tokens() -> None:
+    graph = lower_function(block, inputs(), RANKS, WHOLE)
+    module = hlo.parse(graph.hlo)
+    scale = graph.io.names("input").index("x.1")
+    everything = set(range(len(graph.io.inputs)))
+    users = {
+        each.id for _, each in hlo.instructions(module) if each.opcode == "multiply" and _reads(module, each, scale)
+    }
+    found = [TokenRegions(module, RANKS, shared).find() for shared in (everything, everything - {scale})]
+    with_scale, without = ({number for region in regions for number in region.dims} for regions in found)
+    assert len(users) == 2 and users <= with_scale and without and not users & without
+
+
+def _reads(module: Any, each: Any, parameter: int) -> bool:
+    by_id = {each.id: each for _, each in hlo.instructions(module)}
+    for operand in (by_id[number] for number in each.operand_ids):
+        while operand.opcode in ("broadcast", "reshape"):
+            operand = by_id[operand.operand_ids[0]]
+        if operand.opcode == "parameter" and operand.parameter_number == parameter:
+            return True
+    return False
+
+
+def test_sums_in_float32_are_gathered_in_the_type_of_the_model() -> None:
+    def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return normed(all_reduce(x.float(), RANKS).to(x.dtype), scale) @ one
+
+    graph = lower_function(function, inputs(dtype=torch.bfloat16), RANKS, SPLIT)
+    cost, size = sum_cost(graph.hlo, graph.io), TOKENS * WIDTH
+    assert cost is not None and cost.form == "split"
+    assert cost.forms.whole.sent == 4 * size and cost.forms.split.sent == 2 * size + size
+
+
+def layer(tokens: int, width: int = 4096) -> tuple[list[int], list[int], Counter[int]]:
+    """Sums, what is gathered, and operators of a norm and a residual, twice, in bfloat16."""
+    sums = [2 * tokens * width] * 2
+    return sums, sums, Counter({4: 2 * 4 * tokens * width, 2: 2 * tokens * width})
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks", "tokens", "expected"),
+    [
+        ("trn2", 8, 32, False),
+        ("trn2", 8, 512, False),
+        ("trn2", 8, 2048, True),
+        ("trn1", 8, 64, False),
+        ("trn1", 8, 512, True),
+        ("trn2", 2, 1024, True),
+        ("trn2", 64, 1024, False),
+    ],
+)
+def test_tokens_are_split_where_operators_save_more_than_collectives_wait(
+    target: str, ranks: int, tokens: int, expected: bool
+) -> None:
+    found = forms(*layer(tokens), ranks)
+    assert found.sends_no_more and found.split.sent == found.whole.sent
+    assert splits(found, CHIPS[target], ranks) == expected
+    sums, gathered, elements = layer(tokens)
+    assert not forms(sums, gathered * 2, elements, ranks).sends_no_more
+
+
+def test_each_graph_has_the_form_that_the_lint_finds_to_take_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a latency that makes the choice differ between graphs."""
+    TINY_CONFIGS["llama"]().save_pretrained(tmp_path)
+    config = tiny_config(target="trn2", tensor_parallel_size=2, batch_size=4, dtype="bfloat16")
+    monkeypatch.setattr(sequence_parallel, "COLLECTIVE_S", 2e-9)
+    found = set()
+    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
+        cost = sum_cost(graph.hlo, graph.io)
+        if cost is not None:
+            whole, split = cost.seconds("trn2")
+            assert (cost.form == "split") == (split < whole) == is_split(graph.hlo)
+            found.add((graph.kind, cost.form))
+    assert {("token_generation", "whole"), ("mixed", "split")} <= found
+
+
+def test_what_is_executed_of_a_large_model_can_be_split_as_its_artifact_can() -> None:
+    for batch, rows, chunk, ranks in ((32, 1, 512, 8), (33, 1, 512, 8), (6, 2, 250, 4), (1, 1, 1024, 2)):
+        config = tiny_config(
+            target="trn2", tensor_parallel_size=ranks, batch_size=batch, ctx_batch_size=rows, prefill_chunk_size=chunk,
+            sequence_length=4096, context_buckets=(4096,),
+        )  # fmt: skip
+        small = _smaller(config)
+        assert small.batch_size <= batch and small.prefill_chunk_size <= 128
+        assert (batch - small.batch_size) % ranks == (chunk - small.prefill_chunk_size) % ranks == 0
+
+
+def test_the_kinds_of_an_artifact_s_graphs_that_are_split_are_those_of_the_largest(tmp_path: Path) -> None:
+    config = tiny_config(target="trn2", tensor_parallel_size=2, prefill_chunk_buckets=(8,), prefill_chunk_size=16)
+    (tmp_path / "graphs").mkdir()
+    whole, split = (lower_function(block, inputs(), RANKS, sums).hlo for sums in (WHOLE, SPLIT))
+    for spec in graph_specs(config):
+        form = split if spec.kind == "chunked_prefill" and spec.chunk_size == 16 else whole
+        (tmp_path / "graphs" / f"{spec.name}.hlo").write_bytes(form)
+    assert split_kinds(tmp_path, config) == {"chunked_prefill"}
