@@ -24,13 +24,14 @@ tokenizer into a folder that NeuronModelForCausalLM.from_pretrained loads. Witho
 this machine.
 
 Every size is fixed here, for good: larger sizes serve more, and cost memory and time. The KV cache holds
-batch_size * sequence_length tokens."""
+batch_size * sequence_length tokens, or in blocks as many as kv_cache_tokens."""
 
 EXAMPLES = """\
 examples:
   optimum-cli export neuron --model HuggingFaceTB/SmolLM2-135M-Instruct smollm2/
   optimum-cli export neuron --model model.Q4_1.gguf --dtype bfloat16 --sequence-length 4096 smollm2/
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
+  optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 32 --kv-block-size 128 --kv-cache-tokens 16384
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter my-lora/
 
 then:
@@ -111,6 +112,22 @@ def _add_size_options(parser: ArgumentParser) -> None:
         default=NeuronConfig.sequence_length,
         metavar="TOKENS",
         help="prompt and answer of one request together",
+    )
+    add_option(
+        group,
+        "--kv-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="make the KV cache of blocks of so many tokens, which requests take as they grow, so that more of them are served "
+        "in the same memory; a power of two from 64 on, as 128 (default: a slot of --sequence-length for each row)",
+    )
+    add_option(
+        group,
+        "--kv-cache-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens that all requests together hold in blocks, at most; --batch-size then only counts rows, and may be larger "
+        "than what fits at full length (default: --batch-size times --sequence-length)",
     )
     add_option(
         group,

@@ -43,6 +43,11 @@ then:
 SIZES = {
     "--batch-size": ("ROWS", "requests served at the same time (default: 1)"),
     "--sequence-length": ("TOKENS", "prompt and answer of one request together (default: 1024)"),
+    "--kv-block-size": ("TOKENS", "tokens of a block of the KV cache (default: a slot of its own for each row)"),
+    "--kv-cache-tokens": (
+        "TOKENS",
+        "tokens that all requests hold in blocks (default: as many as rows at full length)",
+    ),
     "--prefill-chunk-size": ("TOKENS", "prompt tokens that one step takes in (default: a power of two up to 512)"),
     "--ctx-batch-size": ("ROWS", "chunk rows of a step (default: 1)"),
 }

@@ -23,6 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_LOGPROBS = 20
 DEFAULT_CHUNK_LIMIT = 512
 DEFAULT_SMALLEST_CONTEXT = 256
+# Attention kernels take so many columns at a time, and a block is whole times as many.
+SMALLEST_BLOCK = 64
 # Graphs count positions and tokens in int32.
 LARGEST_SIZE = 2**31 - 1
 # Stands for a size that follows from the others and is filled in at construction.
@@ -43,8 +45,12 @@ class NeuronConfig:
     are left out (None), so that an instance is always complete.
 
     Args:
-        batch_size: slots of the KV cache, and rows of a token-generation step.
-        sequence_length: rows of the KV cache per slot: prompt and generated tokens of one request.
+        batch_size: rows of a token-generation step, and slots of the KV cache where it has no blocks.
+        sequence_length: prompt and generated tokens of one request, at most.
+        kv_block_size: the KV cache is blocks of so many tokens, which requests take as they grow: a power of two. Default:
+            each row has a slot of `sequence_length` tokens of its own.
+        kv_cache_tokens: tokens that all requests hold together, at most; of a cache of blocks. Default: `batch_size` times
+            `sequence_length`.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
@@ -75,6 +81,8 @@ class NeuronConfig:
 
     batch_size: int = 1
     sequence_length: int = 1024
+    kv_block_size: int | None = None
+    kv_cache_tokens: int | None = None
     prefill_chunk_size: int = _DERIVED
     prefill_chunk_buckets: tuple[int, ...] = ()
     ctx_batch_size: int = 1
@@ -101,6 +109,7 @@ class NeuronConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("target", self.target, TARGETS)
         self._check_kernels()
+        self._check_blocks()
         self._complete_sizes()
         self._check_sizes()
 
@@ -137,6 +146,34 @@ class NeuronConfig:
                 f"kernels out"
             )
 
+    def _check_blocks(self) -> None:
+        block, tokens, length = self.kv_block_size, self.kv_cache_tokens, self.sequence_length
+        if block is None:
+            if tokens is not None:
+                raise ValueError(
+                    f"kv_cache_tokens={tokens} is of a cache of blocks, and kv_block_size is left out; give both, as "
+                    f"kv_block_size=128, or neither"
+                )
+            return
+        _check_size("kv_block_size", block)
+        if block < SMALLEST_BLOCK or block & (block - 1):
+            raise ValueError(
+                f"kv_block_size={block} must be a power of two of at least {SMALLEST_BLOCK}, as 128; choose another"
+            )
+        if length % block:
+            raise ValueError(
+                f"sequence_length={length} is not a multiple of kv_block_size={block}; make it {-(-length // block) * block}, "
+                f"or choose smaller blocks"
+            )
+        if tokens is None:
+            return
+        _check_size("kv_cache_tokens", tokens)
+        if tokens < length or tokens % block:
+            raise ValueError(
+                f"kv_cache_tokens={tokens} must be a multiple of kv_block_size={block} and hold one request of "
+                f"sequence_length={length} at least; make it {max(length, -(-tokens // block) * block)}"
+            )
+
     def _complete_sizes(self) -> None:
         if self.prefill_chunk_size is None:
             object.__setattr__(self, "prefill_chunk_size", self._default_chunk_size())
@@ -149,7 +186,8 @@ class NeuronConfig:
         object.__setattr__(self, "context_buckets", buckets)
 
     def _default_chunk_size(self) -> int:
-        room = (self.sequence_length - self.batch_size) // self.ctx_batch_size
+        beside = 0 if self.kv_block_size else self.batch_size
+        room = (self.sequence_length - beside) // self.ctx_batch_size
         if room < 1:
             raise ValueError(
                 f"batch_size={self.batch_size} and ctx_batch_size={self.ctx_batch_size} leave no room for a prefill "
@@ -159,7 +197,9 @@ class NeuronConfig:
 
     def _default_context_buckets(self) -> tuple[int, ...]:
         buckets = [self.sequence_length]
-        while self.target in HLO_TARGETS and buckets[0] % 4 == 0 and buckets[0] // 4 >= DEFAULT_SMALLEST_CONTEXT:
+        while self.target in HLO_TARGETS and buckets[0] // 4 >= DEFAULT_SMALLEST_CONTEXT:
+            if buckets[0] % (4 * (self.kv_block_size or 1)):
+                break
             buckets.insert(0, buckets[0] // 4)
         return tuple(buckets)
 
@@ -170,7 +210,7 @@ class NeuronConfig:
                 f"prefill_chunk_size={chunk} is larger than sequence_length={length}; lower prefill_chunk_size"
             )
         tokens = self.batch_size + self.ctx_batch_size * chunk
-        if tokens > length:
+        if tokens > length and self.kv_block_size is None:
             raise ValueError(
                 f"a step of batch_size + ctx_batch_size * prefill_chunk_size = {self.batch_size} + "
                 f"{self.ctx_batch_size} * {chunk} = {tokens} tokens exceeds sequence_length={length}: padding would "
@@ -196,6 +236,11 @@ class NeuronConfig:
                 f"context_buckets={self.context_buckets} must end with sequence_length={length}; add {length} as the "
                 f"last bucket and nothing above it"
             )
+        uneven = [bucket for bucket in self.context_buckets if bucket % (self.kv_block_size or 1)]
+        if uneven:
+            raise ValueError(
+                f"context_buckets={self.context_buckets} must be multiples of kv_block_size={self.kv_block_size}; change {uneven}"
+            )
         if self.float32_reduce and self.tensor_parallel_size == 1:
             raise ValueError(
                 "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1: one device has no "
@@ -206,6 +251,29 @@ class NeuronConfig:
     def chunk_sizes(self) -> tuple[int, ...]:
         """All compiled chunk sizes, ascending; the last one is `prefill_chunk_size`."""
         return (*self.prefill_chunk_buckets, self.prefill_chunk_size)
+
+    @property
+    def block_length(self) -> int:
+        """Tokens of a block of the cache; where each row has a slot, a block is that."""
+        return self.kv_block_size or self.sequence_length
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks that requests can have together."""
+        if self.kv_block_size is None:
+            return self.batch_size
+        return (self.kv_cache_tokens or self.batch_size * self.sequence_length) // self.kv_block_size
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks of the longest request."""
+        return self.sequence_length // self.block_length
+
+    @property
+    def trash_blocks(self) -> int:
+        """Blocks behind the others, where padding is written: each token of a step has a place of its own there."""
+        most = self.batch_size + self.ctx_batch_size * self.prefill_chunk_size
+        return -(-most // self.block_length)
 
     @property
     def returns_decode_logits(self) -> bool:

@@ -23,7 +23,7 @@ from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
-from .graphs.checks.inspect import inspect_model
+from .graphs.checks.inspect import check_blocks, inspect_model
 from .graphs.checks.rope_length import check_text_length, keep_frequencies
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
@@ -117,6 +117,7 @@ def export_model(
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
         check_text_length(loaded, config.sequence_length)
+        check_blocks(loaded, config)
         keep_frequencies(loaded)
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)

@@ -35,25 +35,38 @@ def valid_options(draw: st.DrawFn) -> dict[str, Any]:
     sequence_length = batch_size + ctx_batch_size * chunk + draw(st.integers(0, 3000))
     buckets = sorted(draw(st.sets(st.integers(1, sequence_length - 1), max_size=4))) if sequence_length > 1 else []
     smaller = sorted(draw(st.sets(st.integers(1, chunk - 1), max_size=3))) if chunk > 1 else []
-    return {
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
-        "prefill_chunk_size": draw(st.sampled_from([chunk, None])),
-        "prefill_chunk_buckets": (),
-        "ctx_batch_size": ctx_batch_size,
-        "context_buckets": draw(st.sampled_from([None, (*buckets, sequence_length)])),
-        "dtype": draw(st.sampled_from(DTYPES)),
-        "on_device_sampling": draw(st.booleans()),
-        "output_logits": draw(st.booleans()),
-        "tensor_parallel_size": draw(st.integers(1, 64)),
-        "target": draw(st.sampled_from(TARGETS)),
-    } | ({"prefill_chunk_size": chunk, "prefill_chunk_buckets": tuple(smaller)} if smaller else {})
+    blocks: dict[str, Any] = {}
+    if draw(st.booleans()):
+        block = draw(st.sampled_from([64, 128, 256]))
+        sequence_length = -(-sequence_length // block) * block
+        buckets = sorted({-(-bucket // block) * block for bucket in buckets} - {sequence_length})
+        most = draw(st.sampled_from([None, sequence_length + block * draw(st.integers(0, 50))]))
+        blocks = {"kv_block_size": block, "kv_cache_tokens": most}
+    return (
+        blocks
+        | {
+            "batch_size": batch_size,
+            "sequence_length": sequence_length,
+            "prefill_chunk_size": draw(st.sampled_from([chunk, None])),
+            "prefill_chunk_buckets": (),
+            "ctx_batch_size": ctx_batch_size,
+            "context_buckets": draw(st.sampled_from([None, (*buckets, sequence_length)])),
+            "dtype": draw(st.sampled_from(DTYPES)),
+            "on_device_sampling": draw(st.booleans()),
+            "output_logits": draw(st.booleans()),
+            "tensor_parallel_size": draw(st.integers(1, 64)),
+            "target": draw(st.sampled_from(TARGETS)),
+        }
+        | ({"prefill_chunk_size": chunk, "prefill_chunk_buckets": tuple(smaller)} if smaller else {})
+    )
 
 
 def test_defaults_are_complete() -> None:
     assert NeuronConfig().to_dict() == {
         "batch_size": 1,
         "sequence_length": 1024,
+        "kv_block_size": None,
+        "kv_cache_tokens": None,
         "prefill_chunk_size": 512,
         "prefill_chunk_buckets": [],
         "ctx_batch_size": 1,
@@ -118,7 +131,8 @@ def test_what_was_asked_for_is_kept(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             assert getattr(config, name) == value
-    assert config.batch_size + config.ctx_batch_size * config.chunk_sizes[-1] <= config.sequence_length
+    most = config.batch_size + config.ctx_batch_size * config.chunk_sizes[-1]
+    assert most <= config.sequence_length or config.kv_block_size is not None
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -281,6 +295,13 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
         ({"context_buckets": (256, 512)}, ["context_buckets=(256, 512)", "sequence_length=1024"]),
         ({"context_buckets": (256, 2048)}, ["context_buckets=(256, 2048)", "sequence_length=1024"]),
         ({"context_buckets": ()}, ["context_buckets=()", "sequence_length=1024"]),
+        ({"kv_cache_tokens": 4096}, ["kv_cache_tokens=4096", "kv_block_size"]),
+        ({"kv_block_size": 32}, ["kv_block_size=32", "64"]),
+        ({"kv_block_size": 192}, ["kv_block_size=192", "power of two"]),
+        ({"kv_block_size": 128, "sequence_length": 1000}, ["sequence_length=1000", "kv_block_size=128", "1024"]),
+        ({"kv_block_size": 128, "kv_cache_tokens": 896}, ["kv_cache_tokens=896", "sequence_length=1024"]),
+        ({"kv_block_size": 128, "kv_cache_tokens": 1100}, ["kv_cache_tokens=1100", "kv_block_size=128", "1152"]),
+        ({"kv_block_size": 128, "context_buckets": (200, 1024)}, ["(200, 1024)", "kv_block_size=128", "[200]"]),
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"dtype": None}, ["dtype=None"]),
         ({"target": "trn9"}, ["target='trn9'", "cpu", *NEURON_TARGETS]),
@@ -307,3 +328,16 @@ def test_decode_logits_are_returned_where_asked_for_or_needed(
 ) -> None:
     config = NeuronConfig(on_device_sampling=on_device_sampling, output_logits=output_logits)
     assert config.returns_decode_logits is returned
+
+
+@given(options=valid_options())
+def test_blocks_hold_a_request_of_full_length_and_trash_a_whole_step(options: dict[str, Any]) -> None:
+    config = NeuronConfig(**options)
+    assert config.kv_blocks >= config.blocks_per_row == config.sequence_length // config.block_length
+    step = config.batch_size + config.ctx_batch_size * config.prefill_chunk_size
+    assert config.trash_blocks * config.block_length >= step > (config.trash_blocks - 1) * config.block_length
+
+
+def test_without_blocks_each_row_has_one_as_long_as_a_sequence() -> None:
+    config = NeuronConfig(batch_size=4, sequence_length=100, prefill_chunk_size=32)
+    assert (config.kv_blocks, config.block_length, config.blocks_per_row, config.trash_blocks) == (4, 100, 1, 1)

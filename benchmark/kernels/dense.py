@@ -74,7 +74,7 @@ def plan_attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) 
             query=operands(query),
             keys=operands(keys),
             values=operands(values),
-            slots=None,
+            blocks=None,
             positions=operands(positions),
             sinks=None,
             output=operands.output((rows, tokens, heads, dim), query.dtype),

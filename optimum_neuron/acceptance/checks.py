@@ -11,6 +11,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from threading import Timer
@@ -21,13 +22,12 @@ import torch
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
-from ..config import HLO_TARGETS, NEURON_TARGETS
+from ..config import HLO_TARGETS, NEURON_TARGETS, NeuronConfig
 from ..graphs.spec import GREEDY, GraphSpec
-from ..graphs.step import example_inputs
 from ..runtime.golden import GOLDEN_NAME, Golden, replay
 from ..runtime.profile import Profile
 from ..runtime.runner import GraphRunner
-from ..runtime.step_tensors import Chunk
+from ..runtime.step_tensors import Chunk, DecodeRows
 from ..runtime.traced_runner import open_runner
 from ..targets import get_target
 from ..targets.neuron.lowering.requirements import check_reading
@@ -155,6 +155,7 @@ def _check_golden(golden: Golden, artifact: Artifact, runner: GraphRunner) -> di
 def _check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     size = runner.config.prefill_chunk_size
     prompt = _prompt(artifact, min(size + size // 2 + 1, runner.config.sequence_length), seed=1)
+    runner.reserve([len(prompt)])
     logits = [_prefill(runner, 0, prompt, pieces) for pieces in (size, max(1, size // 2), max(1, size // 3))]
     # The graph follows from a step's length; only where one chunk graph serves all is equality to the bit promised, and
     # not of kernels, which may take a chunk's own tokens apart from those before it.
@@ -166,14 +167,26 @@ def _check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     size = runner.config.prefill_chunk_size
     prompt = _prompt(artifact, min(size, runner.config.sequence_length), seed=2)
+    lengths = [
+        len(prompt),
+        *(min(5 + slot, runner.config.sequence_length) for slot in range(1, runner.config.batch_size)),
+    ]
+    # Blocks may be fewer than all rows take.
+    lengths = [length for length, room in zip(lengths, _room(lengths, runner.config), strict=True) if room]
     rows = []
     for seed in (3, 4):
-        runner.reset_all()
-        for slot in range(1, runner.config.batch_size):
-            _prefill(runner, slot, _prompt(artifact, 5 + slot, seed=seed), size)
+        runner.reserve(lengths)
+        for slot, length in enumerate(lengths[1:], start=1):
+            _prefill(runner, slot, _prompt(artifact, length, seed=seed), size)
         rows.append(_prefill(runner, 0, prompt, size))
     _require_equal(rows, artifact, exact=True)
-    return {"slots": runner.config.batch_size}
+    return {"slots": len(lengths)}
+
+
+def _room(lengths: Sequence[int], config: NeuronConfig) -> list[bool]:
+    """Which of these rows fit beside those before them."""
+    blocks = np.cumsum([-(-length // config.block_length) for length in lengths])
+    return (blocks <= config.kv_blocks).tolist()
 
 
 def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
@@ -200,6 +213,7 @@ def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 
 def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     length = min(17, runner.config.sequence_length)
+    runner.reserve([length])
     _prefill(runner, 0, _prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
     runner.executable.copy_slot(0, 1, length)
     for state in artifact.states():
@@ -217,7 +231,7 @@ def _require_equal(logits: list[torch.Tensor], artifact: Artifact, *, exact: boo
 
 
 def _prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
-    runner.reset(slot)
+    runner.lengths[slot] = 0
     for start in range(0, len(prompt), pieces):
         output = runner.prefill([Chunk(slot, prompt[start : start + pieces])])
     assert output.chunk_logits is not None
@@ -229,33 +243,41 @@ def _prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
 
 
 def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
-    """Milliseconds per run of every graph, all rows at work and at the end of its context."""
+    """Milliseconds per step of every graph, at the end of its context, with all rows at work that the cache holds so."""
     medians = {}
     for graph in runner.family:
-        inputs, times = _full_step(graph), []
+        lengths = _full_lengths(graph, runner.config)
+        chunks, decode = _full_step(graph, lengths)
+        times = []
         for _ in range(runs):
+            runner.reserve([graph.context_length] * len(lengths))
+            runner.lengths[: len(lengths)] = lengths
             start = time.perf_counter()
-            runner.executable.run(graph.name, inputs)
+            runner.step(chunks, decode, graph)
             times.append((time.perf_counter() - start) * 1000)
         medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
     runner.reset_all()  # what the runs wrote is of no use
     return medians
 
 
-def _full_step(graph: GraphSpec) -> list[torch.Tensor]:
-    """Inputs of a step at the end of the context: chunk rows fill the first slots, the others decode."""
-    inputs = dict(zip((spec.name for spec in graph.inputs()), example_inputs(graph.inputs()), strict=True))
+def _full_lengths(graph: GraphSpec, config: NeuronConfig) -> list[int]:
+    """Tokens of each slot before a step that ends at the graph's context: chunk rows have the first slots, the others decode."""
     chunk_rows = graph.ctx_batch_size if graph.has_chunk else 0
-    if graph.has_decode:
-        inputs["decode.position_ids"][:chunk_rows] = -1
-        inputs["decode.position_ids"][chunk_rows:] = graph.context_length - 1
-    if graph.has_chunk:
-        inputs["chunk.position_ids"][:] = torch.arange(graph.context_length - graph.chunk_size, graph.context_length)
-        inputs["chunk.seq_ids"][:] = torch.arange(chunk_rows)
-    for name, tensor in inputs.items():
-        if name.endswith("sampling_params"):
-            tensor[:] = torch.tensor(GREEDY)
-    return list(inputs.values())
+    rows = graph.batch_size if graph.has_decode else chunk_rows
+    lengths = [graph.context_length - (graph.chunk_size if slot < chunk_rows else 1) for slot in range(rows)]
+    room = _room([graph.context_length] * rows, config)
+    return [length for length, fits in zip(lengths, room, strict=True) if fits]
+
+
+def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[Chunk], DecodeRows | None]:
+    chunk_rows = min(graph.ctx_batch_size if graph.has_chunk else 0, len(lengths))
+    chunks = [Chunk(slot, np.zeros(graph.chunk_size, dtype=np.int32)) for slot in range(chunk_rows)]
+    if not graph.has_decode:
+        return chunks, None
+    slots = np.arange(graph.batch_size)
+    active = (slots >= chunk_rows) & (slots < len(lengths))
+    sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (len(slots), 1))
+    return chunks, DecodeRows(np.zeros_like(slots, dtype=np.int32), active, sampling, np.zeros(len(slots), np.float32))
 
 
 def _no_device_memory(target: str) -> str:

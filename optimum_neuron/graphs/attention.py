@@ -79,21 +79,19 @@ class AttentionRows:
 
     Attributes:
         position_ids: `[rows, tokens]`; padding repeats the last position, an idle row has -1.
-        seq_ids: `[rows]`, slots to read; None where row i is slot i.
+        blocks: what of the cache each row has, as `kv_cache.read` takes it: `[rows, n]` blocks, or `[rows]` slots; None where
+            row i is slot i.
+        decodes: whether these are decode rows, of one token each, which is alone in its blocks in this step.
     """
 
     position_ids: Tensor
-    seq_ids: Tensor | None
+    blocks: Tensor | None
     context_length: int
+    decodes: bool = False
     masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     parts: dict[tuple[int, int], AttentionRows] = field(default_factory=dict)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether these are decode rows: row i is slot i, with one token."""
-        return self.seq_ids is None
 
     def visible(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
         """`[rows, tokens, stop - start]`: which of these cache columns a token may see. Built once per window and step."""
@@ -131,7 +129,7 @@ class AttentionRows:
         """The same rows, of which only these tokens attend."""
         key = (start, stop)
         if key not in self.parts:
-            self.parts[key] = AttentionRows(self.position_ids[:, start:stop], self.seq_ids, self.context_length)
+            self.parts[key] = AttentionRows(self.position_ids[:, start:stop], self.blocks, self.context_length)
         return self.parts[key]
 
 
@@ -141,7 +139,7 @@ CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor]
 DecodeAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Whether a call's attention reads no key that a token does not see, so that what is written need not be marked.
 ReadsVisible = Callable[[AttentionCall, Tensor, Tensor], bool]
-# As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the row and column of each token.
+# As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the block and column of each token.
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -150,7 +148,7 @@ class CachedAttention:
     """Attention backend of the step graphs.
 
     Attributes:
-        write_rows, write_columns: `[tokens]`, where each token of the step goes in the cache.
+        write_blocks, write_columns: `[tokens]`, where each token of the step goes in the cache.
         groups: the row groups, in the order of their tokens in the step.
         attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
         attend_decode: how decode rows attend without what the step writes; None: as the others.
@@ -158,7 +156,7 @@ class CachedAttention:
     """
 
     cache: kv_cache.KVCache
-    write_rows: Tensor
+    write_blocks: Tensor
     write_columns: Tensor
     groups: list[AttentionRows]
     attend_cache: CacheAttention
@@ -170,7 +168,7 @@ class CachedAttention:
 
     def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         for cache, each in zip((keys, values), states, strict=True):
-            self.write_cache(cache, each, self.write_rows, self.write_columns)
+            self.write_cache(cache, each, self.write_blocks, self.write_columns)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots.
@@ -183,7 +181,7 @@ class CachedAttention:
         self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
         slots = states[0].shape[0] - 1
         keys, values = (kv_cache.read(each, None, slots, context) for each in states)
-        mine = self.write_rows == torch.arange(slots, dtype=torch.int32)[:, None]
+        mine = self.write_blocks == torch.arange(slots, dtype=torch.int32)[:, None]
         last = torch.where(mine, self.write_columns, -1).amax(1, keepdim=True)
         kept = (torch.arange(context, dtype=torch.int32) <= last) & (kv_cache.broken(keys) == 0)
         keys, values = (select_columns(each, kept).transpose(0, 1).flatten(1, 2)[None] for each in (keys, values))
@@ -197,7 +195,7 @@ class CachedAttention:
         slots = torch.arange(next(self.cache.buffers()).shape[0] - 1, dtype=torch.int32)
         rows = []
         for group in self.groups:
-            own = slots[: len(group.position_ids)] if group.seq_ids is None else group.seq_ids
+            own = slots[: len(group.position_ids)] if group.blocks is None else group.blocks
             visible = group.visible(window)[:, :, None] & (own[:, None] == slots)[:, None, :, None]
             rows.append(visible.flatten(2).flatten(0, 1))
         fill = MASKED_HALF if dtype == torch.float16 else MASKED
@@ -246,8 +244,8 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
         `[rows, tokens, heads, value_dim]`.
     """
     rows, heads, tokens, _ = query.shape
-    keys = kv_cache.read(keys, group.seq_ids, rows, group.context_length)
-    values = kv_cache.read(values, group.seq_ids, rows, group.context_length)
+    keys = kv_cache.read(keys, group.blocks, rows, group.context_length)
+    values = kv_cache.read(values, group.blocks, rows, group.context_length)
     kv_heads = keys.shape[1]
     # The query heads of one kv head become query tokens: keys and values are never repeated.
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static KV cache, and what slots keep beside it. This module alone knows the layout of keys and values.
 
-Per layer, keys and values are `[batch_size + 1, kv_heads, sequence_length, head_dim]`. Row i is slot i; the last row is
-the trash row: tokens that are padding write there, each at its own column, so that a scatter never has two equal
-indices and padding never touches a live slot.
+Per layer, keys and values are `[blocks, kv_heads, block_length, head_dim]`. A row of a step has the blocks of its table, in
+their order; without blocks, row i has one, its slot, of `sequence_length` tokens. Behind those that rows may have is trash:
+tokens that are padding write there, each at its own place, so that a scatter never has two equal indices and padding never
+touches what is live. That is one slot more, or as many blocks as a step's tokens fill.
 
 What a column holds that a token does not see has no effect, whatever it is: readers select, and multiply nothing by zero.
 """
@@ -36,26 +37,31 @@ class KVCache(nn.Module):
         return getattr(self, f"conv_{layer_idx}_{index}")
 
 
-def write(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Writes one token per index pair in place: `cache[rows[t], :, columns[t]] = states[t]`.
+def write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    """Writes one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`.
 
     Args:
-        cache: `[batch_size + 1, kv_heads, sequence_length, head_dim]`.
+        cache: `[blocks, kv_heads, block_length, head_dim]`.
         states: `[tokens, kv_heads, head_dim]`.
-        rows, columns: `[tokens]`; no pair occurs twice.
+        blocks, columns: `[tokens]`; no pair occurs twice.
     """
-    heads = torch.arange(cache.shape[1], dtype=rows.dtype)
-    cache.index_put_((rows[:, None], heads[None, :], columns[:, None]), states)
+    heads = torch.arange(cache.shape[1], dtype=blocks.dtype)
+    cache.index_put_((blocks[:, None], heads[None, :], columns[:, None]), states)
 
 
-def read(cache: Tensor, seq_ids: Tensor | None, rows: int, context_length: int) -> Tensor:
-    """The first `context_length` columns of some slots: `[rows, kv_heads, context_length, head_dim]`.
+def read(cache: Tensor, blocks: Tensor | None, rows: int, context_length: int) -> Tensor:
+    """The first `context_length` tokens of some rows: `[rows, kv_heads, context_length, head_dim]`.
 
     Args:
-        seq_ids: `[rows]`, slots to gather; None reads slots 0 to rows - 1 in place, without a copy.
+        blocks: `[rows, n]`, the blocks of each row in order, to be gathered; `[rows]` where a row has one; None reads blocks 0
+            to rows - 1 in place, without a copy.
     """
-    window = cache[:, :, :context_length]
-    return window[:rows] if seq_ids is None else window.index_select(0, seq_ids)
+    if blocks is None:
+        return cache[:rows, :, :context_length]
+    if blocks.dim() == 1:
+        return cache[:, :, :context_length].index_select(0, blocks)
+    gathered = cache.index_select(0, blocks.flatten()).unflatten(0, (rows, -1))
+    return gathered.transpose(1, 2).flatten(2, 3)[:, :, :context_length]
 
 
 def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,11 +108,29 @@ def write_indices(
     return row.flatten(), column.flatten()
 
 
-def copy_slot(states: Iterable[Tensor], source: int, destination: int, length: int) -> None:
-    """Copies the first `length` columns of one slot into another, in place.
+def block_indices(
+    position_ids: Tensor, actual: Tensor, blocks: Tensor, block_length: int, trash: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """As `write_indices`, of a cache of blocks: block and column of every token.
 
     Args:
-        states: all layers' keys and values, each `[batch_size + 1, kv_heads, sequence_length, head_dim]`.
+        blocks: `[rows, tokens]`, the block that has each token's position; of padding, any.
+        block_length: a power of two.
+        trash: the first of the blocks that take padding.
+    """
+    rows, tokens = position_ids.shape
+    own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)
+    own_block = torch.div(own_index, block_length, rounding_mode="floor") + trash
+    block = torch.where(actual, blocks, own_block)
+    column = torch.where(actual, position_ids, own_index) & (block_length - 1)
+    return block.flatten(), column.flatten()
+
+
+def copy_slot(states: Iterable[Tensor], source: int, destination: int, length: int) -> None:
+    """Copies the first `length` columns of one slot, or block, into another, in place.
+
+    Args:
+        states: all layers' keys and values, each `[blocks, kv_heads, block_length, head_dim]`.
     """
     for state in states:
         state[destination, :, :length] = state[source, :, :length]

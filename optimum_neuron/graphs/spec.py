@@ -12,6 +12,8 @@ from ..config import NeuronConfig
 
 GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
 DECODE, CHUNK = "decode", "chunk"
+# Of a cache of blocks: the blocks of each row, in order, and the one that each token is written to.
+BLOCK_TABLE, WRITE_BLOCKS = "block_table", "write_blocks"
 # What inputs of a group's sampler are called.
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
 # How the names of outputs end that have a number for each token of the vocabulary.
@@ -115,10 +117,12 @@ class GraphSpec:
     A graph's kind is decided here, at export; nothing infers it from a length.
 
     Attributes:
-        batch_size: R, slots of the cache and decode rows of a step that has decode rows.
+        batch_size: R, decode rows of a step that has decode rows, and slots of a cache without blocks.
         ctx_batch_size: P, prompts advanced by a step that has chunk rows.
         chunk_size: C, tokens per chunk; 0 in a graph without chunk rows.
-        context_length: cache rows per slot that attention reads.
+        context_length: tokens of a row that attention reads, at most.
+        kv_block_size: tokens of a block; None: row i has slot i for itself.
+        kv_blocks: blocks that rows may have; padding is written to those behind them.
     """
 
     kind: GraphKind
@@ -129,6 +133,8 @@ class GraphSpec:
     context_length: int
     on_device_sampling: bool
     decode_logits: bool
+    kv_block_size: int | None = None
+    kv_blocks: int = 0
 
     @property
     def name(self) -> str:
@@ -165,6 +171,11 @@ class GraphSpec:
         ]
         if group == CHUNK:  # decode row i is slot i: an input that says so would have no user in the graph
             specs.append(TensorSpec(f"{group}.seq_ids", (rows,), "int32"))
+        if self.kv_block_size is not None:
+            specs.append(
+                TensorSpec(f"{group}.{BLOCK_TABLE}", (rows, self.context_length // self.kv_block_size), "int32")
+            )
+            specs.append(TensorSpec(f"{group}.{WRITE_BLOCKS}", (rows, tokens), "int32"))
         return [*specs, *sampler_inputs(group, rows)] if self.on_device_sampling else specs
 
     def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
@@ -224,14 +235,16 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
         context_length=context_length,
         on_device_sampling=config.on_device_sampling,
         decode_logits=config.returns_decode_logits,
+        kv_block_size=config.kv_block_size,
+        kv_blocks=config.kv_blocks if config.kv_block_size else 0,
     )
 
 
 def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """All that slots keep, as state tensors.
+    """All that requests keep, as state tensors.
 
-    Per attention layer, keys and values `[batch_size + 1, kv_heads, sequence_length, head_dim]`; per convolution
-    `[batch_size + 1, past, channels]`.
+    Per attention layer, keys and values `[kv_blocks + trash_blocks, kv_heads, block_length, head_dim]`, which are
+    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per convolution `[batch_size + 1, past, channels]`.
     """
     return (*_layer_states(config, model.layers), *_convolution_states(config, model.convolutions))
 
@@ -239,7 +252,7 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
 def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
     for layer in layers:
         for role, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
-            shape = (config.batch_size + 1, layer.kv_heads, config.sequence_length, dim)
+            shape = (config.kv_blocks + config.trash_blocks, layer.kv_heads, config.block_length, dim)
             yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)
 
 

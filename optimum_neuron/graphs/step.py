@@ -18,7 +18,7 @@ from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts
 from .interface import attending
-from .kv_cache import KVCache, write_indices
+from .kv_cache import KVCache, block_indices, write_indices
 from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .scores import Scores
@@ -29,13 +29,17 @@ class RowGroup(NamedTuple):
     """Inputs of one group of rows; the fields that a graph does not use are None.
 
     `input_ids` and `position_ids` are `[rows, tokens]` int32. A short chunk repeats its last token and position. An
-    idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. `sampling_params [rows, 4]`
-    float32 are top_k, top_p, temperature and min_p; `uniforms [rows]` float32.
+    idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. Of a cache of blocks, `block_table
+    [rows, n]` int32 are the blocks of each row in order, any behind its last one, and `write_blocks [rows, tokens]` int32 those
+    that the tokens are written to. `sampling_params [rows, 4]` float32 are top_k, top_p, temperature and min_p; `uniforms
+    [rows]` float32.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     seq_ids: Tensor | None = None
+    block_table: Tensor | None = None
+    write_blocks: Tensor | None = None
     sampling_params: Tensor | None = None
     uniforms: Tensor | None = None
 
@@ -72,12 +76,13 @@ class StepModule(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
         groups = row_groups(self.spec, inputs)
-        attention, output_rows, actual = self._plan(groups)
+        attention, convolutions, output_rows, actual = self._plan(groups)
         logits = self._logits(
             torch.cat([self._ids(name, group).flatten() for name, group in groups]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
             output_rows,
             attention,
+            convolutions,
             actual,
         )
         outputs, start = [], 0
@@ -93,25 +98,26 @@ class StepModule(nn.Module):
     def _ids(self, name: str, group: RowGroup) -> Tensor:
         return group.input_ids if self.chosen is None or name != DECODE else self.chosen.fill(group.input_ids)
 
-    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, Tensor, Tensor]:
-        """What tokens attend and where they are written, which token of each row reaches lm_head, and which are real."""
-        writes, rows_of_groups, last_tokens, actual_tokens, offset = [], [], [], [], 0
-        for _, group in groups:
+    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, SlotConvolutions, Tensor, Tensor]:
+        """What tokens attend, convolve and are written to, which token of each row reaches lm_head, and which are real."""
+        slot_writes, block_writes, rows_of_groups, last_tokens, actual_tokens, offset = [], [], [], [], [], 0
+        for name, group in groups:
             rows, tokens = group.input_ids.shape
             actual = actual_tokens_mask(group.position_ids)
             actual_tokens.append(actual.flatten())
             slots = torch.arange(rows, dtype=torch.int32) if group.seq_ids is None else group.seq_ids
-            writes.append(write_indices(group.position_ids, actual, slots, self.spec.batch_size, offset))
-            rows_of_groups.append(AttentionRows(group.position_ids, group.seq_ids, self.spec.context_length))
+            slot_writes.append(write_indices(group.position_ids, actual, slots, self.spec.batch_size, offset))
+            block_writes.append(self._block_indices(group, actual, offset) or slot_writes[-1])
+            blocks = group.seq_ids if group.block_table is None else group.block_table
+            length = self.spec.context_length
+            rows_of_groups.append(AttentionRows(group.position_ids, blocks, length, decodes=name == DECODE))
             row_starts = torch.arange(offset, offset + rows * tokens, tokens, dtype=torch.int32)
             # An idle row has no last token: any token of its own will do, nobody reads the result.
             last_tokens.append(row_starts + (actual.sum(-1, dtype=torch.int32) - 1).clamp(min=0))
             offset += rows * tokens
-        write_rows, write_columns = (torch.cat(parts) for parts in zip(*writes, strict=True))
         attention = CachedAttention(
             self.kv_cache,
-            write_rows,
-            write_columns,
+            *_joined(block_writes),
             rows_of_groups,
             self.ops.attend_cache,
             self.ops.attend_decode,
@@ -119,7 +125,15 @@ class StepModule(nn.Module):
             self.ops.reads_visible,
             self._needs.by_itself,
         )
-        return attention, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
+        convolutions = SlotConvolutions(self.kv_cache, *_joined(slot_writes))
+        return attention, convolutions, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
+
+    def _block_indices(self, group: RowGroup, actual: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
+        if group.write_blocks is None or self.spec.kv_block_size is None:
+            return None
+        return block_indices(
+            group.position_ids, actual, group.write_blocks, self.spec.kv_block_size, self.spec.kv_blocks, offset
+        )
 
     def _logits(
         self,
@@ -127,6 +141,7 @@ class StepModule(nn.Module):
         position_ids: Tensor,
         output_rows: Tensor,
         attention: CachedAttention,
+        convolutions: SlotConvolutions,
         actual: Tensor,
     ) -> Tensor:
         """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
@@ -138,7 +153,6 @@ class StepModule(nn.Module):
         keeps = accepts(self.model, "logits_to_keep", by_name=True)
         if keeps:
             kwargs["logits_to_keep"] = output_rows
-        convolutions = SlotConvolutions(self.kv_cache, attention.write_rows, attention.write_columns)
         cache = self._needs.cache(position_ids, attention, convolutions)
         if cache is not None:
             kwargs["past_key_values"] = cache
@@ -155,6 +169,11 @@ class StepModule(nn.Module):
         if self.spec.returns_logits(name):
             outputs.append(self.ops.full_logits(logits))
         return outputs
+
+
+def _joined(writes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    rows, columns = zip(*writes, strict=True)
+    return torch.cat(rows), torch.cat(columns)
 
 
 def actual_tokens_mask(position_ids: Tensor) -> Tensor:

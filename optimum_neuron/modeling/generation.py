@@ -103,7 +103,7 @@ class Generation(GenerationMixin):
             prompts = unpack(input_ids, cu_seq_lens_q, known)
         check_fits(prompts, 1, self.neuron_config)
         with self._slots():
-            self.runner.reset_all()
+            self.runner.reserve([len(prompt) for prompt in prompts])
             try:
                 _, logits = prefill(self.runner, prompts)
             finally:

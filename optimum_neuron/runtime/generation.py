@@ -13,6 +13,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from transformers.generation.streamers import BaseStreamer
 
 from .decode_steps import DecodeSteps
+from .limits import cache_tokens
 from .prefill import prefill
 from .runner import GraphRunner
 from .token_choice import HostChoice, OnDeviceChoice
@@ -53,7 +54,7 @@ class GenerationLoop:
         sequences[:, :column] = input_ids
         unfinished = torch.ones(rows, dtype=torch.bool)
         steps = self._steps(rows)
-        self.runner.reset_all()
+        self.runner.reserve(cache_tokens(prompts, max_length - column))
         try:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
             on_host = isinstance(self.choice, HostChoice)

@@ -104,7 +104,7 @@ def replay(
         What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
         decode graphs return none.
     """
-    runner.reset(0)
+    runner.reserve([len(prompt) + count - 1])
     size = runner.config.prefill_chunk_size
     for start in range(0, len(prompt), size):
         output = runner.prefill([Chunk(0, prompt[start : start + size])])

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from ..artifacts.artifact import Artifact
 from ..config import NeuronConfig
+from .block_tables import blocks_needed
 from .lengths import check_length
 from .token_ids import check_token_ids
 
@@ -28,6 +29,13 @@ def check_fits(prompts: Sequence, new_tokens: int, sizes: NeuronConfig) -> None:
         raise ValueError("a batch of 0 prompts; give at least 1")
     for length in {min(lengths), max(lengths)}:
         check_length(length, new_tokens, sizes)
+    if sizes.kv_block_size is not None:
+        blocks_needed(cache_tokens(prompts, new_tokens), sizes)
+
+
+def cache_tokens(prompts: Sequence, new_tokens: int) -> list[int]:
+    """Tokens of each row that the cache has to hold: the last new one is returned and never fed back."""
+    return [len(prompt) + new_tokens - 1 for prompt in prompts]
 
 
 def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collection[str]) -> None:

@@ -14,13 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from ..config import NeuronConfig
-from ..graphs.family import GraphFamily, holds, rows_needed
+from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
 from ..targets import AheadExecutable, Executable
+from .block_tables import BlockTables
 from .process import OwnProcess
-from .step_tensors import IDLE, Chunk, DecodeRows, GroupInputs, StepOutput
-from .token_ids import check_token_ids
+from .step_checks import StepChecks
+from .step_tensors import Chunk, DecodeRows, GroupInputs, InputTensors, StepOutput
 
 
 class GraphRunner:
@@ -37,6 +38,7 @@ class GraphRunner:
         num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
+        tables: the blocks that each slot has; None where the cache has no blocks, and a slot room for `sequence_length` tokens.
         runs_ahead: whether `start` may be called, and FROM_SLOT be a token.
         process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
     """
@@ -59,33 +61,93 @@ class GraphRunner:
         self.reuses_prefixes = model is None or model.reuses_prefixes
         self.num_embeddings = None if model is None else model.num_embeddings
         # What a model chooses it can be given, but for those with more logits than embeddings.
-        self._checks_decodes = model is not None and model.vocab_size > model.num_embeddings
-        self.runs_ahead = executable.runs_ahead and config.on_device_sampling and not self._checks_decodes
+        checks_decodes = model is not None and model.vocab_size > model.num_embeddings
+        self.runs_ahead = executable.runs_ahead and config.on_device_sampling and not checks_decodes
         self.process = OwnProcess()
         self._warm = False
-        self._decode = GroupInputs(self.family.kind("token_generation")[0].inputs())
-        self._chunks = {graph.chunk_size: GroupInputs(graph.inputs()) for graph in self.family.kind("chunked_prefill")}
+        self.tables = BlockTables(config) if config.kv_block_size else None
+        self._checks = StepChecks(
+            config, self.lengths, self.tables, self.family.has_mixed, self.num_embeddings, checks_decodes
+        )
+        tensors = InputTensors()
+        self._groups = {graph.name: _group_inputs(graph, tensors, self.tables) for graph in self.family}
 
     def reset(self, slot: int) -> None:
-        """Frees a slot. Its cache rows stay as they are: no mask ever shows them to the next request."""
+        """Frees a slot, and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
         self.lengths[slot] = 0
+        if self.tables is not None:
+            self.tables.clear(slot)
 
     def reset_all(self) -> None:
         """Frees all slots."""
         self.lengths.fill(0)
+        if self.tables is not None:
+            self.tables.clear_all()
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Makes room for so many tokens in each of the first slots, for a caller who plans no blocks; all slots are freed.
+
+        Raises:
+            ValueError: the cache's blocks do not hold them. No slot is changed.
+        """
+        if self.tables is not None:
+            self.tables.reserve(tokens)
+        self.lengths.fill(0)
+
+    def assign(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Gives a slot blocks of the cache, from its block `first` on; several slots may have one that none of them writes to.
+
+        Raises:
+            ValueError: a block does not exist, or the slot has fewer than `first`, or the artifact has no blocks.
+        """
+        self._blocks().assign(slot, first, blocks)
+
+    def resume(self, slot: int, length: int) -> None:
+        """Makes a slot hold the first `length` tokens that its blocks contain already.
+
+        Raises:
+            ValueError: it has fewer blocks, or the model's state is not in them.
+        """
+        room = int(self._blocks().capacity[slot])
+        if not 1 <= length <= room:
+            raise ValueError(f"slot {slot} has blocks of {room} tokens: {length} of them cannot be resumed")
+        self._check_reuse(slot, length)
+        self.lengths[slot] = length
+
+    def copy_block(self, source: int, destination: int, length: int) -> None:
+        """Copies the first `length` tokens of a block into another, on the device.
+
+        Raises:
+            ValueError: a block does not exist, or has fewer tokens.
+            RuntimeError: the process was forked since the graphs were loaded.
+        """
+        self.process.check()
+        blocks, most = self._blocks().block_length, self.config.kv_blocks
+        if not (0 <= source < most and 0 <= destination < most and 1 <= length <= blocks):
+            raise ValueError(
+                f"{length} tokens of block {source} cannot be copied to block {destination}: there are {most} blocks of {blocks}"
+            )
+        self.executable.copy_slot(source, destination, length)
+
+    def _blocks(self) -> BlockTables:
+        if self.tables is None:
+            raise ValueError(
+                "this artifact's cache has slots, not blocks; export it with --kv-block-size (kv_block_size=128)"
+            )
+        return self.tables
 
     def reuse(self, slot: int, source: int, length: int) -> None:
         """Makes a slot hold the first `length` tokens of another, copied on the device, or of itself.
 
         Raises:
-            ValueError: the source holds fewer tokens, or more than cache rows. No slot is changed.
+            ValueError: the source holds fewer tokens, or more than cache rows, or the cache has blocks. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
         self.process.check()
-        if not self.reuses_prefixes:
+        self._check_reuse(source, length)
+        if self.tables is not None:
             raise ValueError(
-                f"slot {source} keeps state of all its {self.lengths[source]} tokens together: the first {length} of them "
-                f"cannot be reused; reset the slot and compute them again"
+                f"slot {source} cannot be copied to slot {slot}: this artifact's cache has blocks; assign blocks, and resume"
             )
         if not 1 <= length <= self.lengths[source]:
             raise ValueError(f"slot {source} holds {self.lengths[source]} tokens: {length} of them cannot be reused")
@@ -93,19 +155,21 @@ class GraphRunner:
             self.executable.copy_slot(source, slot, length)
         self.lengths[slot] = length
 
+    def _check_reuse(self, slot: int, length: int) -> None:
+        if not self.reuses_prefixes:
+            raise ValueError(
+                f"slot {slot} keeps state of all its {self.lengths[slot]} tokens together: the first {length} of them cannot be "
+                f"reused; reset the slot and compute them again"
+            )
+
     def warm_up(self) -> None:
         """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow."""
         self.process.check()
         if self._warm:
             return
         self._warm = True
-        self._decode.position_ids.fill(IDLE)
         for graph in self.family:
-            inputs = list(self._decode.tensors) if graph.has_decode else []
-            if graph.has_chunk:
-                self._chunks[graph.chunk_size].fill_chunks((), self.lengths)
-                inputs += self._chunks[graph.chunk_size].tensors
-            self.executable.run(graph.name, inputs)
+            self.executable.run(graph.name, self._fill(graph, (), None)[0])
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
         """A step without decode rows."""
@@ -165,21 +229,24 @@ class GraphRunner:
         """The graph of a step, what it is given, and the rows of chunks' last tokens."""
         self.process.check()
         if decode is not None:
-            self._check_decode(decode, chunks)
+            self._checks.decode(decode, chunks)
         if chunks or decode is None:
-            self._check_chunks(chunks)
+            self._checks.chunks(chunks)
         graph = self._select(chunks, decode, graph)
-        inputs: list[Tensor] = []
-        last_rows: list[int] = []
-        if graph.has_decode:
-            self._fill_decode(decode)
-            inputs += self._decode.tensors
-        if graph.has_chunk:
-            group = self._chunks[graph.chunk_size]
-            last_rows = group.fill_chunks(chunks, self.lengths)
-            inputs += group.tensors
+        inputs, last_rows = self._fill(graph, chunks, decode)
         self.graph_calls[graph.name] += 1
         return graph, inputs, last_rows
+
+    def _fill(
+        self, graph: GraphSpec, chunks: Sequence[Chunk], decode: DecodeRows | None
+    ) -> tuple[list[Tensor], list[int]]:
+        groups = self._groups[graph.name]
+        last_rows: list[int] = []
+        if DECODE in groups:
+            groups[DECODE].fill_decode(decode, self.lengths)
+        if CHUNK in groups:
+            last_rows = groups[CHUNK].fill_chunks(chunks, self.lengths)
+        return [tensor for group in groups.values() for tensor in group.tensors], last_rows
 
     def _advance(self, chunks: Sequence[Chunk], decode: DecodeRows | None) -> None:
         for chunk in chunks:
@@ -211,12 +278,6 @@ class GraphRunner:
             found += [tokens.new_empty(len(rows), 0), found[0].new_empty(len(rows), 0)]
         return Logprobs(*found)
 
-    def _fill_decode(self, decode: DecodeRows | None) -> None:
-        if decode is None:
-            self._decode.position_ids.fill(IDLE)
-        else:
-            self._decode.fill_decode(decode, self.lengths)
-
     def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None) -> GraphSpec:
         context = 1
         if decode is not None:
@@ -235,49 +296,6 @@ class GraphRunner:
             )
         return graph
 
-    def _check_decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> None:
-        if int(self.lengths[decode.active].max(initial=0)) >= self.config.sequence_length:
-            slot = int(np.argmax(np.where(decode.active, self.lengths, IDLE)))
-            raise ValueError(f"slot {slot} is full: it holds sequence_length={self.config.sequence_length} tokens")
-        if self._checks_decodes:
-            self._check_ids(decode.token_ids, "a decode row")
-        if chunks and not self.family.has_mixed:
-            raise ValueError(
-                "this artifact has no mixed graph: decode and take in chunks in steps of their own, or export it with "
-                "--batch-size 2 or more and without --no-mixed-step"
-            )
-        for chunk in chunks:
-            if 0 <= chunk.slot < self.config.batch_size and decode.active[chunk.slot]:
-                raise ValueError(f"slot {chunk.slot} cannot decode and take a chunk in the same step")
-
-    def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
-        sizes = self.config
-        slots = [chunk.slot for chunk in chunks]
-        rows = rows_needed((len(chunk.token_ids) for chunk in chunks), sizes.prefill_chunk_size)
-        if not chunks or rows > sizes.ctx_batch_size or len(set(slots)) != len(slots):
-            raise ValueError(
-                f"a step takes 1 to ctx_batch_size={sizes.ctx_batch_size} rows of prefill_chunk_size="
-                f"{sizes.prefill_chunk_size} tokens, each slot once, not {rows} rows of the slots {slots}"
-            )
-        for chunk in chunks:
-            if not 0 <= chunk.slot < sizes.batch_size:
-                raise ValueError(
-                    f"slot {chunk.slot} does not exist: the slots of batch_size={sizes.batch_size} start at 0"
-                )
-            count, start = len(chunk.token_ids), int(self.lengths[chunk.slot])
-            if count < 1:
-                raise ValueError(f"the chunk of slot {chunk.slot} has no token; give it at least 1")
-            self._check_ids(chunk.token_ids, f"the chunk of slot {chunk.slot}")
-            if start + count > sizes.sequence_length:
-                raise ValueError(
-                    f"slot {chunk.slot} holds {start} tokens and cannot take {count} more: "
-                    f"sequence_length={sizes.sequence_length}"
-                )
-
-    def _check_ids(self, token_ids: np.ndarray, whose: str) -> None:
-        if self.num_embeddings is not None:
-            check_token_ids(token_ids, self.num_embeddings, whose)
-
     @staticmethod
     def _collect(graph: GraphSpec, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
         named = {}
@@ -291,3 +309,13 @@ class GraphRunner:
                         continue
                     named[f"{group}_{name}"] = tensor if group == DECODE or in_order else tensor[last_rows]
         return StepOutput(**named)
+
+
+def _group_inputs(graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> dict[str, GroupInputs]:
+    """The inputs of a graph's groups of rows, in their order."""
+    specs = graph.inputs()
+    groups = [group for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)) if present]
+    return {
+        group: GroupInputs([spec for spec in specs if spec.name.startswith(f"{group}.")], tensors, tables)
+        for group in groups
+    }

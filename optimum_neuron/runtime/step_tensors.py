@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graphs.spec import DECODE, GREEDY, SamplingParams, TensorSpec
+from ..graphs.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
+from .block_tables import BlockTables
 
 
 IDLE = -1
@@ -62,12 +63,33 @@ class StepOutput(NamedTuple):
         return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
 
 
-class GroupInputs:
-    """Input tensors of one row group, kept between steps; numpy views of the same memory are cheap to fill."""
+class InputTensors:
+    """Input tensors of all graphs, kept between steps: graphs that take a tensor of one name and shape share it."""
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self.tensors = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    def __init__(self) -> None:
+        self._tensors: dict[TensorSpec, Tensor] = {}
+
+    def of(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """The tensors of some specs, zeroed where they are new."""
+        for spec in specs:
+            if spec not in self._tensors:
+                self._tensors[spec] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        return [self._tensors[spec] for spec in specs]
+
+
+class GroupInputs:
+    """Input tensors of one row group of a graph; numpy views of their memory are cheap to fill.
+
+    Args:
+        tables: of a cache of blocks, those that rows have; None without.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], tensors: InputTensors, tables: BlockTables | None) -> None:
+        self.tensors = tensors.of(specs)
+        self._tables = tables
         views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
+        self._block_table: np.ndarray = views.get(BLOCK_TABLE, np.empty((0, 0), np.int32))
+        self._write_blocks: np.ndarray = views.get(WRITE_BLOCKS, np.empty((0, 0), np.int32))
         self.input_ids: np.ndarray = views["input_ids"]
         self.position_ids: np.ndarray = views["position_ids"]
         self.seq_ids: np.ndarray | None = views.get("seq_ids")
@@ -75,9 +97,17 @@ class GroupInputs:
         self.uniforms: np.ndarray | None = views.get("uniforms")
         self.position_ids.fill(IDLE)
 
-    def fill_decode(self, rows: DecodeRows, lengths: np.ndarray) -> None:
+    def fill_decode(self, rows: DecodeRows | None, lengths: np.ndarray) -> None:
+        """Sets the rows of a step, or that all idle."""
+        if rows is None:
+            self.position_ids.fill(IDLE)
+            return
         self.input_ids[:, 0] = rows.token_ids
         self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
+        if self._tables is not None:
+            self._block_table[:] = self._tables.blocks[:, : self._block_table.shape[1]]
+            block = np.where(rows.active, lengths, 0) // self._tables.block_length
+            self._write_blocks[:, 0] = np.take_along_axis(self._tables.blocks, block[:, None], axis=1)[:, 0]
         if self.sampling_params is not None and self.uniforms is not None:
             self.sampling_params[:] = rows.sampling_params
             self.uniforms[:] = rows.uniforms
@@ -99,9 +129,16 @@ class GroupInputs:
                 self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
                 self.position_ids[row, real:] = start + offset + real - 1
                 self.seq_ids[row] = chunk.slot
+                self._fill_blocks(row, chunk.slot)
                 row += 1
             last_rows.append(row - 1)
             if self.sampling_params is not None and self.uniforms is not None:
                 self.sampling_params[row - 1] = chunk.sampling
                 self.uniforms[row - 1] = chunk.uniform
         return last_rows
+
+    def _fill_blocks(self, row: int, slot: int) -> None:
+        if self._tables is not None:
+            blocks = self._tables.blocks[slot]
+            self._block_table[row] = blocks[: self._block_table.shape[1]]
+            self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]

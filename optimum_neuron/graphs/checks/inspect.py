@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ...config import NeuronConfig
 from ...errors import first_line
 from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
@@ -42,6 +43,15 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     except UnsupportedModelError as error:
         raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
     return spec
+
+
+def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> None:
+    """Raises ValueError where a model's own code needs a slot for each row, and the cache is to have blocks."""
+    if config.kv_block_size is not None and CacheNeeds.of(model).by_itself:
+        raise ValueError(
+            f"{type(model).__name__} attends by code of its own, over whole slots, and kv_block_size={config.kv_block_size} "
+            f"asks for blocks; leave it and kv_cache_tokens out"
+        )
 
 
 class _NoProducts(TorchFunctionMode):

@@ -24,10 +24,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "attend(Tensor query, Tensor keys, Tensor values, Tensor? seq_ids, Tensor position_ids, float scaling, "
+    "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, "
     "int sliding_window, float softcap, Tensor? sinks) -> Tensor"
 )
-_library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor rows, Tensor columns) -> ()")
+_library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("output_rows(Tensor rows) -> Tensor")
 _library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
@@ -37,7 +37,7 @@ def _attended(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    seq_ids: Tensor | None,
+    blocks: Tensor | None,
     position_ids: Tensor,
     scaling: float,
     sliding_window: int,
@@ -48,7 +48,7 @@ def _attended(
     return query.new_empty((rows, tokens, heads, dim))
 
 
-def _written(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+def _written(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     return None
 
 
@@ -83,7 +83,7 @@ def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
 
 
 def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """A drop-in for `attend_cache` that reads slots in place and stops at each token's own position."""
+    """A drop-in for `attend_cache` that reads slots and blocks in place and stops at each token's own position."""
     window = call.sliding_window
     if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
         return attend_cache(call, group, query, keys, values)
@@ -92,7 +92,7 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tens
         query,
         keys,
         values,
-        group.seq_ids,
+        group.blocks,
         group.position_ids,
         call.scaling,
         window or 0,
@@ -102,9 +102,9 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tens
     return output
 
 
-def _write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+def _write_cache(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     """A drop-in for `kv_cache.write`."""
-    getattr(torch.ops, NAMESPACE).write_cache(cache, states, rows, columns)
+    getattr(torch.ops, NAMESPACE).write_cache(cache, states, blocks, columns)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:

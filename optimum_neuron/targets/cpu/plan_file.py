@@ -31,7 +31,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 3
+FORMAT = 4
 _FILE = record(
     {
         "format": whole(1),

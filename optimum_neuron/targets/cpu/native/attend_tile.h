@@ -94,13 +94,10 @@ class TileWorker {
       const bool hasSink = call_.sinks && section == visible(i).begin / kSection;
       state.start(i, call_.dim, hasSink ? call_.sinks + head(i) : nullptr);
     }
-    const int64_t offset = call_.cacheOffset(tile_.row, tile_.kvHead);
-    const auto* keys = static_cast<const Element*>(call_.keys) + offset;
-    const auto* values = static_cast<const Element*>(call_.values) + offset;
     const int64_t begin = std::max(tile_.seen.begin / kBlock * kBlock, section * kSection);
     const int64_t end = std::min(tile_.seen.end, (section + 1) * kSection);
     for (int64_t block = begin; block < end; block += kBlock) {
-      attendBlock(block, keys + block * call_.dim, values + block * call_.dim, state);
+      attendBlock(block, state);
     }
   }
 
@@ -120,10 +117,14 @@ class TileWorker {
     }
   }
 
-  void attendBlock(int64_t block, const Element* keys, const Element* values, const QueryState& state) {
+  void attendBlock(int64_t block, const QueryState& state) {
+    const auto offset = [&](int64_t column) { return call_.cacheOffset(tile_.row, tile_.kvHead, column); };
+    const auto* keys = static_cast<const Element*>(call_.keys) + offset(block);
+    const auto* values = static_cast<const Element*>(call_.values) + offset(block);
     const Range seen = cut(tile_.seen, block);
     const Range common = cut(tile_.common, block);
-    const Element* nextKeys = block + kBlock < tile_.seen.end ? keys + kBlock * call_.dim : keys;
+    const int64_t next = block + kBlock < tile_.seen.end ? block + kBlock : block;
+    const auto* nextKeys = static_cast<const Element*>(call_.keys) + offset(next);
     packKeys<Kind>(scratch_.keys, keys, values, nextKeys, call_.dim, seen.end);
     const bool same = common.begin <= seen.begin && common.end >= seen.end;
     // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.

@@ -3,12 +3,13 @@
 // attend: attention of new tokens over a static key-value cache, for token generation (one token a row) and prompt
 // chunks (many tokens of one slot) alike.
 //
-// A token at position p sees columns c <= p of its slot and, with a window w > 0, only c > p - w. Position -1 is an
+// A token at position p sees columns c <= p of its row and, with a window w > 0, only c > p - w. Position -1 is an
 // idle token: its result is zero. Scores, softmax and sums are float32.
 //
 // Contracts, in one build of the library:
 // - A token's result depends on its query, its position, the window and the columns it sees only, to the bit: not on
-//   other tokens or rows, on how tokens are cut into chunks, on the size of the cache or the number of threads. Columns
+//   other tokens or rows, on how tokens are cut into chunks, on the size of the cache and of its blocks, on which of them
+//   a row has, or on the number of threads. Columns
 //   are taken in ascending order in blocks and sections at fixed places, and one code computes single tokens and chunks.
 // - What a token does not see cannot reach its result, NaN and infinity included.
 // - Where the CPU multiplies bfloat16 itself, probabilities are rounded to it before they meet the values, and
@@ -55,8 +56,8 @@ class Tiling {
     const int64_t row = i / call_.kvHeads % call_.rows;
     const int64_t first = (chunks_ - 1 - i / call_.kvHeads / call_.rows) * tokens_;
     const int64_t last = std::min(first + tokens_, call_.tokens);
-    Range seen{call_.columns, 0};
-    Range common{0, call_.columns};
+    Range seen{call_.columns * call_.perRow, 0};
+    Range common{0, call_.columns * call_.perRow};
     for (int64_t token = first; token < last; ++token) {
       const Range range = call_.visible(row, token);
       common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
@@ -171,8 +172,8 @@ bool areInside(const int32_t* indices, int64_t count, int64_t begin, int64_t end
 }  // namespace
 
 bool attend(Pool& pool, const AttendCall& call) {
-  if (!areInside(call.positions, call.rows * call.tokens, -1, call.columns) ||
-      (call.slots ? !areInside(call.slots, call.rows, 0, call.cacheSlots) : call.rows > call.cacheSlots)) {
+  if (!areInside(call.positions, call.rows * call.tokens, -1, call.columns * call.perRow) ||
+      (call.blocks ? !areInside(call.blocks, call.rows * call.perRow, 0, call.cacheBlocks) : call.rows > call.cacheBlocks)) {
     return false;
   }
   if (call.rows > 0 && call.tokens > 0) {

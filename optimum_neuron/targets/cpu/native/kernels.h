@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels that a plan calls, on raw memory. None of them checks an argument that its caller can check once per plan;
-// what arrives with a request (positions, slots, experts) is checked by the kernel that reads it.
+// what arrives with a request (positions, blocks, experts) is checked by the kernel that reads it.
 #pragma once
 
 #include <cstdint>
@@ -49,11 +49,11 @@ bool expertLinear(Pool& pool, const ExpertsCall& call);
 
 struct AttendCall {
   Type type;
-  const void *query, *keys, *values;  // query by its strides; keys and values [slots, kvHeads, columns, dim] contiguous
+  const void *query, *keys, *values;  // query by its strides; keys and values [cacheBlocks, kvHeads, columns, dim] contiguous
   void* output;                       // [rows, tokens, heads, dim] contiguous
-  const int32_t* slots;               // [rows]; null: row i is slot i
+  const int32_t* blocks;              // [rows, perRow], those of each row in order; null: row i has block i alone
   const int32_t* positions;           // [rows, tokens]
-  int64_t rows, heads, tokens, dim, kvHeads, columns, cacheSlots;
+  int64_t rows, heads, tokens, dim, kvHeads, columns, cacheBlocks, perRow;
   int64_t window;                     // 0: none
   int64_t rowStride, headStride, tokenStride;  // of query, in elements; its last dimension is adjacent
   float scaling;
@@ -61,7 +61,7 @@ struct AttendCall {
   const float* sinks;                 // [heads] or null: a logit that takes part in the softmax's sum and has no value
 };
 
-// False: a position or slot is outside of the cache, and nothing was computed.
+// False: a position is outside of its row, or a block of the cache, and nothing was computed.
 bool attend(Pool& pool, const AttendCall& call);
 
 }  // namespace step

@@ -64,7 +64,7 @@ bool run(Pool& pool, const Memory& memory, const AttendStep& step, int64_t token
   call.keys = memory.at(step.keys);
   call.values = memory.at(step.values);
   call.output = memory.at(step.output);
-  call.slots = memory.as<const int32_t>(step.slots);
+  call.blocks = memory.as<const int32_t>(step.blocks);
   call.positions = memory.as<const int32_t>(step.positions);
   call.sinks = memory.as<const float>(step.sinks);
   if (of > 1) {  // of several rows, the last one that has a live token is computed whole
@@ -87,7 +87,7 @@ bool run(Pool&, const Memory& memory, const WriteStep& step, int64_t tokens, int
   WriteCall call = step.call;
   call.cache = memory.at(step.cache);
   call.states = memory.at(step.states);
-  call.rows = memory.as<const int32_t>(step.rows);
+  call.numbers = memory.as<const int32_t>(step.blocks);
   call.columns = memory.as<const int32_t>(step.columns);
   call.tokens = call.tokens / of * tokens;
   return writeCache(call);

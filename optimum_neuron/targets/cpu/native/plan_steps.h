@@ -45,7 +45,7 @@ struct ExpertsStep {
 
 struct AttendStep {
   AttendCall call;
-  Place query, keys, values, output, slots, positions, sinks;
+  Place query, keys, values, output, blocks, positions, sinks;
 };
 
 struct SelectStep {
@@ -55,7 +55,7 @@ struct SelectStep {
 
 struct WriteStep {
   WriteCall call;
-  Place cache, states, rows, columns;
+  Place cache, states, blocks, columns;
 };
 
 struct SampleStep {
@@ -182,11 +182,12 @@ Step readAttend(Reader& reader) {
   AttendCall& call = step.call;
   call.type = reader.type();
   for (Place* place :
-       {&step.query, &step.keys, &step.values, &step.output, &step.slots, &step.positions, &step.sinks}) {
+       {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks}) {
     *place = reader.place();
   }
   for (int64_t* size :
-       {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheSlots, &call.window,
+       {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheBlocks,
+        &call.perRow, &call.window,
         &call.rowStride, &call.headStride, &call.tokenStride}) {
     *size = reader.word();
   }
@@ -211,11 +212,11 @@ Step readSelect(Reader& reader) {
 Step readWrite(Reader& reader) {
   WriteStep step{};
   WriteCall& call = step.call;
-  for (Place* place : {&step.cache, &step.states, &step.rows, &step.columns}) {
+  for (Place* place : {&step.cache, &step.states, &step.blocks, &step.columns}) {
     *place = reader.place();
   }
   for (int64_t* size :
-       {&call.slots, &call.heads, &call.length, &call.bytes, &call.tokens, &call.tokenStride, &call.headStride}) {
+       {&call.blocks, &call.heads, &call.length, &call.bytes, &call.tokens, &call.tokenStride, &call.headStride}) {
     *size = reader.word();
   }
   return step;

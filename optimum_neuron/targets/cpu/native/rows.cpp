@@ -36,13 +36,13 @@ bool selectRows(Pool& pool, const SelectCall& call) {
 
 bool writeCache(const WriteCall& call) {
   for (int64_t t = 0; t < call.tokens; ++t) {
-    if (call.rows[t] < 0 || call.rows[t] >= call.slots || call.columns[t] < 0 || call.columns[t] >= call.length) {
+    if (call.numbers[t] < 0 || call.numbers[t] >= call.blocks || call.columns[t] < 0 || call.columns[t] >= call.length) {
       return false;
     }
   }
   for (int64_t t = 0; t < call.tokens; ++t) {
     for (int64_t head = 0; head < call.heads; ++head) {
-      const int64_t place = (call.rows[t] * call.heads + head) * call.length + call.columns[t];
+      const int64_t place = (call.numbers[t] * call.heads + head) * call.length + call.columns[t];
       std::memcpy(
           call.cache + place * call.bytes, call.states + t * call.tokenStride + head * call.headStride, call.bytes);
     }

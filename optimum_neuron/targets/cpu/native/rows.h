@@ -22,16 +22,16 @@ struct SelectCall {
 // False: an index is outside of the table, and nothing was copied.
 bool selectRows(Pool& pool, const SelectCall& call);
 
-// cache[rows[t], :, columns[t], :] = states[t]
+// cache[blocks[t], :, columns[t], :] = states[t]
 struct WriteCall {
-  char* cache;         // [slots, heads, columns, dim], contiguous
+  char* cache;         // [blocks, heads, columns, dim], contiguous
   const char* states;  // [tokens, heads, dim] by strides; elements of a head are adjacent
-  const int32_t *rows, *columns;
-  int64_t slots, heads, length, bytes;  // bytes of a head's elements; length: columns of a slot
+  const int32_t *numbers, *columns;  // of blocks, and within them
+  int64_t blocks, heads, length, bytes;  // bytes of a head's elements; length: columns of a block
   int64_t tokens, tokenStride, headStride;  // in bytes
 };
 
-// False: a row or column is outside of the cache, and nothing was written.
+// False: a block or column is outside of the cache, and nothing was written.
 bool writeCache(const WriteCall& call);
 
 }  // namespace step

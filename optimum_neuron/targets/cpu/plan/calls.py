@@ -100,12 +100,12 @@ def _place(value: Stored) -> Operand:
 
 
 def lower_attend(builder: PlanBuilder, node: Node) -> bool:
-    query, keys, values, slots, positions, scaling, window, softcap, sinks = arguments(node)
+    query, keys, values, blocks, positions, scaling, window, softcap, sinks = arguments(node)
     asked = builder.stored(query)
     if asked.layout.stride(-1) != 1:
         asked = builder.contiguous_copy(asked)
     cache = [builder.stored(each) for each in (keys, values)]
-    indices = [None if each is None else _contiguous(builder, each) for each in (slots, positions, sinks)]
+    indices = [None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks)]
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     assert indices[1] is not None
     builder.emit(
@@ -132,14 +132,14 @@ def _contiguous(builder: PlanBuilder, node: Node) -> Operand:
 
 
 def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
-    cache, states, rows, columns = arguments(node)
+    cache, states, blocks, columns = arguments(node)
     new = builder.stored(states)
     if new.layout.stride(-1) != 1:
         new = builder.contiguous_copy(new)
-    row_numbers, column_numbers = (_contiguous(builder, each) for each in (rows, columns))
+    block_numbers, column_numbers = (_contiguous(builder, each) for each in (blocks, columns))
     target = builder.resting(cache)
     builder.before_writing(target.memory)
-    builder.emit(WriteCache(_place(target), _place(new), row_numbers, column_numbers))
+    builder.emit(WriteCache(_place(target), _place(new), block_numbers, column_numbers))
     return True
 
 

@@ -35,6 +35,8 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Select: 4, WriteCache: 5, Sample: 6}
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
+# Columns that the kernel of attention takes at a time, which lie in one block: kBlock of native/attention_call.h.
+_SOFTMAX_BLOCK = 64
 _SAMPLING_PARAMS = 4
 
 
@@ -239,19 +241,25 @@ class _Encoder:
         query, keys = step.query, step.keys
         _require(query.dtype in _FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
         rows, heads, tokens, dim = query.shape
-        slots, kv_heads, columns, _ = keys.shape
+        blocks, kv_heads, columns, _ = keys.shape
         fits = heads % kv_heads == 0 and dim % _HEAD_DIM_STEP == 0 and dim <= _MAX_HEAD_DIM and query.strides[3] == 1
         _require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
-        _require(step.slots is not None or rows <= slots, "its attention has more rows than slots")
+        _require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
+        table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
+        per_row = table[1] if len(table) == 2 else 1
+        even = per_row == 1 or columns % _SOFTMAX_BLOCK == 0
+        _require(
+            table in ((rows,), (rows, per_row)) and even, f"its rows have {list(table)} blocks of {columns} columns"
+        )
         yield TYPES[query.dtype]
         yield from self._place(query)
         for cache in (keys, step.values):
-            yield from self._contiguous(cache, query.dtype, (slots, kv_heads, columns, dim))
+            yield from self._contiguous(cache, query.dtype, (blocks, kv_heads, columns, dim))
         yield from self._contiguous(step.output, query.dtype, (rows, tokens, heads, dim))
-        yield from self._contiguous(step.slots, "int32", (rows,))
+        yield from self._contiguous(step.blocks, "int32", table)
         yield from self._contiguous(step.positions, "int32", (rows, tokens))
         yield from self._contiguous(step.sinks, "float32", (heads,))
-        yield from (rows, heads, tokens, dim, kv_heads, columns, slots, step.window, *query.strides[:3])
+        yield from (rows, heads, tokens, dim, kv_heads, columns, blocks, per_row, step.window, *query.strides[:3])
         yield from (_bits(step.scaling, integer=False), _bits(step.softcap, integer=False))
 
     def select(self, step: Select) -> Iterator[int]:
@@ -274,16 +282,16 @@ class _Encoder:
         cache, states = step.cache, step.states
         form = len(cache.shape) == 4 and len(states.shape) == 3 and cache.dtype == states.dtype
         _require(form, "it writes what is no cache")
-        slots, heads, length, dim = cache.shape
+        blocks, heads, length, dim = cache.shape
         tokens = states.shape[0]
         fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
         _require(fits, f"it writes {list(states.shape)} to a cache {list(cache.shape)}")
         size = SIZES[cache.dtype]
         yield from self._contiguous(cache, cache.dtype, cache.shape)
         yield from self._place(states)
-        for indices in (step.rows, step.columns):
+        for indices in (step.blocks, step.columns):
             yield from self._contiguous(indices, "int32", (tokens,))
-        yield from (slots, heads, length, dim * size, tokens, states.strides[0] * size, states.strides[1] * size)
+        yield from (blocks, heads, length, dim * size, tokens, states.strides[0] * size, states.strides[1] * size)
 
     def sample(self, step: Sample) -> Iterator[int]:
         logits = step.logits

@@ -186,15 +186,16 @@ class Experts:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [slots, kv_heads, columns, dim]`.
+    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`.
 
-    `positions [rows, tokens]` and `slots [rows]` are int32, `sinks [heads]` float32. Without slots, row i is slot i.
+    `positions [rows, tokens]` and `blocks [rows, n]`, or `[rows]`, are int32, `sinks [heads]` float32. `blocks` are those of each
+    row, in order; without them, row i has block i.
     """
 
     query: Operand
     keys: Operand
     values: Operand
-    slots: Operand | None
+    blocks: Operand | None
     positions: Operand
     sinks: Operand | None
     output: Operand
@@ -224,11 +225,11 @@ class Select:
 
 @dataclass(frozen=True)
 class WriteCache:
-    """`cache[rows[t], :, columns[t]] = states[t]`, of `cache [slots, heads, columns, dim]`, `states [tokens, heads, dim]`."""
+    """`cache[blocks[t], :, columns[t]] = states[t]`, of `cache [blocks, heads, columns, dim]`, `states [tokens, heads, dim]`."""
 
     cache: Operand
     states: Operand
-    rows: Operand
+    blocks: Operand
     columns: Operand
     tokens: Tokens | None = None
 

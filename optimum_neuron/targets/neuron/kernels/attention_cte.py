@@ -66,9 +66,7 @@ def attend_chunks(otherwise: CacheAttention) -> CacheAttention:
         if group.decodes or not _fits(call, group, keys, values):
             return otherwise(call, group, query, keys, values)
         seen = group.seen(None)
-        keys, values = (
-            kv_cache.read(each, group.seq_ids, len(query), group.context_length) for each in (keys, values)
-        )
+        keys, values = (kv_cache.read(each, group.blocks, len(query), group.context_length) for each in (keys, values))
         # Zeros stand for what no token of a row sees. The key of a broken token stays, so that who sees it is NaN.
         values = select_columns(values, seen & (kv_cache.broken(keys) == 0))
         keys = select_columns(keys, seen)

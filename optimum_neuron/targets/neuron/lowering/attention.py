@@ -48,7 +48,7 @@ def attend_decode(
         `[rows, 1, heads, value_dim]`.
     """
     rows, kv_heads, _ = key.shape
-    keys, values = (kv_cache.read(each, None, rows, group.context_length) for each in (keys, values))
+    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
     _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
     query = _by_kv_head(query, kv_heads)
 
@@ -65,7 +65,7 @@ def attend_decode(
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """As `graphs.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
     rows, heads, tokens, _ = query.shape
-    keys, values = (kv_cache.read(each, group.seq_ids, rows, group.context_length) for each in (keys, values))
+    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of the cache each row has. What decides it is elsewhere: the engine's scheduler, vLLM's, or `reserve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..config import NeuronConfig
+
+
+class BlockTables:
+    """The blocks of all rows, in the order of their tokens.
+
+    Attributes:
+        block_length: tokens of a block.
+        blocks: `[batch_size, blocks_per_row]` int32; behind a row's last block, the first block of trash.
+        counts: `[batch_size]` int32, blocks that each row has.
+    """
+
+    def __init__(self, config: NeuronConfig) -> None:
+        self._config = config
+        self.block_length = config.block_length
+        self.blocks = np.full((config.batch_size, config.blocks_per_row), config.kv_blocks, dtype=np.int32)
+        self.counts = np.zeros(config.batch_size, dtype=np.int32)
+
+    @property
+    def capacity(self) -> np.ndarray:
+        """`[batch_size]`, tokens that each row has room for."""
+        return self.counts * self.block_length
+
+    def assign(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """Gives a row blocks for the tokens from block `first` on; those that it had there are no longer its own.
+
+        Raises:
+            ValueError: a block does not exist, or the row has fewer than `first`, or would have more than a sequence takes.
+        """
+        most, end = self._config.kv_blocks, first + len(blocks)
+        if not all(0 <= block < most for block in blocks):
+            raise ValueError(f"row {row} is given the blocks {list(blocks)}, and there are {most}, from 0 on")
+        if not 0 <= first <= self.counts[row] or end > self._config.blocks_per_row:
+            raise ValueError(
+                f"row {row} has {self.counts[row]} of at most {self._config.blocks_per_row} blocks: {len(blocks)} cannot "
+                f"follow block {first}"
+            )
+        self.blocks[row, first:end] = blocks
+        self.blocks[row, end:] = most
+        self.counts[row] = end
+
+    def clear(self, row: int) -> None:
+        """Takes all blocks from a row."""
+        self.assign(row, 0, ())
+
+    def clear_all(self) -> None:
+        """Takes all blocks from all rows."""
+        self.blocks.fill(self._config.kv_blocks)
+        self.counts.fill(0)
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Gives the first rows room for so many tokens each, and the others none; the blocks follow one another.
+
+        Raises:
+            ValueError: there are not so many blocks. No row is changed.
+        """
+        needed = blocks_needed(tokens, self._config)
+        self.clear_all()
+        start = 0
+        for row, count in enumerate(needed):
+            self.assign(row, 0, range(start, start + count))
+            start += count
+
+
+def blocks_needed(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
+    """Blocks for rows of so many tokens.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    needed = [-(-count // config.block_length) for count in tokens]
+    if sum(needed) > config.kv_blocks:
+        raise ValueError(
+            f"{len(tokens)} rows of {', '.join(map(str, tokens))} tokens take {sum(needed) * config.block_length:,} tokens of "
+            f"the cache in blocks of {config.block_length}, and kv_cache_tokens={config.kv_blocks * config.block_length:,}; pass "
+            f"fewer rows at a time, lower max_new_tokens, or export with a larger --kv-cache-tokens"
+        )
+    return needed

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache of blocks computes what slots compute, to the bit, wherever a row's blocks are and whoever has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    ARCHITECTURES,
+    artifact_runner,
+    decode_tokens,
+    eager_runner,
+    export_tiny,
+    prefill_pieces,
+    random_tokens,
+    tiny_config,
+)
+from torch import Tensor, nn
+
+from optimum_neuron.graphs.spec import ModelSpec, state_specs
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
+
+
+BLOCK, TOKENS = 64, 512
+SLOTS = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
+BLOCKS = SLOTS | {"kv_block_size": BLOCK, "kv_cache_tokens": TOKENS}
+PIECES = ([32] * 4 + [20], [64, 64, 20], [1, 30, 60, 40, 17])
+PROMPT = random_tokens(148)
+
+
+def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int | None = None) -> list[Tensor]:
+    """Logits after a prompt and after each of 50 more tokens, which reach into another block."""
+    logits = [prefill_pieces(runner, slot, PROMPT, pieces)]
+    for index in range(50):
+        tokens = {slot: 3 + index} | ({} if neighbor is None else {neighbor: 5 + index})
+        logits.append(decode_tokens(runner, tokens)[1][slot])
+    return logits
+
+
+def slot_answer(runner: GraphRunner) -> list[Tensor]:
+    runner.reset_all()
+    return answer(runner, 1, PIECES[0])
+
+
+def block_answer(
+    runner: GraphRunner, spec: ModelSpec, slot: int, blocks: Sequence[int], pieces: Sequence[int]
+) -> list[Tensor]:
+    """With a neighbor that has the rest of the blocks, and NaN in all that nobody has used."""
+    runner.reset_all()
+    for state in state_specs(runner.config, spec):
+        runner.executable.write_state(state.name, torch.full(state.shape, torch.nan))
+    neighbor = (slot + 1) % runner.config.batch_size
+    rest = [block for block in range(runner.config.kv_blocks) if block not in blocks]
+    runner.assign(neighbor, 0, rest[:4])
+    prefill_pieces(runner, neighbor, random_tokens(100, seed=slot), [64, 36])
+    runner.assign(slot, 0, blocks[:3])
+    runner.assign(slot, 3, blocks[3:])
+    return answer(runner, slot, pieces, neighbor)
+
+
+def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+class Pair(NamedTuple):
+    """Runners of one model: with slots, and with blocks."""
+
+    slots: GraphRunner
+    blocks: GraphRunner
+    spec: ModelSpec
+
+
+@pytest.fixture(scope="module", params=(*ARCHITECTURES, "lfm2"))
+def eager_pair(
+    request: pytest.FixtureRequest, tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
+) -> Pair:
+    model = tiny_models[request.param]
+    runners = (eager_runner(model, tiny_config(**sizes)) for sizes in (SLOTS, BLOCKS))
+    return Pair(*runners, tiny_specs[request.param])
+
+
+@pytest.fixture(scope="module", params=("llama", "gpt_oss", "deepseek_v3", "lfm2"))
+def cpu_pair(
+    request: pytest.FixtureRequest,
+    tiny_checkpoints: dict[str, Path],
+    tiny_specs: dict[str, ModelSpec],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Pair:
+    folder = tmp_path_factory.mktemp("blocks")
+    paths = [
+        export_tiny(tiny_checkpoints[request.param], folder / name, **sizes, target="cpu")
+        for name, sizes in (("slots", SLOTS), ("blocks", BLOCKS))
+    ]
+    return Pair(*map(artifact_runner, paths), tiny_specs[request.param])
+
+
+CASES = ((0, (0, 1, 2, 3), PIECES[0]), (1, (7, 0, 5, 2), PIECES[1]), (2, (3, 6, 1, 4), PIECES[2]))
+
+
+def check_pair(pair: Pair) -> None:
+    expected = slot_answer(pair.slots)
+    for row, own, pieces in CASES:
+        assert same(block_answer(pair.blocks, pair.spec, row, own, pieces), expected)
+
+
+def test_blocks_give_the_bits_of_slots_on_the_eager_target(eager_pair: Pair) -> None:
+    check_pair(eager_pair)
+
+
+def test_blocks_give_the_bits_of_slots_on_the_cpu_target(cpu_pair: Pair) -> None:
+    check_pair(cpu_pair)
+
+
+def resumed(runner: GraphRunner, start: int) -> list[Tensor]:
+    """As `answer`, of row 2, whose first tokens are in its blocks."""
+    logits = [prefill_pieces(runner, 2, PROMPT[start:], [len(PROMPT) - start])]
+    for index in range(50):
+        logits.append(decode_tokens(runner, {2: 3 + index})[1][2])
+    return logits
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]) -> Pair:
+    runner = eager_runner(tiny_models["llama"], tiny_config(**BLOCKS))
+    return Pair(runner, runner, tiny_specs["llama"])
+
+
+def test_a_block_of_two_rows_serves_both(llama: Pair) -> None:
+    expected = block_answer(llama.blocks, llama.spec, *CASES[0])
+    runner = llama.blocks
+    runner.reset_all()
+    runner.assign(1, 0, (4, 6))
+    prefill_pieces(runner, 1, PROMPT[:128], [64, 64])
+    runner.assign(2, 0, (4, 6, 3, 5))
+    runner.resume(2, 128)
+    assert same(resumed(runner, 128), expected)
+
+
+def test_part_of_a_block_is_copied(llama: Pair) -> None:
+    expected = block_answer(llama.blocks, llama.spec, *CASES[0])
+    runner = llama.blocks
+    runner.reset_all()
+    runner.assign(1, 0, (4, 6))
+    prefill_pieces(runner, 1, PROMPT[:100], [64, 36])
+    runner.assign(2, 0, (4, 2, 3, 5))
+    runner.copy_block(6, 2, 30)
+    runner.resume(2, 94)
+    assert same(resumed(runner, 94), expected)
+
+
+def test_state_of_all_tokens_is_not_resumed(tiny_models: dict[str, nn.Module]) -> None:
+    runner = eager_runner(tiny_models["lfm2"], tiny_config(**BLOCKS))
+    runner.assign(0, 0, (1,))
+    with pytest.raises(ValueError, match="slot 0 keeps state of all its"):
+        runner.resume(0, 20)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (lambda runner: runner.prefill([Chunk(1, PROMPT[:1])]), "slot 1 holds 0 tokens and has blocks for 0: assign"),
+        (lambda runner: runner.assign(0, 0, (8,)), r"is given the blocks \[8\], and there are 8"),
+        (lambda runner: runner.assign(0, 0, (-1,)), r"is given the blocks \[-1\]"),
+        (lambda runner: runner.assign(0, 2, (1,)), "has 1 of at most 4 blocks: 1 cannot follow block 2"),
+        (lambda runner: runner.assign(0, 1, (1, 2, 3, 4)), "has 1 of at most 4 blocks"),
+        (lambda runner: runner.resume(0, 65), "has blocks of 64 tokens: 65 of them cannot be resumed"),
+        (lambda runner: runner.copy_block(0, 8, 3), "3 tokens of block 0 cannot be copied to block 8"),
+        (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied"),
+        (lambda runner: runner.reuse(0, 0, 3), "this artifact's cache has blocks"),
+        (lambda runner: runner.reserve([256, 256, 1]), "take 576 tokens of the cache in blocks of 64"),
+    ],
+)
+def test_what_blocks_do_not_hold_is_refused(
+    tiny_models: dict[str, nn.Module], action: Callable[[GraphRunner], object], words: str
+) -> None:
+    runner = eager_runner(tiny_models["llama"], tiny_config(**BLOCKS))
+    runner.assign(0, 0, (3,))
+    with pytest.raises(ValueError, match=words):
+        action(runner)
+    assert runner.tables is not None and runner.tables.counts.tolist() == [1, 0, 0]
+    assert not np.asarray(runner.lengths).any()
