@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from . import kv_cache
 from .convolution import state_of
 from .interface import AttentionCall
-from .masks import AttentionChunk, CausalMask, UnsupportedModelError, Window
+from .masks import CausalMask, UnsupportedModelError, Window
+from .owned_blocks import OwnedBlocks, sees
 from .spec import ConvolutionState, LayerCache
 
 
@@ -82,12 +83,14 @@ class AttentionRows:
         blocks: what of the cache each row has, as `kv_cache.read` takes it: `[rows, n]` blocks, or `[rows]` slots; None where
             row i is slot i.
         decodes: whether these are decode rows, of one token each, which is alone in its blocks in this step.
+        owned: of decode rows whose blocks attend in place, who owns which; `blocks` is None.
     """
 
     position_ids: Tensor
     blocks: Tensor | None
     context_length: int
     decodes: bool = False
+    owned: OwnedBlocks | None = None
     masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
@@ -99,14 +102,7 @@ class AttentionRows:
         key = (sliding_window, start, stop)
         if key not in self.masks:
             columns = torch.arange(start, stop, dtype=torch.int32)
-            positions = self.position_ids[:, :, None]
-            visible = columns <= positions
-            if isinstance(sliding_window, AttentionChunk):
-                first = positions - positions % sliding_window.size
-                visible = visible & (columns >= first)
-            elif sliding_window is not None:
-                visible = visible & (columns > positions - sliding_window)
-            self.masks[key] = visible
+            self.masks[key] = sees(columns, self.position_ids[:, :, None], sliding_window)
         return self.masks[key]
 
     def seen(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:

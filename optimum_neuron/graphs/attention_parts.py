@@ -31,6 +31,27 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     return joint.to(out_a.dtype), torch.where(largest == empty, empty, reference + torch.log(total))
 
 
+def join_attention_states(out: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Joins attention over any number of disjoint sets of keys, of which at least one has a finite log-sum-exp.
+
+    The rule is that of `merge_attention_states`. Parts are added up in their order along `dim`, so that a result depends on
+    nothing else.
+
+    Args:
+        out: `[..., value_dim]` float32, normalized outputs; finite, also of a part that saw no key.
+        lse: `[...]` float32; of a part that saw no key so far below the others' that its weight is zero.
+        dim: along which parts lie.
+
+    Returns:
+        The joint output and its log-sum-exp, without that dimension.
+    """
+    largest = lse.amax(dim, keepdim=True)
+    weights = torch.exp(lse - largest)
+    total = weights.sum(dim)
+    joint = (out * weights[..., None]).sum(dim) * (1.0 / total)[..., None]
+    return joint, largest.squeeze(dim) + torch.log(total)
+
+
 def _share(out: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     """A side's part of the joint output; zero where its weight is, whatever it holds."""
     return torch.where(weight[..., None] == 0, 0.0, out.float()) * (weight / total)[..., None]

@@ -14,11 +14,12 @@ def rows_needed(counts: Iterable[int], chunk_size: int) -> int:
     return sum(-(-count // chunk_size) for count in counts)
 
 
-def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = ()) -> bool:
-    """Whether a graph with the groups that a step needs has columns and chunk rows enough for it; see `select`."""
+def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> bool:
+    """Whether a graph with the groups that a step needs has columns, chunk rows and blocks enough for it; see `select`."""
     # Chunk size 0 has no rows to count.
     fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
-    return fits and graph.context_length >= context_length
+    reaches = not graph.blocks_in_place or blocks <= graph.blocks_in_place
+    return fits and reaches and graph.context_length >= context_length
 
 
 class GraphFamily:
@@ -60,18 +61,24 @@ class GraphFamily:
         """Tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
         return tuple(sorted({graph.chunk_size for graph in self._only or self.kind(kind)}))
 
-    def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = ()) -> GraphSpec:
+    @property
+    def in_place(self) -> bool:
+        """Whether decode rows attend over blocks where they lie: a graph then holds them by `blocks`, whatever their contexts are."""
+        return bool(self.kind("token_generation")[0].blocks_in_place)
+
+    def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
         """The smallest graph of a kind that holds a step.
 
         Args:
-            context_length: cache columns that the step's tokens see, the largest of its rows.
+            context_length: cache columns that the step's tokens see, the largest of its rows; where `in_place`, of its chunk rows.
             counts: tokens by which each prompt of the step advances.
+            blocks: the highest number of a block that decode rows read, and one; counts where `in_place`.
 
         Raises:
             ValueError: no graph holds the step.
         """
         for graph in self._only or self.kind(kind):
-            if holds(graph, context_length, counts):
+            if holds(graph, context_length, counts, blocks):
                 return graph
         raise ValueError(
             f"no {kind} graph holds prompt chunks of {list(counts)} tokens at a context of {context_length}; the artifact "
@@ -91,7 +98,7 @@ def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpe
     kinds: list[GraphKind] = ["chunked_prefill", "mixed"] if config.mixed_step else ["chunked_prefill"]
     try:
         for context in contexts:
-            family.select("token_generation", context)
+            family.select("token_generation", context, (), config.kv_blocks)
             for kind in kinds:
                 for count in range(1, longest + 1):
                     family.select(kind, max(context, count), [count])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..config import NeuronConfig
+from .block_owners import OwnerSizes
 
 
 GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
@@ -123,6 +124,9 @@ class GraphSpec:
         context_length: tokens of a row that attention reads, at most.
         kv_block_size: tokens of a block; None: row i has slot i for itself.
         kv_blocks: blocks that rows may have; padding is written to those behind them.
+        blocks_in_place: K, the first blocks of the cache, which decode rows attend where they lie, whatever `context_length`
+            is; 0: they gather the blocks of their tables, or have slots.
+        shared_blocks: X, those of them that may have several owners.
     """
 
     kind: GraphKind
@@ -135,6 +139,8 @@ class GraphSpec:
     decode_logits: bool
     kv_block_size: int | None = None
     kv_blocks: int = 0
+    blocks_in_place: int = 0
+    shared_blocks: int = 0
 
     @property
     def name(self) -> str:
@@ -172,11 +178,19 @@ class GraphSpec:
         if group == CHUNK:  # decode row i is slot i: an input that says so would have no user in the graph
             specs.append(TensorSpec(f"{group}.seq_ids", (rows,), "int32"))
         if self.kv_block_size is not None:
-            specs.append(
-                TensorSpec(f"{group}.{BLOCK_TABLE}", (rows, self.context_length // self.kv_block_size), "int32")
-            )
-            specs.append(TensorSpec(f"{group}.{WRITE_BLOCKS}", (rows, tokens), "int32"))
+            owners = self.owner_sizes if group == DECODE else None
+            table = {BLOCK_TABLE: (rows, self.context_length // self.kv_block_size)}
+            shapes = (table if owners is None else owners.shapes()) | {WRITE_BLOCKS: (rows, tokens)}
+            specs += [TensorSpec(f"{group}.{name}", shape, "int32") for name, shape in shapes.items()]
         return [*specs, *sampler_inputs(group, rows)] if self.on_device_sampling else specs
+
+    @property
+    def owner_sizes(self) -> OwnerSizes | None:
+        """What decode rows are told of the owners of blocks; None where they do not attend in place."""
+        if self.kv_block_size is None or not self.blocks_in_place or not self.has_decode:
+            return None
+        row_blocks = self.sequence_length // self.kv_block_size
+        return OwnerSizes(self.batch_size, row_blocks, self.blocks_in_place, self.kv_block_size, self.shared_blocks)
 
     def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
         """All outputs, in the order in which a compiled graph returns them; their shapes never depend on the step."""
@@ -237,7 +251,14 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
         decode_logits=config.returns_decode_logits,
         kv_block_size=config.kv_block_size,
         kv_blocks=config.kv_blocks if config.kv_block_size else 0,
+        blocks_in_place=_blocks_in_place(config, context_length) if kind != "chunked_prefill" else 0,
+        shared_blocks=config.shared_blocks if kind != "chunked_prefill" else 0,
     )
+
+
+def _blocks_in_place(config: NeuronConfig, context_length: int) -> int:
+    """Of all blocks, the part that a context is of the longest."""
+    return -(-config.kv_blocks * context_length // config.sequence_length) if config.blocks_in_place else 0
 
 
 def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:

@@ -21,6 +21,7 @@ from .interface import attending
 from .kv_cache import KVCache, block_indices, write_indices
 from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
+from .owned_blocks import OwnedBlocks
 from .scores import Scores
 from .spec import DECODE, GraphSpec, TensorSpec
 
@@ -31,7 +32,8 @@ class RowGroup(NamedTuple):
     `input_ids` and `position_ids` are `[rows, tokens]` int32. A short chunk repeats its last token and position. An
     idle decode row has position -1. `seq_ids [rows]` int32 are the slots of chunk rows. Of a cache of blocks, `block_table
     [rows, n]` int32 are the blocks of each row in order, any behind its last one, and `write_blocks [rows, tokens]` int32 those
-    that the tokens are written to. `sampling_params [rows, 4]` float32 are top_k, top_p, temperature and min_p; `uniforms
+    that the tokens are written to; decode rows whose blocks attend in place have the fields of `BlockOwners` in place of a
+    table. `sampling_params [rows, 4]` float32 are top_k, top_p, temperature and min_p; `uniforms
     [rows]` float32.
     """
 
@@ -39,6 +41,11 @@ class RowGroup(NamedTuple):
     position_ids: Tensor
     seq_ids: Tensor | None = None
     block_table: Tensor | None = None
+    block_owner: Tensor | None = None
+    block_base: Tensor | None = None
+    shared_blocks: Tensor | None = None
+    shared_base: Tensor | None = None
+    joined: Tensor | None = None
     write_blocks: Tensor | None = None
     sampling_params: Tensor | None = None
     uniforms: Tensor | None = None
@@ -51,6 +58,7 @@ class StepModule(nn.Module):
         model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
         cache: shared by all graphs of the model.
         ops: how the step attends, writes, computes experts and samples; a target may replace the reference.
+        spec: with blocks that attend in place only where `ops` attends so.
         scores: where logits are left for a sampler in a graph of its own, and then each slot's token is kept, too; None: the
             step itself samples, and its caller knows the tokens.
     """
@@ -110,7 +118,8 @@ class StepModule(nn.Module):
             block_writes.append(self._block_indices(group, actual, offset) or slot_writes[-1])
             blocks = group.seq_ids if group.block_table is None else group.block_table
             length = self.spec.context_length
-            rows_of_groups.append(AttentionRows(group.position_ids, blocks, length, decodes=name == DECODE))
+            owned = _owned_blocks(group)
+            rows_of_groups.append(AttentionRows(group.position_ids, blocks, length, name == DECODE, owned))
             row_starts = torch.arange(offset, offset + rows * tokens, tokens, dtype=torch.int32)
             # An idle row has no last token: any token of its own will do, nobody reads the result.
             last_tokens.append(row_starts + (actual.sum(-1, dtype=torch.int32) - 1).clamp(min=0))
@@ -169,6 +178,19 @@ class StepModule(nn.Module):
         if self.spec.returns_logits(name):
             outputs.append(self.ops.full_logits(logits))
         return outputs
+
+
+def _owned_blocks(group: RowGroup) -> OwnedBlocks | None:
+    if group.block_owner is None or group.block_base is None or group.joined is None:
+        return None
+    return OwnedBlocks(
+        group.position_ids,
+        group.block_owner,
+        group.block_base,
+        group.joined,
+        group.shared_blocks,
+        group.shared_base,
+    )
 
 
 def _joined(writes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

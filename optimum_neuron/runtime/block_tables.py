@@ -30,6 +30,15 @@ class BlockTables:
         """`[batch_size]`, tokens that each row has room for."""
         return self.counts * self.block_length
 
+    def read_blocks(self, active: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """`[batch_size]`, blocks that hold a token that active rows have before the step."""
+        return np.where(active, -(-lengths // self.block_length), 0)
+
+    def last_block(self, active: np.ndarray, lengths: np.ndarray) -> int:
+        """The highest block that active rows read; -1 where they read none."""
+        held = np.arange(self.blocks.shape[1]) < self.read_blocks(active, lengths)[:, None]
+        return int(self.blocks.max(initial=-1, where=held))
+
     def assign(self, row: int, first: int, blocks: Sequence[int]) -> None:
         """Gives a row blocks for the tokens from block `first` on; those that it had there are no longer its own.
 

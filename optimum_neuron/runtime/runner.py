@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..config import NeuronConfig
+from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
 from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
@@ -202,14 +203,9 @@ class GraphRunner:
                 take. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        graph, inputs, last_rows = self._inputs(chunks, decode, graph)
-        if self.executable.runs_ahead:
-            ahead = cast(AheadExecutable, self.executable)
-            outputs = ahead.start(graph.name, inputs, logits=logits)()
-        else:
-            outputs = self.executable.run(graph.name, inputs)
+        output = self._launch(chunks, decode, graph, logits=logits)()
         self._advance(chunks, decode)
-        return self._collect(graph, outputs, last_rows)
+        return output
 
     def start(
         self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, *, logits: bool = True
@@ -218,10 +214,43 @@ class GraphRunner:
 
         Slots count as longer from here on, also where the step then fails.
         """
-        graph, inputs, last_rows = self._inputs(chunks, decode, None)
-        wait = cast(AheadExecutable, self.executable).start(graph.name, inputs, logits=logits)
+        wait = self._launch(chunks, decode, None, logits=logits)
         self._advance(chunks, decode)
-        return lambda: self._collect(graph, wait(), last_rows)
+        return wait
+
+    def _launch(
+        self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None, *, logits: bool
+    ) -> Callable[[], StepOutput]:
+        """Runs a step, or starts it where the executable runs ahead; what is returned waits for its end."""
+        try:
+            graph, inputs, last_rows = self._inputs(chunks, decode, graph)
+        except TooManySharedBlocksError:
+            assert decode is not None
+            return self._launch_apart(chunks, decode, graph, logits=logits)
+        self.graph_calls[graph.name] += 1
+        if self.executable.runs_ahead:
+            wait = cast(AheadExecutable, self.executable).start(graph.name, inputs, logits=logits)
+            return lambda: self._collect(graph, wait(), last_rows)
+        output = self._collect(graph, self.executable.run(graph.name, inputs), last_rows)
+        return lambda: output
+
+    def _launch_apart(
+        self, chunks: Sequence[Chunk], decode: DecodeRows, graph: GraphSpec | None, *, logits: bool
+    ) -> Callable[[], StepOutput]:
+        """A step in several runs, as its decode rows share more blocks than a graph has places for; chunks are in the first one."""
+        sizes = self.family.kind("token_generation")[-1].owner_sizes
+        assert self.tables is not None and sizes is not None
+        groups = rows_apart(sizes, self.tables.blocks, self.tables.read_blocks(decode.active, self.lengths))
+        # Rows that read no block fit everywhere.
+        alone = decode.active & (self.lengths == 0)
+        waits = []
+        for number, rows in enumerate(groups):
+            active = np.isin(np.arange(self.config.batch_size), rows) | (alone if number == 0 else False)
+            first = number == 0
+            part = decode._replace(active=active)
+            wait = self._launch(chunks if first else (), part, graph if first else None, logits=logits)
+            waits.append((active, wait if self.executable.runs_ahead else _kept(wait())))
+        return lambda: _together([(active, wait()) for active, wait in waits])
 
     def _inputs(
         self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None
@@ -234,7 +263,6 @@ class GraphRunner:
             self._checks.chunks(chunks)
         graph = self._select(chunks, decode, graph)
         inputs, last_rows = self._fill(graph, chunks, decode)
-        self.graph_calls[graph.name] += 1
         return graph, inputs, last_rows
 
     def _fill(
@@ -279,16 +307,22 @@ class GraphRunner:
         return Logprobs(*found)
 
     def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None) -> GraphSpec:
-        context = 1
-        if decode is not None:
+        context, blocks = 1, 0
+        in_place = self.family.in_place
+        if decode is not None and in_place and self.tables is not None:
+            blocks = self.tables.last_block(decode.active, self.lengths) + 1
+        elif decode is not None:
             context = int(self.lengths[decode.active].max(initial=0)) + 1
         for chunk in chunks:
             context = max(context, int(self.lengths[chunk.slot]) + len(chunk.token_ids))
         counts = [len(chunk.token_ids) for chunk in chunks]
         if graph is None:
             kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
-            return self.family.select(kind, context, counts)
+            return self.family.select(kind, context, counts, blocks)
         has_groups = graph.has_decode >= (decode is not None) and graph.has_chunk >= bool(chunks)
+        if in_place and has_groups and graph in self.family:
+            # Whoever plans a step does not plan by where blocks lie.
+            return self.family.select(graph.kind, context, counts, blocks)
         if not has_groups or graph not in self.family or not holds(graph, context, counts):
             raise ValueError(
                 f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
@@ -311,11 +345,33 @@ class GraphRunner:
         return StepOutput(**named)
 
 
+def _kept(output: StepOutput) -> Callable[[], StepOutput]:
+    """An output of which the next run leaves the memory alone."""
+    kept = StepOutput(*(each if each is None else each.clone() for each in output))
+    return lambda: kept
+
+
+def _together(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
+    """One output of a step's runs, each with the decode rows that were active in it."""
+    (_, whole), *others = parts
+    tokens, logits = (None if each is None else each.clone() for each in whole.of(DECODE))
+    for active, output in others:
+        for own, other in zip((tokens, logits), output.of(DECODE), strict=True):
+            if own is not None and other is not None:
+                own[active] = other[active]
+    return whole._replace(decode_tokens=tokens, decode_logits=logits)
+
+
 def _group_inputs(graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> dict[str, GroupInputs]:
     """The inputs of a graph's groups of rows, in their order."""
     specs = graph.inputs()
     groups = [group for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)) if present]
     return {
-        group: GroupInputs([spec for spec in specs if spec.name.startswith(f"{group}.")], tensors, tables)
+        group: GroupInputs(
+            [spec for spec in specs if spec.name.startswith(f"{group}.")],
+            tensors,
+            tables,
+            graph.owner_sizes if group == DECODE else None,
+        )
         for group in groups
     }

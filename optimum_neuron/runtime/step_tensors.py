@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..graphs.block_owners import BlockOwners, OwnerSizes, fill_owners
 from ..graphs.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
 from .block_tables import BlockTables
 
@@ -82,12 +83,21 @@ class GroupInputs:
 
     Args:
         tables: of a cache of blocks, those that rows have; None without.
+        owners: of rows whose blocks attend in place, what the graph is told of their owners.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], tensors: InputTensors, tables: BlockTables | None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: InputTensors,
+        tables: BlockTables | None,
+        owners: OwnerSizes | None = None,
+    ) -> None:
         self.tensors = tensors.of(specs)
         self._tables = tables
+        self._owners = owners
         views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
+        self._told = {name: views[name] for name in BlockOwners._fields if name in views}
         self._block_table: np.ndarray = views.get(BLOCK_TABLE, np.empty((0, 0), np.int32))
         self._write_blocks: np.ndarray = views.get(WRITE_BLOCKS, np.empty((0, 0), np.int32))
         self.input_ids: np.ndarray = views["input_ids"]
@@ -98,14 +108,25 @@ class GroupInputs:
         self.position_ids.fill(IDLE)
 
     def fill_decode(self, rows: DecodeRows | None, lengths: np.ndarray) -> None:
-        """Sets the rows of a step, or that all idle."""
+        """Sets the rows of a step, or that all idle.
+
+        Raises:
+            TooManySharedBlocksError: more blocks have several owners than the graph has places for.
+            ValueError: rows that attend in place share a block that is not at one place of their texts.
+        """
         if rows is None:
             self.position_ids.fill(IDLE)
+            if self._owners is not None and self._tables is not None:
+                fill_owners(self._told, self._owners, self._tables.blocks, np.zeros_like(lengths))
             return
+        if self._owners is not None and self._tables is not None:
+            counts = self._tables.read_blocks(rows.active, lengths)
+            fill_owners(self._told, self._owners, self._tables.blocks, counts)
         self.input_ids[:, 0] = rows.token_ids
         self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
         if self._tables is not None:
-            self._block_table[:] = self._tables.blocks[:, : self._block_table.shape[1]]
+            if self._owners is None:
+                self._block_table[:] = self._tables.blocks[:, : self._block_table.shape[1]]
             block = np.where(rows.active, lengths, 0) // self._tables.block_length
             self._write_blocks[:, 0] = np.take_along_axis(self._tables.blocks, block[:, None], axis=1)[:, 0]
         if self.sampling_params is not None and self.uniforms is not None:

@@ -15,8 +15,8 @@ from .score_graphs import ScoreGraph, chosen_state, score_graphs
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
-    """The graphs that an artifact has: its steps, what reads their logits, and where slots share prefixes what copies them."""
-    copies = artifact.config.batch_size > 1 and artifact.model.reuses_prefixes
+    """The graphs that an artifact has: its steps, what reads their logits, and where prefixes are shared what copies them."""
+    copies = artifact.config.kv_blocks > 1 and artifact.model.reuses_prefixes
     return (
         *(spec.name for spec in artifact.graphs),
         *(graph.name for graph in score_graphs(artifact.config, artifact.model.vocab_size)),

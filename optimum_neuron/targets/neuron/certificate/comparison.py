@@ -92,13 +92,14 @@ def expect(
     if told is not None:
         expect_logprobs(expected, one, steps, ranks, noise, told)
     for name, state in one.states.items():
-        moved_by = statistic(moved.states[name][:-1].float() - state[:-1].float(), dtype)
+        trash = one.trash[name]
+        moved_by = statistic(moved.states[name][:-trash].float() - state[:-trash].float(), dtype)
         subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"
         for rank in range(ranks):
             own, kept = state, None
             if parts is not None:
                 own, kept = part(state, parts[name][rank]), real_heads(parts[name][rank])
-            entry = Entry(subject, name, torch.empty(0), moved_by, None, kept)
+            entry = Entry(subject, name, torch.empty(0), moved_by, None, kept, trash=trash)
             entry.values = entry.pick(own)
             expected.outputs[len(steps), name, rank] = entry
     return expected

@@ -20,9 +20,10 @@ class Entry:
     """Numbers that are expected somewhere.
 
     Attributes:
-        rows: of the first dimension, those that are compared; None: all but the last, where padding is written.
+        rows: of the first dimension, those that are compared; None: all but the last ones, where padding is written.
         heads: of the second dimension; None: all.
         positions: of these numbers, flat, those that are kept; None: all.
+        trash: where `rows` is None, how many are left out; they lie behind all `positions`.
     """
 
     subject: str
@@ -32,10 +33,11 @@ class Entry:
     rows: tuple[int, ...] | None
     heads: list[int] | None = None
     positions: list[int] | None = None
+    trash: int = 1
 
     def pick(self, found: Tensor) -> Tensor:
         """The numbers of a result that are compared with `values`."""
-        kept = found[:-1] if self.rows is None else found[list(self.rows)]
+        kept = found[: -self.trash] if self.rows is None else found[list(self.rows)]
         kept = kept if self.heads is None else kept[:, self.heads]
         return kept if self.positions is None else kept.flatten()[self.positions]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....graphs.spec import CHUNK, DECODE, GREEDY, GraphSpec, SamplingParams, TensorSpec
 from ..graph_io import COPY_SLOT
+from .random_blocks import RandomBlocks, gathered
 
 
 _SAMPLED = SamplingParams(8, 0.9, 0.8)
@@ -33,7 +34,8 @@ class Step:
     Attributes:
         inputs: by name, in the graph's order.
         rows: by group of rows, those whose results are somebody's.
-        written: slot and column of each token that the step writes.
+        written: slot and column of each token that the step writes; of a cache of blocks, block and column.
+        by_table: inputs of the same step where rows gather the blocks of their tables; None: as they are.
         kept: `[slots]` int32, what slots chose before, as far as the graph is told; None where the host chooses tokens.
     """
 
@@ -42,6 +44,7 @@ class Step:
     rows: Mapping[str, tuple[int, ...]]
     written: tuple[tuple[int, int], ...]
     kept: Tensor | None = None
+    by_table: Mapping[str, Tensor] | None = None
 
     def given(self) -> dict[str, Tensor]:
         """The inputs as a graph gets them: every other decode row is to take the token that its slot chose."""
@@ -75,7 +78,10 @@ def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -
     """
     writer = _Writer(token_ids, graphs[0].batch_size)
     steps = [step for number, spec in enumerate(graphs) for step in writer.steps(spec, number)]
-    if copies:
+    if copies and graphs[0].kv_block_size is not None:
+        decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
+        steps += writer.copied_block(decoding)
+    elif copies:
         decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
         last, context = decoding.batch_size - 1, decoding.context_length
         length = max(1, context // 2)
@@ -116,6 +122,7 @@ class _Writer:
 
     def __init__(self, token_ids: int, slots: int) -> None:
         self._random = np.random.default_rng(0)
+        self._places = np.random.default_rng(3)
         self._token_ids = token_ids
         self._slots = slots
         self._lengths = [0] * slots
@@ -128,6 +135,7 @@ class _Writer:
                 yield self.step(spec, self._decoding(spec, turn, set()), {})
             return
         for turn, pieces in enumerate(self._pieces(spec, one, other)):
+            pieces = self._fitting(spec, pieces)
             busy = {slot for slot, _, _ in pieces}
             decode = self._decoding(spec, turn, busy) if spec.has_decode else {}
             yield self.step(spec, decode, dict(enumerate(pieces)))
@@ -143,18 +151,62 @@ class _Writer:
         together = rows if rows <= 2 else rows - 1  # the last of many rows idles
         return [kept[index : index + together] for index in range(0, len(kept), together)]
 
+    def _fitting(self, spec: GraphSpec, pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Those that the cache has blocks for together."""
+        if spec.kv_block_size is None:
+            return pieces
+        while sum(-(-end // spec.kv_block_size) for end in _ends(pieces).values()) > spec.kv_blocks:
+            pieces = pieces[:-1]
+        return pieces
+
     def _decoding(self, spec: GraphSpec, turn: int, busy: set[int]) -> dict[int, int]:
         """Slot to position of the decode rows: every third one idles."""
-        context, positions = spec.context_length, {}
+        # Blocks that attend in place are those of any position.
+        context, positions = spec.sequence_length if spec.blocks_in_place else spec.context_length, {}
         for slot in range(self._slots):
             if slot in busy or (self._slots > 2 and (slot + turn) % 3 == 2):
                 continue
             follows = self._lengths[slot] if 0 < self._lengths[slot] < context else context // 2
+            if (
+                spec.kv_block_size is not None
+            ):  # blocks hold no text of the slot's own, and long rows have full ones to share
+                follows = context * 2 // 3
             positions[slot] = context - 1 if (slot + turn) % 2 == 0 else follows
         return positions
 
-    def step(self, spec: GraphSpec, decode: Mapping[int, int], chunks: Mapping[int, tuple[int, int, int]]) -> Step:
-        """A step's inputs: `decode` is slot to position, `chunks` row to slot, first position and number of tokens."""
+    def copied_block(self, spec: GraphSpec) -> list[Step]:
+        """Copies part of a block, and decodes behind the first column that is not copied, so that it stays as it is."""
+        assert spec.kv_block_size is not None
+        length, last = spec.kv_block_size // 2, spec.kv_blocks - 1
+        blocks = RandomBlocks(spec, self._places)
+        row = spec.batch_size - 1
+        blocks.tables[row, 0], blocks.positions[row] = last, length + 1
+        return [_copy(0, last, length), self.step(spec, blocks.positions, {}, blocks)]
+
+    def _blocks(
+        self, spec: GraphSpec, decode: Mapping[int, int], chunks: Mapping[int, tuple[int, int, int]]
+    ) -> RandomBlocks | None:
+        if spec.kv_block_size is None:
+            return None
+        blocks = RandomBlocks(spec, self._places)
+        blocks.give_chunks(_ends(list(chunks.values())))
+        blocks.give_decodes(decode)
+        return blocks
+
+    def step(
+        self,
+        spec: GraphSpec,
+        decode: Mapping[int, int],
+        chunks: Mapping[int, tuple[int, int, int]],
+        blocks: RandomBlocks | None = None,
+    ) -> Step:
+        """A step's inputs: `decode` is slot to position, `chunks` row to slot, first position and number of tokens.
+
+        Args:
+            blocks: those of the rows; None: any.
+        """
+        blocks = blocks or self._blocks(spec, decode, chunks)
+        decode = decode if blocks is None else blocks.positions
         inputs = {each.name: self._input(each) for each in spec.inputs()}
         written = []
         if spec.has_decode:
@@ -175,7 +227,14 @@ class _Writer:
                 written += [(slot, position) for position in range(start, start + count)]
                 self._lengths[slot] = start + count
         rows = {DECODE: tuple(decode), CHUNK: tuple(chunks)}
-        return Step(spec.name, inputs, rows, tuple(written), self._kept(inputs) if spec.on_device_sampling else None)
+        kept = self._kept(inputs) if spec.on_device_sampling else None
+        if blocks is None:
+            return Step(spec.name, inputs, rows, tuple(written), kept)
+        blocks.write(inputs, spec)
+        other = gathered(spec)
+        by_table = {each.name: _like(inputs, each) for each in other.inputs()}
+        blocks.write(by_table, other)
+        return Step(spec.name, inputs, rows, tuple(blocks.place(*place) for place in written), kept, by_table)
 
     def _kept(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Any tokens, which then are those of the decode rows that take them."""
@@ -193,6 +252,22 @@ class _Writer:
             rows = [_SAMPLED if (row + self._turn) % 2 else GREEDY for row in range(spec.shape[0])]
             return torch.tensor(rows, dtype=torch.float32)
         return torch.from_numpy(self._random.integers(0, self._token_ids, spec.shape, dtype=np.int32))
+
+
+def _ends(pieces: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+    """By slot, how many tokens it has when the last of its pieces is written."""
+    ends: dict[int, int] = {}
+    for slot, start, count in pieces:
+        ends[slot] = max(ends.get(slot, 0), start + count)
+    return ends
+
+
+def _like(inputs: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
+    """An input of this shape, with what another of its name and shape holds."""
+    found = inputs.get(spec.name)
+    if found is not None and tuple(found.shape) == spec.shape:
+        return found.clone()
+    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
 
 
 def _copy(source: int, destination: int, length: int) -> Step:

@@ -18,10 +18,13 @@ from ....graphs.spec import GraphSpec, ModelSpec, SamplingParams, TensorSpec
 from ....graphs.step import StepModule
 from ...eager import EagerExecutable
 from ..graph_io import COPY_SLOT
+from .random_blocks import gathered
 from .recording import Step, drawn, history
 
 
 _TOKENS = ".tokens"
+# Keys and values of a layer; what convolutions keep has fewer.
+KV_DIMS = 4
 _TEMPERATURE = SamplingParams._fields.index("temperature")
 # Where a uniform number may lie, as parts of how far rounding moves it.
 _PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
@@ -65,11 +68,13 @@ class Reference:
         logits: by number of the step and name of the output, `[rows, vocab]`.
         choices: the same of the outputs that are tokens.
         states: at the end, by name.
+        trash: by name of a state, how many of its last rows take padding.
     """
 
     logits: dict[tuple[int, str], Tensor]
     choices: dict[tuple[int, str], Choice]
     states: dict[str, Tensor]
+    trash: dict[str, int]
 
 
 @torch.no_grad()
@@ -95,7 +100,8 @@ def run_reference(
         calls.append(Choice(logits.clone(), others))
         return EAGER_OPS.sample(logits, *others)
 
-    modules = {each.name: StepModule(model, cache, each, replace(EAGER_OPS, sample=sample)).eval() for each in graphs}
+    ops = replace(EAGER_OPS, sample=sample)
+    modules = {each.name: StepModule(model, cache, gathered(each), ops).eval() for each in graphs}
     executable = EagerExecutable(modules, cache)
     for name, state in history(states, scales):
         executable.write_state(name, state)
@@ -108,7 +114,8 @@ def run_reference(
                 executable.copy_slot(source, destination, length)
                 continue
             calls.clear()
-            results = executable.run(step.graph, list(step.inputs.values()))
+            given = step.inputs if step.by_table is None else step.by_table
+            results = executable.run(step.graph, list(given.values()))
             sampled = iter(calls)
             for output, result in zip(modules[step.graph].spec.outputs(spec.vocab_size), results, strict=True):
                 if output.name.endswith(_TOKENS):
@@ -118,7 +125,14 @@ def run_reference(
                     choices[number, drawn(output.name)] = choice
                 else:
                     logits[number, output.name] = result.clone()
-    return Reference(logits, choices, {each.name: executable.read_state(each.name) for each in states})
+    found = {each.name: executable.read_state(each.name) for each in states}
+    return Reference(logits, choices, found, {each.name: _trash(each, graphs[0]) for each in states})
+
+
+def _trash(state: TensorSpec, graph: GraphSpec) -> int:
+    """Blocks of keys and values behind those that rows may have; one row of another state."""
+    has_blocks = graph.kv_block_size is not None and len(state.shape) == KV_DIMS
+    return state.shape[0] - graph.kv_blocks if has_blocks else 1
 
 
 @torch.no_grad()
@@ -132,6 +146,6 @@ def state_scales(
     """Of each state, the power of two that the largest number that this model writes is about."""
     first = next(step for step in steps if step.graph != COPY_SLOT)
     nothing = {each.name: -126 for each in states}
-    found = run_reference(model, states, graphs, spec, [first], nothing).states
-    largest = {name: float(state[:-1].float().abs().max()) for name, state in found.items()}
+    found = run_reference(model, states, graphs, spec, [first], nothing)
+    largest = {name: float(state[: -found.trash[name]].float().abs().max()) for name, state in found.states.items()}
     return {name: max(-20, min(20, round(float(torch.tensor(size).log2())))) for name, size in largest.items()}

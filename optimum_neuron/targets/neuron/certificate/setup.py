@@ -126,7 +126,7 @@ def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[di
 def steps_of(config: NeuronConfig, spec: ModelSpec) -> tuple[Step, ...]:
     """The steps that are executed at a config's sizes."""
     ids = min(spec.num_embeddings, spec.vocab_size)
-    return record_steps(graph_specs(config), ids, copies=config.batch_size > 1 and spec.reuses_prefixes)
+    return record_steps(graph_specs(config), ids, copies=config.kv_blocks > 1 and spec.reuses_prefixes)
 
 
 def make_setup(
@@ -145,7 +145,7 @@ def make_setup(
     if trial.whole:
         few, names = spec, [each.name for each in graph_specs(config)]
         names += [graph.name for graph in score_graphs(config, spec.vocab_size)]
-        names += [COPY_SLOT] if config.batch_size > 1 and spec.reuses_prefixes else []
+        names += [COPY_SLOT] if config.kv_blocks > 1 and spec.reuses_prefixes else []
         modules = {name: _read_module(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)) for name in names}
     else:
         few = first_layers(spec, trial.layers)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ....artifacts.skeleton import empty_model, read_config
 from ....artifacts.weights import named_tensors
-from ....config import NeuronConfig
+from ....config import SMALLEST_BLOCK, NeuronConfig
 from ....graphs.alike import kinds_of_layers
 from ....graphs.spec import ModelSpec, state_specs
 from .recording import Step
@@ -134,4 +134,6 @@ def _smaller(config: NeuronConfig) -> NeuronConfig:
         prefill_chunk_size=chunk,
         prefill_chunk_buckets=(),
         context_buckets=(length,),
+        kv_block_size=None if config.kv_block_size is None else SMALLEST_BLOCK,
+        kv_cache_tokens=None,
     )

@@ -50,7 +50,7 @@ def attend_decode(
     rows, kv_heads, _ = key.shape
     keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
     _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
-    query = _by_kv_head(query, kv_heads)
+    query = by_kv_head(query, kv_heads)
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor]:
         # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
@@ -58,8 +58,8 @@ def attend_decode(
         return earlier, earlier[:, 0]
 
     past = _over_blocks(call, query, keys, values, look, width)
-    own = value[:, :, None].float(), _scores(call, query, key[:, :, None])[..., 0]
-    return _by_token(_with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
+    own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    return by_token(with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     outputs = []
     for first in range(0, tokens, length):
         look = _visible_and_kept(group.part(first, first + length), call.sliding_window, keys)
-        part = _by_kv_head(query[:, :, first : first + length], keys.shape[1])
+        part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
         state = _over_blocks(call, part, keys, values, look, width)
-        outputs.append(_by_token(_with_sinks(call, state), values.dtype, length))
+        outputs.append(by_token(with_sinks(call, state), values.dtype, length))
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
@@ -102,17 +102,19 @@ def _visible_and_kept(group: AttentionRows, window: Window, keys: Tensor) -> Loo
 
 
 def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, look: Look, width: int) -> State:
-    """`_attend` over all columns, `width` at a time."""
+    """`attend_columns` over all columns, `width` at a time."""
     state: State | None = None
     for start in range(0, keys.shape[2], width):
         stop = min(start + width, keys.shape[2])
-        block = _attend(call, query, keys[:, :, start:stop], values[:, :, start:stop], *look(start, stop))
+        block = attend_columns(call, query, keys[:, :, start:stop], values[:, :, start:stop], *look(start, stop))
         state = block if state is None else merge_attention_states(*state, *block)
     assert state is not None
     return state
 
 
-def _attend(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, kept: Tensor) -> State:
+def attend_columns(
+    call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, kept: Tensor
+) -> State:
     """`query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`.
 
     A token that sees none of them gets a log-sum-exp so low that its weight beside any other's is zero.
@@ -121,7 +123,7 @@ def _attend(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, vi
         visible, kept: as `Look` gives them.
     """
     values = select_columns(values, kept)
-    scores = _scores(call, query, keys).unflatten(
+    scores = raw_scores(call, query, keys).unflatten(
         2, (-1, visible.shape[1])
     )  # [rows, kv_heads, group, tokens, columns]
     fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
@@ -133,13 +135,13 @@ def _attend(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, vi
     return output, (largest + torch.log(total))[..., 0]
 
 
-def _scores(call: AttentionCall, query: Tensor, keys: Tensor) -> Tensor:
+def raw_scores(call: AttentionCall, query: Tensor, keys: Tensor) -> Tensor:
     """`[rows, kv_heads, group * tokens, columns]` in float32, without a mask."""
     scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
     return scores if call.softcap is None else torch.tanh(scores * (1.0 / call.softcap)) * call.softcap
 
 
-def _with_sinks(call: AttentionCall, state: State) -> State:
+def with_sinks(call: AttentionCall, state: State) -> State:
     """A sink takes its share of a head's weight, as a key without a value would."""
     if call.sinks is None:
         return state
@@ -150,11 +152,11 @@ def _with_sinks(call: AttentionCall, state: State) -> State:
     return merge_attention_states(output, total, torch.zeros_like(output), sinks)
 
 
-def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
+def by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
     """`[rows, heads, tokens, dim]` to `[rows, kv_heads, group * tokens, dim]`: keys and values are never repeated."""
     return query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
-def _by_token(state: State, dtype: torch.dtype, tokens: int) -> Tensor:
+def by_token(state: State, dtype: torch.dtype, tokens: int) -> Tensor:
     """A state's output as `[rows, tokens, heads, value_dim]`."""
     return state[0].to(dtype).unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2)

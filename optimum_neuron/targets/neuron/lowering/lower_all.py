@@ -29,7 +29,7 @@ def lower_all(
     like: NeuronConfig | None = None,
     split: frozenset[str] | None = None,
 ) -> Iterator[LoweredGraph]:
-    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where slots share prefixes what copies them.
+    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where prefixes are shared what copies them.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
@@ -44,7 +44,7 @@ def lower_all(
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
     states = state_specs(config, rank.spec)
     cache = KVCache(states)
-    copies = config.batch_size > 1 and rank.spec.reuses_prefixes
+    copies = config.kv_blocks > 1 and rank.spec.reuses_prefixes
     scores = score_graphs(config, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
         called: set[str] = set()

@@ -15,11 +15,24 @@ import torch
 from torch import Tensor
 
 from ....config import NeuronConfig
+from ....graphs.attention import AttentionRows
+from ....graphs.interface import AttentionCall
 from ....graphs.ops import StepOps
 from ..sampler import largest_of_whole
 from ..sdk.hardware import chip_of
-from .attention import attend_cache, attend_decode
+from . import attention
+from .attention import attend_cache
+from .block_attention import attend_blocks
 from .experts import experts_for
+
+
+def attend_decode(
+    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Over slots, or over blocks where they lie."""
+    if group.owned is None:
+        return attention.attend_decode(call, group, query, keys, values, key, value)
+    return attend_blocks(call, group.owned, query, keys, values, key, value)
 
 
 def write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:

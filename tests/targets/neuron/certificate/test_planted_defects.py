@@ -10,125 +10,34 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_config
+from lowered_again import Case, make_case, places, wrap
 from safetensors.torch import load_file, save_file
-from tiny import TINY_SIZES
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from optimum_neuron.artifacts.weights import rank_weights_name
-from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.graphs import kv_cache
 from optimum_neuron.graphs import step as step_module
 from optimum_neuron.graphs.attention import AttentionRows
-from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.chosen import ChosenTokens
-from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.scores import Scores
-from optimum_neuron.graphs.spec import state_specs
-from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.certificate.comparison import Comparison, compare, expect
-from optimum_neuron.targets.neuron.certificate.expected import Expected
 from optimum_neuron.targets.neuron.certificate.host_ranks import Module
-from optimum_neuron.targets.neuron.certificate.parts import state_parts
-from optimum_neuron.targets.neuron.certificate.reference import run_reference, state_scales
-from optimum_neuron.targets.neuron.certificate.setup import Setup, steps_of
-from optimum_neuron.targets.neuron.certificate.trial import Trial
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
-from optimum_neuron.targets.neuron.lowering import decompositions, hlo, lower, rank_model, score_module, xla_trace
+from optimum_neuron.targets.neuron.lowering import decompositions, hlo, rank_model, score_module, xla_trace
 from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
-from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
-from optimum_neuron.targets.neuron.score_graphs import score_graphs
-from optimum_neuron.targets.neuron.sdk.hardware import chip_of
-from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@dataclasses.dataclass
-class Case:
-    """A model of a layer that has a window and whose projections have biases, and what its steps are to make."""
-
-    setup: Setup
-    expected: Expected
-    scales: dict[str, int]
-
-    def lower(self, *names: str, split: bool | None = None) -> dict[str, Module]:
-        """The named kinds of graphs.
-
-        Args:
-            split: whether ranks have parts of the tokens; None: where it takes less time.
-        """
-        config, folder = self.setup.trial.config, self.setup.folder
-        rank = rank_model.rank_model(folder, config, self.setup.tied, trust_remote_code=False)
-        states = state_specs(config, rank.spec)
-        ranks, cache = self.setup.ranks, KVCache(states)
-        sums = None if rank.plan is None else SumsRule(chip_of(config.target), rank.plan.whole, split)
-        graphs = [
-            lower.lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns, sums)
-            for spec in self.setup.graphs
-            if spec.kind in names
-        ]
-        graphs += [
-            lower.lower_scores(graph, rank.vocab_size, rank.plan) for graph in score_graphs(config, rank.vocab_size)
-        ]
-        graphs += [lower.lower_slot_copy(states, ranks)] if COPY_SLOT in names else []
-        return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
-
-    def compare(self, modules: Mapping[str, Module]) -> list[Comparison]:
-        setup = dataclasses.replace(self.setup, modules=modules)
-        return compare(self.expected, setup.execute("float32", self.scales))
-
-
-def _checkpoint(folder: Path) -> PreTrainedModel:
-    config = Qwen2Config(
-        **TINY_SIZES | {"num_hidden_layers": 1}, use_sliding_window=True, sliding_window=8, max_window_layers=0
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) / 10)
-    model.save_pretrained(folder)
-    return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
-
-
-def _case(folder: Path, ranks: int, *names: str, **sizes: int) -> Case:
-    """Only the named graphs run: the mixed one has decode rows and chunk rows."""
-    model = _checkpoint(folder / "checkpoint")
-    config = tiny_config(target="trn2", tensor_parallel_size=ranks, **sizes)
-    spec = inspect_model(model)
-    artifact = folder / "artifact"
-    (artifact / "weights").mkdir(parents=True)
-    model.config.save_pretrained(artifact)
-    tied = get_target("trn2").write_model(model, config, artifact)
-    steps = tuple(step for step in steps_of(config, spec) if step.graph.startswith(names))
-    parts = None if ranks == 1 else state_parts(shard_plan(model, ranks), spec, model)
-    setup = Setup(artifact, Trial(artifact, config, config, 1, 1), spec, tied, {}, steps, parts)
-    states = setup.states("float32")
-    scales = state_scales(model, states, setup.graphs, spec, steps)
-    one, moved = (
-        run_reference(model, states, setup.graphs, spec, steps, scales, shake=shake) for shake in (False, True)
-    )
-    return Case(setup, expect(one, moved, steps, "float32", ranks, parts), scales)
-
-
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return _case(tmp_path_factory.mktemp("one"), 1, "mixed")
+    return make_case(tmp_path_factory.mktemp("one"), 1, "mixed")
 
 
 @pytest.fixture(scope="module")
 def sound(one_rank: Case) -> dict[str, Module]:
     return one_rank.lower("mixed")
-
-
-def _wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..., Any]) -> None:
-    """Replaces a function by one that gets it as its first argument."""
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: changed(original, *args, **kwargs))
 
 
 def _ops(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
@@ -140,11 +49,11 @@ def _mask_edge(monkeypatch: pytest.MonkeyPatch) -> None:
         columns = torch.arange(start, rows.context_length if stop is None else stop, dtype=torch.int32)
         return original(rows, window, start, stop) & (columns != rows.position_ids[:, :, None])
 
-    _wrap(monkeypatch, AttentionRows, "visible", visible)
+    wrap(monkeypatch, AttentionRows, "visible", visible)
 
 
 def _window_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(
+    wrap(
         monkeypatch,
         AttentionRows,
         "visible",
@@ -153,11 +62,11 @@ def _window_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _missing_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(monkeypatch, nn.Linear, "forward", lambda _, linear, x: nn.functional.linear(x, linear.weight))
+    wrap(monkeypatch, nn.Linear, "forward", lambda _, linear, x: nn.functional.linear(x, linear.weight))
 
 
 def _position_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(
+    wrap(
         monkeypatch,
         Qwen2RotaryEmbedding,
         "forward",
@@ -170,11 +79,11 @@ def _rope_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
         cos, sin = original(*args)
         return cos * 1.001, sin * 1.001
 
-    _wrap(monkeypatch, Qwen2RotaryEmbedding, "forward", forward)
+    wrap(monkeypatch, Qwen2RotaryEmbedding, "forward", forward)
 
 
 def _swapped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(monkeypatch, kv_cache, "whole_or_nan", lambda original, key, value: original(value, key))
+    wrap(monkeypatch, kv_cache, "whole_or_nan", lambda original, key, value: original(value, key))
 
 
 def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,18 +95,18 @@ def _wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
         return original(positions, actual, slots if offset == 0 else 2 - slots, trash, offset)
 
-    _wrap(monkeypatch, step_module, "write_indices", indices)
+    wrap(monkeypatch, step_module, "write_indices", indices)
 
 
 def _padding_in_a_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
         return original(positions, actual, slots, trash - 1, offset)
 
-    _wrap(monkeypatch, step_module, "write_indices", indices)
+    wrap(monkeypatch, step_module, "write_indices", indices)
 
 
 def _dtype_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(monkeypatch, torch, "exp", lambda original, x: original(x).bfloat16().float())
+    wrap(monkeypatch, torch, "exp", lambda original, x: original(x).bfloat16().float())
 
 
 def _wrong_output_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +117,25 @@ def _sampler_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(original: Any, logits: Tensor, params: Tensor, *others: Any) -> Tensor:
         return original(logits, params * torch.tensor([1.0, 1.0, 0.0, 1.0]), *others)
 
-    _wrap(monkeypatch, score_module, "sample", greedy)
+    wrap(monkeypatch, score_module, "sample", greedy)
 
 
 def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(original: Any, self: Scores, group: str, logits: Tensor, active: Tensor) -> None:
         original(self, group, logits.flip(0), active)
 
-    _wrap(monkeypatch, Scores, "keep", keep)
+    wrap(monkeypatch, Scores, "keep", keep)
 
 
 def _token_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(original: Any, self: ChosenTokens, input_ids: Tensor) -> Tensor:
         return torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids)
 
-    _wrap(monkeypatch, ChosenTokens, "fill", fill)
+    wrap(monkeypatch, ChosenTokens, "fill", fill)
 
 
 def _token_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(
+    wrap(
         monkeypatch,
         ChosenTokens,
         "fill",
@@ -238,14 +147,14 @@ def _first_row_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(original: Any, self: ChosenTokens, tokens: Tensor, slots: Tensor) -> None:
         original(self, tokens.flip(0), slots.flip(0))
 
-    _wrap(monkeypatch, ChosenTokens, "keep", keep)
+    wrap(monkeypatch, ChosenTokens, "keep", keep)
 
 
 def _idle_row_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     def slots_of_rows(original: Any, position_ids: Tensor, seq_ids: Tensor | None) -> Tensor:
         return original(position_ids.clamp(min=0), seq_ids)
 
-    _wrap(monkeypatch, step_module, "slots_of_rows", slots_of_rows)
+    wrap(monkeypatch, step_module, "slots_of_rows", slots_of_rows)
 
 
 def _sampler_keeps_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +167,7 @@ class _Unchanged(ChosenTokens):
 
 
 def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    _wrap(monkeypatch, decompositions, "_mean", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001)
+    wrap(monkeypatch, decompositions, "_mean", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001)
 
 
 PLANTED: dict[str, Plant] = {
@@ -284,13 +193,9 @@ PLANTED: dict[str, Plant] = {
 }
 
 
-def _places(comparisons: list[Comparison]) -> list[str]:
-    return [str(each) for each in comparisons if not each.holds]
-
-
 def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, Module]) -> None:
     comparisons = one_rank.compare(sound)
-    assert _places(comparisons) == []
+    assert places(comparisons) == []
     assert {each.subject.split(": ")[-1] for each in comparisons} == {
         "decode.logits", "chunk.logits", "key", "value", "decode.tokens", "chunk.tokens",
         "decode.drawn", "chunk.drawn", "chosen.tokens", "chosen.drawn",
@@ -302,7 +207,7 @@ def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, Module]) -> Non
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(name: str, one_rank: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[name](monkeypatch)
-    assert _places(one_rank.compare(one_rank.lower("mixed")))
+    assert places(one_rank.compare(one_rank.lower("mixed")))
 
 
 def _changed(modules: Mapping[str, Module], change: Callable[[Any], None]) -> dict[str, Module]:
@@ -329,7 +234,7 @@ def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, Module], 
     tensors = load_file(one_rank.setup.folder / rank_weights_name(0, 1))
     name = next(each for each in tensors if "o_proj.weight" in each)
     tensors[name] = tensors[name].T.contiguous()
-    assert _places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
+    assert places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
 
 
 def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
@@ -337,28 +242,28 @@ def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, 
         one, other = module.input_output_alias.entries[:2]
         one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
 
-    assert _places(one_rank.compare(_changed(sound, swap)))
+    assert places(one_rank.compare(_changed(sound, swap)))
 
 
 def test_a_state_that_is_not_written_back_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
-    assert _places(one_rank.compare(_changed(sound, lambda module: module.input_output_alias.entries.pop())))
+    assert places(one_rank.compare(_changed(sound, lambda module: module.input_output_alias.entries.pop())))
 
 
 def test_a_copy_of_one_column_too_many_is_found(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = _case(tmp_path_factory.mktemp("copy"), 1, "mixed", COPY_SLOT)
-    assert _places(case.compare(case.lower("mixed", COPY_SLOT))) == []
+    case = make_case(tmp_path_factory.mktemp("copy"), 1, "mixed", COPY_SLOT)
+    assert places(case.compare(case.lower("mixed", COPY_SLOT))) == []
     forward = SlotCopy.forward
     monkeypatch.setattr(
         SlotCopy, "forward", lambda self, source, destination, length: forward(self, source, destination, length + 1)
     )
-    assert _places(case.compare(case.lower("mixed", COPY_SLOT)))
+    assert places(case.compare(case.lower("mixed", COPY_SLOT)))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return _case(tmp_path_factory.mktemp("two"), 2, "mixed", batch_size=4)  # and an even number of tokens
+    return make_case(tmp_path_factory.mktemp("two"), 2, "mixed", batch_size=4)  # and an even number of tokens
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +272,7 @@ def sound_ranks(two_ranks: Case) -> dict[str, Module]:
 
 
 def test_sound_ranks_hold(two_ranks: Case, sound_ranks: dict[str, Module]) -> None:
-    assert _places(two_ranks.compare(sound_ranks)) == []
+    assert places(two_ranks.compare(sound_ranks)) == []
 
 
 def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +282,9 @@ def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.Monk
         calls.append(target)
         return args[0] if len(calls) == 2 else original(target, args, world_size)
 
-    _wrap(monkeypatch, xla_trace, "_collective", dropped)
+    wrap(monkeypatch, xla_trace, "_collective", dropped)
     modules = two_ranks.lower("mixed")
-    assert len(calls) > 2 and _places(two_ranks.compare(modules))
+    assert len(calls) > 2 and places(two_ranks.compare(modules))
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +303,7 @@ def test_ranks_that_split_tokens_hold(two_ranks: Case, split_ranks: dict[str, Mo
     module = hlo.parse(step.hlo)
     assert len(_instructions(module, "reduce-scatter")) == len(_instructions(module, "all-gather")) == 3
     assert not _instructions(module, "all-reduce")
-    assert _places(two_ranks.compare(split_ranks)) == []
+    assert places(two_ranks.compare(split_ranks)) == []
 
 
 def _ungathered(module: Any) -> None:
@@ -441,7 +346,7 @@ def _split_by_columns(module: Any) -> None:
 def test_a_wrong_exchange_of_split_tokens_is_found(
     change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, Module]
 ) -> None:
-    assert _places(two_ranks.compare(_changed(split_ranks, change)))
+    assert places(two_ranks.compare(_changed(split_ranks, change)))
 
 
 @pytest.mark.parametrize(
@@ -460,4 +365,4 @@ def test_a_wrong_split_is_found(weight: str, two_ranks: Case, sound_ranks: dict[
     files = [load_file(two_ranks.setup.folder / name) for name in names]
     name = next(each for each in files[0] if weight in each)
     files[0][name], files[1][name] = files[1][name], files[0][name]
-    assert _places(_with_weights(two_ranks, files, names, tmp_path).compare(sound_ranks))
+    assert places(_with_weights(two_ranks, files, names, tmp_path).compare(sound_ranks))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who attends over which block of the cache where blocks attend in place: what decode rows of such a graph are told. No torch.
+
+Every physical block that a graph reads is an entry, which attends with the query of the row that owns it. A block of several
+rows has an entry for each row among further entries, and in place nobody. A row's partial results are joined in the
+order of its own blocks, wherever these lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class OwnerSizes:
+    """Sizes of what a graph is told of owners.
+
+    Attributes:
+        rows: R, decode rows.
+        row_blocks: blocks of a row of the longest request.
+        blocks: K, physical blocks that attend in place: the first ones of the cache.
+        block_length: tokens of a block.
+        shared: X, blocks of several rows that one step can hold.
+    """
+
+    rows: int
+    row_blocks: int
+    blocks: int
+    block_length: int
+    shared: int
+
+    @property
+    def nothing(self) -> int:
+        """The entry that stands for no block."""
+        return self.blocks + self.shared * self.rows
+
+    @property
+    def unseen(self) -> int:
+        """First position of a block that nobody sees: behind all tokens."""
+        return self.row_blocks * self.block_length
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the fields of `BlockOwners`, by name."""
+        places = (self.blocks,), (self.blocks,), (self.shared,), (self.shared,), (self.rows, self.row_blocks)
+        return {
+            name: shape
+            for name, shape in zip(BlockOwners._fields, places, strict=True)
+            if self.shared or shape != (0,)
+        }
+
+
+class BlockOwners(NamedTuple):
+    """What decode rows are told, all int32.
+
+    Attributes:
+        block_owner: `[K]`, the row whose query a block attends with; row 0 where it has no owner, or several.
+        block_base: `[K]`, the position of its first token; `OwnerSizes.unseen` where it has no owner, or several.
+        shared_blocks, shared_base: `[X]`, the same of blocks with several owners: which they are, and where they begin. Places
+            that are left name block 0, unseen.
+        joined: `[R, row_blocks]`, the entry of each block of a row, in order: k for block k in place, `K + x * R + r` for row
+            r in place x of the shared ones, and `OwnerSizes.nothing` behind the row's last block.
+    """
+
+    block_owner: np.ndarray
+    block_base: np.ndarray
+    shared_blocks: np.ndarray
+    shared_base: np.ndarray
+    joined: np.ndarray
+
+
+class TooManySharedBlocksError(ValueError):
+    """More blocks with several owners than a graph has places for."""
+
+
+def fill_owners(
+    out: BlockOwners | Mapping[str, np.ndarray], sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray
+) -> None:
+    """Writes what a graph is told of the blocks that its decode rows read.
+
+    Args:
+        out: arrays of `sizes.shapes()`; nothing of what they hold before matters.
+        tables: `[R, row_blocks]`, the physical block of each block of a row.
+        counts: `[R]`, how many of them hold tokens that the row reads: none of an idle row.
+
+    Raises:
+        ValueError: a block is beyond those that the graph reads, or begins at different positions for two rows.
+        TooManySharedBlocksError: see there; `rows_apart` tells rows that fit.
+    """
+    owner, base, shared_blocks, shared_base, joined = _arrays(out)
+    held = np.arange(sizes.row_blocks, dtype=np.int32) < counts[:, None]
+    rows, columns = held.nonzero()
+    blocks = tables[held]
+    if blocks.size and int(blocks.max()) >= sizes.blocks:
+        raise ValueError(
+            f"block {int(blocks.max())} is beyond the {sizes.blocks} blocks that this graph reads; run a larger one"
+        )
+    uses = np.bincount(blocks, minlength=sizes.blocks)
+    owner.fill(0)
+    base.fill(sizes.unseen)
+    owner[blocks] = rows
+    base[blocks] = columns * sizes.block_length
+    entries = blocks
+    if blocks.size and int(uses.max()) > 1:
+        _check_places(base, blocks, columns, sizes)
+    found = (uses > 1).nonzero()[0]
+    if found.size > sizes.shared:
+        raise TooManySharedBlocksError(
+            f"{found.size} blocks have several owners among these rows, and this graph has places for {sizes.shared}; decode "
+            f"some of the rows in a step of their own"
+        )
+    if sizes.shared:
+        shared_blocks.fill(0)
+        shared_base.fill(sizes.unseen)
+        shared_blocks[: found.size] = found
+        shared_base[: found.size] = base[found]
+    if found.size:
+        owner[found], base[found] = 0, sizes.unseen
+        first = np.arange(sizes.blocks)
+        first[found] = sizes.blocks + np.arange(found.size) * sizes.rows
+        entries = first[blocks] + np.where(uses[blocks] > 1, rows, 0)
+    joined.fill(sizes.nothing)
+    joined[held] = entries
+
+
+def _arrays(out: BlockOwners | Mapping[str, np.ndarray]) -> BlockOwners:
+    if isinstance(out, BlockOwners):
+        return out
+    none = np.empty(0, np.int32)
+    return BlockOwners(*(out.get(name, none) for name in BlockOwners._fields))
+
+
+def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, sizes: OwnerSizes) -> None:
+    """Keys know their position, so that a block is at the same place of all rows that share it."""
+    elsewhere = (base[blocks] != columns * sizes.block_length).nonzero()[0]
+    if elsewhere.size:
+        block = int(blocks[elsewhere[0]])
+        raise ValueError(
+            f"block {block} is at position {int(columns[elsewhere[0]]) * sizes.block_length} of one row and at "
+            f"{int(base[block])} of another; only blocks at the same place can be shared"
+        )
+
+
+def rows_apart(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Splits rows where they share too much for one step: each group fits a step of its own, and all are in one group if they do.
+
+    Returns:
+        Rows with blocks, ascending, by group: a row joins the first one that has places for what it shares.
+    """
+    groups: list[tuple[list[int], np.ndarray]] = []
+    for row in counts.nonzero()[0]:
+        own = tables[row, : counts[row]]
+        for rows, uses in groups:
+            uses[own] += 1
+            if np.count_nonzero(uses > 1) <= sizes.shared:
+                rows.append(int(row))
+                break
+            uses[own] -= 1
+        else:
+            uses = np.zeros(sizes.blocks, np.int32)
+            uses[own] += 1
+            groups.append(([int(row)], uses))
+    return [np.array(rows) for rows, _ in groups]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over a cache of blocks, read where they lie: no step gathers the keys and values of its rows.
+
+Each physical block attends with the query of the row that owns it. A block of several rows attends once, with the queries
+of all rows. A row then joins its blocks' partial results in the order of its text: what is gathered is a vector and a
+number per block and head. So neither where a row's blocks lie nor what its neighbours hold changes a bit of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....graphs import kv_cache
+from ....graphs.attention import MASKED
+from ....graphs.attention_parts import join_attention_states, merge_attention_states
+from ....graphs.interface import AttentionCall
+from ....graphs.owned_blocks import OwnedBlocks
+from . import attention
+from .attention import State, attend_columns, by_kv_head, by_token, raw_scores, with_sinks
+
+
+def attend_blocks(
+    call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """As `attention.attend_decode`, over blocks.
+
+    Args:
+        query: `[R, heads, 1, key_dim]`.
+        keys, values: the layer's whole cache `[blocks, kv_heads, block_length, dim]`, without what the step writes.
+        key, value: `[R, kv_heads, dim]`, as the step writes them.
+
+    Returns:
+        `[R, 1, heads, value_dim]`.
+    """
+    kv_heads = key.shape[1]
+    query = by_kv_head(query, kv_heads)
+    heads = heads_at_once(len(owned.block_owner), query.shape[2], keys.shape[2], value.shape[-1])
+    parts = []
+    for first in range(0, kv_heads, heads):
+        part = slice(first, first + heads)
+        parts.append(_past(call, owned, query[:, part], keys[:, part], values[:, part]))
+    output, total = parts[0] if len(parts) == 1 else (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    return by_token(with_sinks(call, merge_attention_states(output, total, *own)), value.dtype, 1)
+
+
+def heads_at_once(blocks: int, group: int, block_length: int, value_dim: int) -> int:
+    """Key/value heads whose scores and partial results of all blocks keep to `attention.SCORES_LIMIT`; at least one."""
+    return max(1, attention.SCORES_LIMIT // (4 * blocks * group * max(block_length, value_dim + 1)))
+
+
+def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, values: Tensor) -> State:
+    """`query [R, kv_heads, group, key_dim]` over the blocks of its rows."""
+    rows, kv_heads, group, _ = query.shape
+    blocks, length = len(owned.block_owner), keys.shape[2]
+    visible = owned.seen(call.sliding_window, length)
+    # A broken token's values may stay: the owner alone sees the block, and is NaN by its scores.
+    state = attend_columns(
+        call, query.index_select(0, owned.block_owner), keys[:blocks], values[:blocks], visible, visible[:, 0]
+    )
+    entries = [_as_entries(*state)]
+    if owned.shared_blocks is not None:
+        keys, values = (each.index_select(0, owned.shared_blocks) for each in (keys, values))
+        visible = owned.seen_shared(call.sliding_window, length)
+        kept = visible.any(1) & (kv_cache.broken(keys) == 0)
+        every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
+        state = attend_columns(call, every, keys, values, visible, kept)
+        # [X, kv_heads, group * R, ...] to [X * R, kv_heads, group, ...]
+        entries.append(_as_entries(*(each.unflatten(2, (group, rows)).movedim(3, 1).flatten(0, 1) for each in state)))
+    width = entries[0].shape[1]
+    nothing = torch.cat([torch.zeros(1, width - kv_heads * group), torch.full((1, kv_heads * group), MASKED)], dim=1)
+    return _join(torch.cat([*entries, nothing]), owned.joined, (kv_heads, group))
+
+
+def _as_entries(output: Tensor, total: Tensor) -> Tensor:
+    """An entry's outputs, then their log-sum-exps, in one row: they are gathered together."""
+    return torch.cat([output.flatten(1), total.flatten(1)], dim=1)
+
+
+def _join(entries: Tensor, joined: Tensor, sizes: tuple[int, int]) -> State:
+    """Each row's entries as one state: `[R, kv_heads, group, value_dim]` and its log-sum-exp."""
+    rows, places = joined.shape
+    heads = sizes[0] * sizes[1]
+    at_once = max(1, attention.SCORES_LIMIT // (4 * rows * entries.shape[1]))
+    state: State | None = None
+    for start in range(0, places, at_once):
+        some = joined[:, start : start + at_once]
+        found = entries.index_select(0, some.flatten()).unflatten(0, (rows, -1))
+        output, total = found[..., :-heads], found[..., -heads:]
+        part = join_attention_states(output.unflatten(2, (*sizes, -1)), total.unflatten(2, sizes), 1)
+        state = part if state is None else merge_attention_states(*state, *part)
+    assert state is not None
+    return state
