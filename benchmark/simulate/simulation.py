@@ -141,7 +141,6 @@ class Simulation:
         self._traffic = _Traffic(workload, config)
         self._arrivals: dict[str, float] = {}
         self._latest: dict[str, float] = {}
-        self._costs: dict[tuple[str, int, int], float] = {}
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -183,7 +182,7 @@ class Simulation:
         outcome.busy += seconds
         outcome.statistics.count_step(step)
         for chunk in step.chunks:
-            if chunk.is_first:
+            if chunk.is_first and not chunk.preemptions:
                 outcome.queue.append(now - self._arrivals[chunk.request_id])
         # Half way through, the first rush is over and the last requests are not.
         if len(outcome.timeline) < TIMELINE_STEPS and 2 * outcome.finished >= self._workload.requests:

@@ -23,7 +23,7 @@ from .step import Event, RequestFailedError, RequestFailure, ScheduledChunk, Ste
 
 
 class Engine:
-    """Continuous batching over the slots of one artifact. To be used by one thread at a time; see `EngineService`.
+    """Continuous batching over the slots, or the blocks, of one artifact. To be used by one thread at a time; see `EngineService`.
 
     Args:
         runner: the graphs and slots, which nobody else uses while the engine has requests.
@@ -129,7 +129,7 @@ class Engine:
 
     def _run(self, step: Step) -> list[Event]:
         start = time.perf_counter()
-        parts = [self._part(chunk, start) for chunk in step.chunks]
+        parts = self._begin(step, start)
         decodes = [self._samplers[decode.request_id] for decode in step.decodes]
         tokens: list[int] = []
         failures: list[RequestFailure] = []
@@ -154,13 +154,30 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def _begin(self, step: Step, now: float) -> list[PromptPart[RequestSampler]]:
+        """Does what a step does before its graph runs; returns its chunks."""
+        runner = self.runner
+        for gone in step.preempted:
+            runner.reset(gone.slot)
+        parts = [self._part(chunk, now) for chunk in step.chunks]
+        for assignment in step.assignments:
+            runner.assign(assignment.slot, assignment.first, assignment.blocks)
+        for copy in step.copies:
+            runner.copy_block(*copy)
+        for chunk in step.chunks:
+            if chunk.reuse and chunk.reuse.source_slot is None:
+                runner.resume(chunk.slot, chunk.reuse.length)
+        return parts
+
     def _part(self, chunk: ScheduledChunk, now: float) -> PromptPart[RequestSampler]:
         sampler = self._samplers[chunk.request_id]
         if chunk.is_first:
-            self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
+            if not chunk.preemptions:
+                self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
             sampler.slot = chunk.slot
-            self._rows.start(sampler, chunk.reuse)
-        tokens = sampler.request.prompt_token_ids[chunk.start : chunk.start + chunk.count]
+            source = None if chunk.reuse is None else chunk.reuse.source_slot
+            self._rows.start(sampler, None if chunk.reuse is None or source is None else (source, chunk.reuse.length))
+        tokens = self.scheduler.state(chunk.request_id).tokens[chunk.start : chunk.start + chunk.count]
         return PromptPart(sampler, tokens, chunk.is_last)
 
     def _choose(self, sampler: RequestSampler, logits: Tensor) -> int | RequestFailure:
@@ -194,9 +211,10 @@ class Engine:
         """Sets the tokens of the next decode rows, and counts; returns the events with what the host knows of them."""
         statistics, now = self.statistics, time.perf_counter()
         statistics.count_step(step)
+        statistics.blocks_in_use = self.scheduler.slots.used
         statistics.generated_tokens += len(events)
         for chunk in step.chunks:
-            if chunk.is_last and chunk.request_id in self._arrived:
+            if chunk.is_last and not chunk.generated and chunk.request_id in self._arrived:
                 statistics.first_token_seconds.add(now - self._arrived[chunk.request_id])
         for index, event in enumerate(events):
             sampler = self._samplers[event.request_id]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..graphs.family import rows_needed
+from .placement import CacheDraft, Placement
 from .request import RequestState
-from .slots import SlotTable
-from .step import PassedOver, PrefixReuse, ScheduledChunk
+from .step import PassedOver, ScheduledChunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +45,27 @@ class ChunkPlan(NamedTuple):
     passed_over: PassedOver | None
 
 
-def plan_chunks(candidates: Sequence[RequestState], slots: SlotTable, limits: ChunkLimits) -> ChunkPlan:
-    """Gives out the rows, tokens and free slots of one step.
+def plan_chunks(candidates: Sequence[RequestState], cache: CacheDraft, limits: ChunkLimits) -> ChunkPlan:
+    """Gives out the rows, tokens, free slots and blocks of one step.
 
     The first candidate is due. Where it does not end in this step, prompts that do may go before it, unless it was
     passed over too often. Then all candidates take in order what is left.
 
     Args:
         candidates: prompts in the order in which they are due, at least one; the first has a slot or finds a free one.
+        cache: what of it the step may use.
     """
     due = candidates[0]
-    draft = _Draft(slots, limits, limits.largest_chunk)
-    if due.request.atomic:
-        draft.chunk_size = max(draft.chunk_size, _smallest_chunk(due.remaining, limits))
+    draft = _Draft(cache, limits, limits.largest_chunk)
+    if due.atomic_tokens:
+        draft.chunk_size = max(draft.chunk_size, _smallest_chunk(due.atomic_tokens, limits))
     if due.bypassed < limits.max_bypass and not draft.ends(draft.place(due)):
         _let_pass(due, candidates[1:], draft)
+    passed = bool(draft.chunks)
     _fill(candidates, draft)
     chunks = tuple(draft.chunks.values())
-    passed_over = None if due.arrival in draft.chunks else PassedOver(due.request.request_id, due.arrival)
-    return ChunkPlan(chunks, passed_over)
+    is_passed = passed and due.arrival not in draft.chunks
+    return ChunkPlan(chunks, PassedOver(due.request.request_id, due.arrival) if is_passed else None)
 
 
 def _smallest_chunk(count: int, limits: ChunkLimits) -> int:
@@ -88,7 +90,8 @@ def _fill(candidates: Sequence[RequestState], draft: _Draft) -> None:
     """Takes prompts in order.
 
     An atomic one that does not fit waits, and so do those behind it that would start and not end: being unfinished,
-    they would go before it in all later steps, and it might wait for ever.
+    they would go before it in all later steps, and it might wait for ever. Where one has to wait for blocks, nobody behind it
+    starts: they would take the blocks that it waits for.
     """
     atomic_waits = False
     for state in candidates:
@@ -98,30 +101,31 @@ def _fill(candidates: Sequence[RequestState], draft: _Draft) -> None:
         if state.arrival in draft.chunks or (starts and not draft.open_slots):
             continue
         place = draft.place(state)
-        if draft.ends(place) or not (state.request.atomic or (starts and atomic_waits)):
+        if place.at is None:
+            draft.cache.close()
+        elif draft.fits(place) or not (state.atomic_tokens or (starts and atomic_waits)):
             draft.take(place)
-        atomic_waits |= state.request.atomic and state.arrival not in draft.chunks
+        atomic_waits |= state.atomic_tokens > 0 and state.arrival not in draft.chunks
 
 
 class _Place(NamedTuple):
-    """Where a prompt would go on if it were taken now."""
+    """Where a prompt would go on if it were taken now, and by how much it could; `at` is None where it has to wait."""
 
     state: RequestState
-    slot: int
+    at: Placement | None
     start: int
     left: int
-    reuse: PrefixReuse | None
+    room: int
 
 
 class _Draft:
     """A step's chunks so far, by arrival, and what is left to give out."""
 
-    def __init__(self, slots: SlotTable, limits: ChunkLimits, chunk_size: int) -> None:
-        self._slots = slots
+    def __init__(self, cache: CacheDraft, limits: ChunkLimits, chunk_size: int) -> None:
+        self.cache = cache
         self._limits = limits
         self._rows = limits.rows
         self._tokens = limits.tokens
-        self._taken: set[int] = set()
         self.chunk_size = chunk_size
         self.chunks: dict[int, ScheduledChunk] = {}
 
@@ -131,45 +135,53 @@ class _Draft:
 
     @property
     def open_slots(self) -> int:
-        return self._slots.free_count - len(self._taken)
+        return self.cache.open_slots
 
     def place(self, state: RequestState) -> _Place:
-        if state.slot is not None:
-            return _Place(state, state.slot, state.computed, state.remaining, None)
-        prompt = state.request.prompt_token_ids
-        slot, reuse = self._slots.assign(prompt, self._taken, self._may_reuse(state))
-        start = reuse.length if reuse else 0
-        return _Place(state, slot, start, state.remaining - start, reuse)
+        at = self.cache.place(state, self._may_reuse(state))
+        start = state.computed if state.slot is not None or at is None else at.start
+        room = min(self._room(state), self.cache.room(state, at))
+        return _Place(state, at, start, len(state.tokens) - start, room)
 
     def may_end(self, state: RequestState) -> bool:
         """Cheaper than `place`, for the many prompts that are too long whatever they reuse."""
         excess = state.remaining - self._room(state)
         if excess <= 0:
             return True
-        return self._may_reuse(state) and self._slots.may_share(state.request.prompt_token_ids, excess)
+        return self._may_reuse(state) and self.cache.may_share(state, excess)
+
+    def fits(self, place: _Place) -> bool:
+        """Whether as much of the prompt as has to be taken at once, or else the rest of it, fits into what is left."""
+        return place.room >= (place.state.atomic_tokens or place.left)
 
     def ends(self, place: _Place) -> bool:
-        """Whether the rest of the prompt fits into what is left."""
-        return self._room(place.state) >= place.left
+        """Whether the prompt would end in this step."""
+        return self.fits(place) and place.state.atomic_tokens in (0, place.left)
 
     def take(self, place: _Place) -> None:
-        count = min(place.left, self._room(place.state))
-        if count < place.left:
+        """Gives a prompt what fits, where anything does."""
+        state, at = place.state, place.at
+        count = min(state.atomic_tokens or place.left, place.room)
+        if at is None or not count:
+            return
+        if count < place.left and not state.atomic_tokens:
             beyond = (place.start + count) % self._limits.alignment
             count -= beyond if beyond < count else 0
         self._rows -= rows_needed([count], self.chunk_size)
         self._tokens -= count
-        if place.state.slot is None:
-            self._taken.add(place.slot)
-        self.chunks[place.state.arrival] = ScheduledChunk(
-            request_id=place.state.request.request_id,
-            slot=place.slot,
+        self.cache.take(state, at, count)
+        self.chunks[state.arrival] = ScheduledChunk(
+            request_id=state.request.request_id,
+            slot=at.slot,
             start=place.start,
             count=count,
-            is_first=place.state.slot is None,
+            is_first=state.slot is None,
             is_last=count == place.left,
-            reuse=place.reuse,
-            arrival=place.state.arrival,
+            reuse=at.reuse,
+            arrival=state.arrival,
+            generated=len(state.output_token_ids),
+            preemptions=state.preemptions,
+            recomputed=max(0, min(place.start + count, state.lost) - place.start),
         )
 
     def _may_reuse(self, state: RequestState) -> bool:
@@ -177,5 +189,6 @@ class _Draft:
         return self._limits.prefix_reuse and state.slot is None and not state.request.atomic
 
     def _room(self, state: RequestState) -> int:
+        """Tokens by which the rows and the budget that are left let a prompt advance."""
         room = min(self._rows * self.chunk_size, self._tokens)
-        return room if state.request.atomic else min(room, self._limits.tokens_per_prompt)
+        return room if state.atomic_tokens else min(room, self._limits.tokens_per_prompt)

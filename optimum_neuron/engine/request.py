@@ -92,7 +92,7 @@ def _read_only_tokens(request_id: str, token_ids: Sequence[int] | np.ndarray) ->
 
 
 class RequestStatus(Enum):
-    """Where a request is: without a slot, taking in its prompt, generating, or gone."""
+    """Where a request is: without a slot, taking in its tokens, generating, or gone."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -108,8 +108,11 @@ class RequestState:
         arrival: number of the request in the order of arrival; tells it from a later one with the same id.
         max_new_tokens: the request's own, or what its slot holds.
         slot: row of the cache, from the first chunk on.
-        computed: prompt tokens in the cache, reused ones included.
+        tokens: int32 `[n]`, what it takes in before it generates: its prompt, and what it had generated when it was preempted.
+        computed: of these, how many are in the cache, reused ones included.
         bypassed: steps in a row in which later prompts went before this one.
+        preemptions: how often it was preempted.
+        lost: the most tokens that it had in the cache when it was.
     """
 
     request: Request
@@ -118,18 +121,41 @@ class RequestState:
     slot: int | None = None
     computed: int = 0
     bypassed: int = 0
+    preemptions: int = 0
+    lost: int = 0
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    tokens: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.request.prompt_token_ids
 
     @property
     def remaining(self) -> int:
-        """Prompt tokens that are not in the cache yet."""
-        return len(self.request.prompt_token_ids) - self.computed
+        """Of `tokens`, those that are not in the cache yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def atomic_tokens(self) -> int:
+        """Tokens that the next chunk has to take in all at once; 0 where it may end anywhere."""
+        return len(self.request.prompt_token_ids) if self.request.atomic and not self.computed else 0
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache, which is the place of the next one."""
+        return self.computed if self.remaining else self.context - 1
 
     @property
     def context(self) -> int:
         """Cache columns that the next token to be fed back sees, its own included."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def preempt(self) -> None:
+        """Has the request wait again, to be computed from its tokens."""
+        self.lost = max(self.lost, self.cached)
+        self.preemptions += 1
+        self.tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
+        self.slot, self.computed, self.status = None, 0, RequestStatus.WAITING
 
     def append(self, token_id: int) -> FinishReason | None:
         """Adds a generated token and returns why the request ends with it, or None where it goes on.

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 
 from ..config import NeuronConfig
 from ..graphs.family import GraphFamily
 from ..graphs.spec import GraphKind, graph_specs
 from .admission import check_request
+from .block_table import BlockTable
+from .placement import CacheDraft
 from .planner import ChunkLimits, plan_chunks
 from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
 from .request import Request, RequestState, RequestStatus
 from .slots import MIN_REUSE, SlotTable
-from .step import PassedOver, ScheduledChunk, ScheduledDecode, Step, TokenEvent
+from .step import Assignment, PassedOver, Preempted, ScheduledChunk, ScheduledDecode, Step, TokenEvent
 
 
 # Waiting prompts that a step looks at. More would find shorter ones to let pass, at a cost that every step pays.
@@ -27,7 +30,7 @@ WAITING_WINDOW = 64
 
 
 class Scheduler:
-    """Continuous batching over the slots of one artifact.
+    """Continuous batching over the slots, or the blocks, of one artifact.
 
     Args:
         config: the artifact's sizes.
@@ -38,7 +41,7 @@ class Scheduler:
     Attributes:
         options: as given.
         policy: what `options.policy` stands for.
-        slots: who holds which slot.
+        slots: who holds which slot, or which row and blocks.
 
     Raises:
         ValueError: the artifact cannot do what the options ask.
@@ -64,7 +67,9 @@ class Scheduler:
                 f"max_step_tokens={self._largest_step} must exceed batch_size={config.batch_size}, or decoding leaves no "
                 f"token for a prompt; raise max_step_tokens to {config.batch_size + 1} or more"
             )
-        self.slots = SlotTable(config.batch_size, config.sequence_length, min_reuse)
+        self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse)
+        if config.kv_block_size is not None:
+            self.slots = BlockTable(config, min_reuse)
         self._costs = StepCosts()
         self._live: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []
@@ -147,30 +152,48 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None where no request is live. Changes nothing, so that two calls agree."""
+        draft: CacheDraft = self.slots.draft(chain(self._running.values(), self._prefilling))
+        decodes, context, prefilling = self._decodes, self._context, self._prefilling
+        if draft.preempted:
+            gone = {each.arrival for each in draft.preempted}
+            decodes = tuple(decode for decode in decodes if decode.arrival not in gone)
+            context = max((self._running[decode.slot].context for decode in decodes), default=0)
+            prefilling = [state for state in prefilling if state.arrival not in gone]
+        step = self._step(draft, prefilling, decodes, context)
+        return None if step is None else draft.complete(step, self._running)
+
+    def _step(
+        self,
+        draft: CacheDraft,
+        prefilling: Sequence[RequestState],
+        decodes: tuple[ScheduledDecode, ...],
+        context: int,
+    ) -> Step | None:
         kind = next_kind(
             self.policy,
-            decodes=bool(self._running),
-            prompts=bool(self._prefilling or (self._waiting and self.slots.free_count)),
+            decodes=bool(decodes),
+            prompts=bool(prefilling or (self._waiting and draft.open_slots)),
             after_chunks=self._after_chunks,
-            unfinished=bool(self._prefilling),
+            unfinished=bool(prefilling),
         )
         if kind is None:
             return None
-        decodes = () if kind == "chunked_prefill" else self._decodes
-        context = self._context if decodes else 1
-        if kind == "token_generation":
-            return Step(self._family.select(kind, context), decodes, ())
-        plan = plan_chunks(self._candidates(), self.slots, self._limits(kind, len(decodes)))
-        context = max(context, *(chunk.start + chunk.count for chunk in plan.chunks))
-        graph = self._family.select(kind, context, [chunk.count for chunk in plan.chunks])
-        return Step(graph, decodes, plan.chunks, plan.passed_over)
+        if kind != "token_generation":
+            beside, seen = (decodes, context) if kind == "mixed" else ((), 1)
+            plan = plan_chunks(self._candidates(prefilling, draft), draft, self._limits(kind, len(beside)))
+            if plan.chunks:
+                seen = max(seen, *(chunk.start + chunk.count for chunk in plan.chunks))
+                graph = self._family.select(kind, seen, [chunk.count for chunk in plan.chunks])
+                return Step(graph, beside, plan.chunks, plan.passed_over)
+        # No prompt advances, be it that all wait for the blocks of those who decode.
+        return Step(self._family.select("token_generation", context), decodes, ())
 
-    def _candidates(self) -> Sequence[RequestState]:
+    def _candidates(self, prefilling: Sequence[RequestState], draft: CacheDraft) -> Sequence[RequestState]:
         """Prompts that this step could advance, in the order in which they are due."""
         if self.policy == "all_chunks":  # one prompt to its end, whoever comes meanwhile
-            return self._prefilling[:1] or self._waiting[:1]
-        waiting = self._waiting[:WAITING_WINDOW] if self.slots.free_count else []
-        return sorted((*self._prefilling, *waiting), key=_due_order)
+            return prefilling[:1] or self._waiting[:1]
+        waiting = self._waiting[:WAITING_WINDOW] if draft.open_slots else []
+        return sorted((*prefilling, *waiting), key=_due_order)
 
     def _limits(self, kind: GraphKind, decodes: int) -> ChunkLimits:
         options, config = self.options, self._config
@@ -209,6 +232,10 @@ class Scheduler:
         self._after_chunks = bool(step.chunks)
         if step.passed_over and (state := self._current(step.passed_over)):
             state.bypassed += 1
+        for gone in step.preempted:
+            if state := self._current(gone):
+                self._preempt(state, gone.slot)
+        self.slots.change(step, self._current)
         events = []
         for decode, token_id in zip(step.decodes, decode_tokens, strict=True):
             if state := self._current(decode):
@@ -221,7 +248,7 @@ class Scheduler:
                 if chunk.is_last:
                     events.append(self._emit(state, int(token_id)))
             else:
-                self._forget_contents(chunk)
+                self.slots.overwritten(chunk)
         self._context += bool(step.decodes)
         self._refresh_decodes()
         return events
@@ -238,7 +265,19 @@ class Scheduler:
             if state is not None and not _is_due(state, item):
                 raise RuntimeError(f"the step does not continue request {item.request_id!r}; commit each step once")
 
-    def _current(self, item: ScheduledChunk | ScheduledDecode | PassedOver) -> RequestState | None:
+    def _preempt(self, state: RequestState, slot: int) -> None:
+        if state.status is RequestStatus.PREFILLING:
+            _remove(self._prefilling, state)
+        else:
+            del self._running[slot]
+            self._running_changed = True
+        self.slots.release(slot)
+        state.preempt()
+        insort(self._waiting, state, key=_queue_order)
+
+    def _current(
+        self, item: ScheduledChunk | ScheduledDecode | PassedOver | Preempted | Assignment
+    ) -> RequestState | None:
         """The request that a step means; None where it was aborted since, even if a new one has its id."""
         state = self._live.get(item.request_id)
         return state if state is not None and state.arrival == item.arrival else None
@@ -249,15 +288,13 @@ class Scheduler:
         if chunk.is_first:
             _remove(self._waiting, state)
             insort(self._prefilling, state, key=_queue_order)
-            self.slots.hold(chunk.slot, request.request_id)
+            self.slots.hold(chunk.slot, request.request_id, chunk.reuse)
             state.slot, state.status = chunk.slot, RequestStatus.PREFILLING
-            if chunk.reuse:
-                start = 0
-                self.slots.touch(chunk.reuse.source_slot)
+            start = 0
         if request.atomic:  # its rows depend on tokens behind them: no other prompt may reuse them
-            self.slots.set_length(chunk.slot, 0)
+            self.slots.overwritten(chunk)
         else:
-            self.slots.write(chunk.slot, start, request.prompt_token_ids[start:end])
+            self.slots.write(chunk.slot, start, state.tokens[start:end])
         state.computed, state.bypassed = end, 0
         if chunk.is_last:
             _remove(self._prefilling, state)
@@ -270,12 +307,6 @@ class Scheduler:
         if reason:
             self._finish(state)
         return TokenEvent(state.request.request_id, token_id, reason)
-
-    def _forget_contents(self, chunk: ScheduledChunk) -> None:
-        """The step overwrote a slot for a request that was aborted meanwhile."""
-        if chunk.is_first:
-            in_place = chunk.reuse is not None and chunk.reuse.source_slot == chunk.slot
-            self.slots.set_length(chunk.slot, chunk.start if in_place else 0)
 
     def _finish(self, state: RequestState) -> None:
         state.status = RequestStatus.FINISHED

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from .step import PrefixReuse
+from .placement import Placement
+from .request import RequestState
+from .step import Assignment, Preempted, PrefixReuse, ScheduledChunk, Step
 
 
 # A shorter common prefix saves no step, and to copy it costs more than to compute it along with the rest.
@@ -25,6 +27,7 @@ class SlotTable:
     """
 
     def __init__(self, batch_size: int, sequence_length: int, min_reuse: int = MIN_REUSE) -> None:
+        self.length = sequence_length
         self._tokens = np.zeros((batch_size, sequence_length), np.int32)
         self._lengths = np.zeros(batch_size, np.int64)
         self._last_used = np.zeros(batch_size, np.int64)
@@ -33,6 +36,15 @@ class SlotTable:
         self._uses = 0
         self._min_reuse = max(1, min_reuse)
         self.free_count = batch_size
+
+    @property
+    def used(self) -> int:
+        """Slots that requests hold."""
+        return len(self._holders) - self.free_count
+
+    def draft(self, holders: Iterable[RequestState] = ()) -> SlotDraft:
+        """What the next step may give out; who has a slot needs no more."""
+        return SlotDraft(self)
 
     @property
     def free_slots(self) -> list[int]:
@@ -45,8 +57,8 @@ class SlotTable:
         view.setflags(write=False)
         return view
 
-    def hold(self, slot: int, request_id: str) -> None:
-        """Gives a free slot to a request; its contents stay until they are set.
+    def hold(self, slot: int, request_id: str, reuse: PrefixReuse | None = None) -> None:
+        """Gives a free slot to a request, which takes over what `reuse` says; its contents stay until they are set.
 
         Raises:
             RuntimeError: another request holds the slot.
@@ -57,6 +69,8 @@ class SlotTable:
         self._holders[slot] = request_id
         self.free_count -= 1
         self.touch(slot)
+        if reuse is not None and reuse.source_slot is not None:
+            self.touch(reuse.source_slot)
 
     def release(self, slot: int) -> None:
         """Takes a slot back and keeps its contents.
@@ -91,6 +105,15 @@ class SlotTable:
     def set_length(self, slot: int, length: int) -> None:
         """Forgets the contents beyond `length`."""
         self._lengths[slot] = min(length, int(self._lengths[slot]))
+
+    def change(self, step: Step, live: Callable[[Assignment], object]) -> None:
+        """A step assigns no slots apart from its chunks."""
+
+    def overwritten(self, chunk: ScheduledChunk) -> None:
+        """Notes that a slot got tokens that nobody may reuse; what a first chunk continues in place stays."""
+        if chunk.is_first:
+            in_place = chunk.reuse is not None and chunk.reuse.source_slot == chunk.slot
+            self.set_length(chunk.slot, chunk.start if in_place else 0)
 
     def clear(self) -> None:
         """Forgets the contents of all slots."""
@@ -169,3 +192,38 @@ class SlotTable:
         assert self.free_count == rows - len(holders), f"{self.free_count} free beside {self._holders}"
         assert ((self._lengths >= 0) & (self._lengths <= columns)).all(), f"lengths {self._lengths} beyond {columns}"
         assert (self._last_used <= self._uses).all()
+
+
+class SlotDraft:
+    """A step's use of slots so far: each has room for all tokens of a request, so nobody is preempted."""
+
+    preempted: Sequence[Preempted] = ()
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._taken: set[int] = set()
+
+    @property
+    def open_slots(self) -> int:
+        return self._slots.free_count - len(self._taken)
+
+    def place(self, state: RequestState, reuse: bool) -> Placement:
+        if state.slot is not None:
+            return Placement(state.slot, None)
+        return Placement(*self._slots.assign(state.tokens, self._taken, reuse))
+
+    def may_share(self, state: RequestState, length: int) -> bool:
+        return self._slots.may_share(state.tokens, length)
+
+    def room(self, state: RequestState, placement: Placement | None) -> int:
+        return self._slots.length
+
+    def take(self, state: RequestState, placement: Placement, count: int) -> None:
+        if state.slot is None:
+            self._taken.add(placement.slot)
+
+    def close(self) -> None:
+        raise RuntimeError("nobody waits for more than a slot")
+
+    def complete(self, step: Step, running: Mapping[int, RequestState]) -> Step:
+        return step

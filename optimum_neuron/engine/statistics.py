@@ -34,6 +34,9 @@ class Statistics:
         decode_tokens, idle_decode_rows: decode rows that advanced a request, and those that ran along empty.
         prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and the padding beside them.
         prefix_hit_tokens: prompt tokens that were reused instead of computed.
+        preemptions: how often a request gave its blocks back because there were too few.
+        recomputed_tokens: of `prompt_tokens`, those that were computed before it did.
+        blocks_in_use: of the cache, that requests have now; slots, where it has no blocks.
         generated_tokens: tokens that requests got.
         finished, aborted, failed: requests that ended.
         queue_seconds: from a request's arrival to its first step.
@@ -46,6 +49,9 @@ class Statistics:
     prompt_tokens: int = 0
     padded_prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    blocks_in_use: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -57,11 +63,13 @@ class Statistics:
         """Adds the rows of a step."""
         graph = step.graph
         self.steps += 1
+        self.preemptions += len(step.preempted)
         if graph.has_decode:
             self.decode_tokens += len(step.decodes)
             self.idle_decode_rows += graph.batch_size - len(step.decodes)
         if graph.has_chunk:
             real = sum(chunk.count for chunk in step.chunks)
             self.prompt_tokens += real
+            self.recomputed_tokens += sum(chunk.recomputed for chunk in step.chunks)
             self.padded_prompt_tokens += graph.ctx_batch_size * graph.chunk_size - real
             self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)

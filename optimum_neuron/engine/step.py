@@ -14,22 +14,26 @@ from .request import FinishReason
 class PrefixReuse(NamedTuple):
     """The first `length` tokens of a prompt are in the cache rows of `source_slot`.
 
-    Where that is the chunk's own slot they are in place; otherwise they are copied before the step runs.
+    Where that is the chunk's own slot they are in place; otherwise they are copied before the step runs. In a cache of blocks
+    it is None: the blocks that the step assigns contain them, once its copies are made.
     """
 
-    source_slot: int
+    source_slot: int | None
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Prompt tokens `[start, start + count)` of one request.
+    """Tokens `[start, start + count)` of one request: of its prompt, and, where it was preempted, of what it had generated.
 
     Attributes:
         is_first: the request takes its slot with this chunk; the slot's former contents are void beyond `reuse`.
-        is_last: the prompt ends here, and the chunk's token is the first generated one.
+        is_last: these tokens end here, and the chunk's token is the next generated one.
         reuse: cache rows that hold the prompt up to `start`; only ever in a first chunk.
         arrival: the request's, so that a later request with the same id is not mistaken for it.
+        generated: tokens that the request got before.
+        preemptions: how often it was preempted before.
+        recomputed: tokens of the chunk that were in the cache before it was.
     """
 
     request_id: str
@@ -40,6 +44,9 @@ class ScheduledChunk:
     is_last: bool
     reuse: PrefixReuse | None
     arrival: int
+    generated: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +65,57 @@ class PassedOver(NamedTuple):
     arrival: int
 
 
+class Preempted(NamedTuple):
+    """A request that gives its row and its blocks back and is computed again later; `arrival` as in `ScheduledChunk`."""
+
+    request_id: str
+    slot: int
+    arrival: int
+
+
+class Assignment(NamedTuple):
+    """Blocks for the tokens of a row from its block `first` on; `arrival` as in `ScheduledChunk`.
+
+    The first `shared` of them contain tokens of the row already, and are only read, by other rows too.
+    """
+
+    request_id: str
+    slot: int
+    first: int
+    blocks: tuple[int, ...]
+    shared: int
+    arrival: int
+
+
+class BlockCopy(NamedTuple):
+    """The first `length` tokens of a block are copied into another."""
+
+    source: int
+    destination: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one graph run does.
+    """What one graph run does, and what is done before it: requests are preempted, then blocks assigned, then copies made.
 
-    The copies of reused prefixes are made before the graph runs and in the order of `chunks`: a later chunk may take
-    the slot that an earlier one copies from.
+    The copies of reused prefixes are made in the order of `chunks`, or of `copies`: a later one may overwrite what an earlier
+    one copies from.
 
     Attributes:
         graph: what the step runs in. A chunk with a larger count than `graph.chunk_size` takes several rows.
         decodes: in the order of their slots.
         passed_over: the prompt that this step passed over, if it did.
+        preempted, assignments, copies: of a cache of blocks.
     """
 
     graph: GraphSpec
     decodes: tuple[ScheduledDecode, ...]
     chunks: tuple[ScheduledChunk, ...]
     passed_over: PassedOver | None = None
+    preempted: tuple[Preempted, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
 
 class RequestFailedError(RuntimeError):

@@ -69,7 +69,7 @@ class PromptPlanner:
         limits = dataclasses.replace(
             self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
         )
-        plan = plan_chunks(states, slots, limits)
+        plan = plan_chunks(states, slots.draft(), limits)
         if decodes_first and states[0].bypassed < MAX_BYPASS and not any(chunk.is_last for chunk in plan.chunks):
             states[0].bypassed += 1
             return {}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -93,9 +94,30 @@ class Harness:
     finished: dict[str, str] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     streaks: dict[str, int] = field(default_factory=dict)
+    slot_of: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    last_start: int = -(10**9)
+    starts: dict[str, int] = field(default_factory=dict)
+    preempted: Counter[str] = field(default_factory=Counter)
+    hits: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = [[-1] * self.config.sequence_length for _ in range(self.config.batch_size)]
+        self.size = self.config.block_length
+        self.cache = [[-1] * self.size for _ in range(self.config.kv_blocks)]
+        self.has_blocks = self.config.kv_block_size is not None
+        self.tables: list[list[int]] = [[] if self.has_blocks else [row] for row in range(self.config.batch_size)]
+
+    def read(self, slot: int, index: int) -> int:
+        return self.cache[self.tables[slot][index // self.size]][index % self.size]
+
+    def write(self, slot: int, index: int, row: int) -> None:
+        block = self.tables[slot][index // self.size]
+        assert sum(block in table for table in self.tables) == 1, f"block {block} is written to, and has several rows"
+        self.cache[block][index % self.size] = row
+
+    def tokens(self, name: str) -> list[int]:
+        """All that the next token of a request follows."""
+        return self.requests[name].prompt_token_ids.tolist() + self.outputs[name]
 
     def add(self, request: Request) -> bool:
         try:
@@ -112,6 +134,12 @@ class Harness:
         assert self.scheduler.abort(name) == live
         if live:
             self.aborted.add(name)
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        slot = self.slot_of.pop(name, None)
+        if self.has_blocks and slot is not None:
+            self.tables[slot] = []
 
     def schedule(self) -> Step | None:
         self.calls += 1
@@ -123,29 +151,51 @@ class Harness:
         assert snapshot(self.scheduler) == before
         return step
 
+    def change_blocks(self, step: Step) -> None:
+        """Who is preempted loses everything, then blocks are assigned, then copies made."""
+        for gone in step.preempted:
+            self.end(gone.request_id)
+            self.preempted[gone.request_id] += 1
+        for assignment in step.assignments:
+            held = {block for table in self.tables for block in table}
+            shared, fresh = assignment.blocks[: assignment.shared], assignment.blocks[assignment.shared :]
+            assert not held & set(fresh) and len(set(fresh)) == len(fresh), "a block that is written to has one owner"
+            assert assignment.first == len(self.tables[assignment.slot])
+            self.tables[assignment.slot] += [*shared, *fresh]
+        for copy in step.copies:
+            self.cache[copy.destination][: copy.length] = self.cache[copy.source][: copy.length]
+
     def run(self, step: Step) -> tuple[list[int], list[int]]:
         """The model: copies, then writes, then reads; the copies in the order of the chunks."""
+        self.steps += 1
+        self.change_blocks(step)
         for chunk in step.chunks:
+            if chunk.is_first:
+                self.slot_of[chunk.request_id] = chunk.slot
+                self.starts.setdefault(chunk.request_id, self.steps)
+                self.last_start = self.steps
             if chunk.reuse:
+                self.hits += 1
+            if chunk.reuse and chunk.reuse.source_slot is not None:
                 source, length = chunk.reuse
                 self.cache[chunk.slot][:length] = self.cache[source][:length]
         decode_tokens = []
         for decode in step.decodes:
-            rows, output = self.cache[decode.slot], self.outputs[decode.request_id]
-            end = len(self.requests[decode.request_id].prompt_token_ids) + len(output) - 1
-            rows[end] = row_after(rows[end - 1], output[-1])
-            decode_tokens.append(token_from(rows[end]))
+            end = len(self.tokens(decode.request_id)) - 1
+            row = row_after(self.read(decode.slot, end - 1), self.outputs[decode.request_id][-1])
+            self.write(decode.slot, end, row)
+            decode_tokens.append(token_from(row))
         return decode_tokens, [token_from(self.run_chunk(chunk)) for chunk in step.chunks]
 
     def run_chunk(self, chunk: ScheduledChunk) -> int:
-        rows, request = self.cache[chunk.slot], self.requests[chunk.request_id]
-        prompt, end = request.prompt_token_ids.tolist(), chunk.start + chunk.count
-        if request.atomic:
-            rows[: len(prompt)] = atomic_rows(prompt)
-        else:
-            for index in range(chunk.start, end):
-                rows[index] = row_after(rows[index - 1] if index else EMPTY, prompt[index])
-        return rows[end - 1]
+        request, tokens = self.requests[chunk.request_id], self.tokens(chunk.request_id)
+        for index in range(chunk.start, chunk.start + chunk.count):
+            if request.atomic and index < len(request.prompt_token_ids):
+                row = atomic_rows(request.prompt_token_ids.tolist())[index]
+            else:
+                row = row_after(self.read(chunk.slot, index - 1) if index else EMPTY, tokens[index])
+            self.write(chunk.slot, index, row)
+        return row
 
     def commit(self, step: Step, tokens: tuple[list[int], list[int]], seconds: float) -> None:
         for event in self.scheduler.commit(step, *tokens, seconds=seconds):
@@ -154,11 +204,13 @@ class Harness:
             self.outputs[name].append(event.token_id)
             if event.finish_reason:
                 self.finished[name] = event.finish_reason
+                self.end(name)
         self.scheduler.slots.check()
 
     def check_step(self, step: Step) -> None:
         scheduler, config, options = self.scheduler, self.config, self.options
-        states = list(scheduler._live.values())
+        gone = {each.request_id for each in step.preempted}
+        states = [state for state in scheduler._live.values() if state.request.request_id not in gone]
         running = {state.request.request_id for state in states if state.slot is not None and not state.remaining}
         decoding = self.decoding(step)
         assert set(decoding) in (running, set()) and (decoding or step.chunks)
@@ -178,12 +230,38 @@ class Harness:
         for chunk in step.chunks:
             assert chunk.slot not in {decode.slot for decode in step.decodes}
             self.check_chunk(chunk)
+        self.check_blocks(step)
+
+    def check_blocks(self, step: Step) -> None:
+        """The youngest are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
+        holders = [state for state in self.scheduler._live.values() if state.slot is not None]
+        holders.sort(key=lambda state: state.arrival)
+        kept = len(holders) - len(step.preempted)
+        assert [state.arrival for state in holders[kept:]] == [gone.arrival for gone in step.preempted][::-1]
+        if step.preempted:
+            assert self.has_blocks and kept and not any(chunk.is_first for chunk in step.chunks)
+            assert self.steps + 1 - self.last_start >= self.size
+            stay = holders[: kept + 1]  # the last one that had to go, too
+            used = {block for state in stay for block in self.tables[state.slot]}
+            needed = sum(state.cached == len(self.tables[state.slot]) * self.size for state in stay)
+            assert needed > self.config.kv_blocks - len(used)
+        assigned = {each.slot: each for each in step.assignments}
+        assert len(assigned) == len(step.assignments)
+        ends = {chunk.slot: chunk.start + chunk.count for chunk in step.chunks}
+        ends |= {decode.slot: len(self.tokens(decode.request_id)) for decode in step.decodes}
+        assert assigned.keys() <= ends.keys()
+        for slot, end in ends.items() if self.has_blocks else ():
+            had = len(self.tables[slot]) if slot not in assigned or assigned[slot].first else 0
+            assert had + len(assigned[slot].blocks if slot in assigned else ()) == -(-end // self.size)
+        for chunk in step.chunks if self.has_blocks else ():
+            start = assigned[chunk.slot].shared * self.size if chunk.is_first else 0
+            assert start <= chunk.start and (start == chunk.start or not chunk.is_first or chunk.reuse)
 
     def check_graph(self, step: Step) -> None:
         """The smallest of its kind that holds the step, or the largest mixed one."""
         counts, rows = [chunk.count for chunk in step.chunks], self.config.ctx_batch_size
         ends = [chunk.start + chunk.count for chunk in step.chunks]
-        ends += [len(self.requests[name].prompt_token_ids) + len(self.outputs[name]) for name in self.decoding(step)]
+        ends += [len(self.tokens(name)) for name in self.decoding(step)]
         kind = "token_generation" if not counts else "mixed" if step.decodes else "chunked_prefill"
         fitting = [
             graph
@@ -201,13 +279,18 @@ class Harness:
 
     def check_chunk(self, chunk: ScheduledChunk) -> None:
         state, options = self.scheduler.state(chunk.request_id), self.options
-        total, end = len(state.request.prompt_token_ids), chunk.start + chunk.count
+        prompt, total = len(state.request.prompt_token_ids), len(self.tokens(chunk.request_id))
+        end, again = chunk.start + chunk.count, self.preempted[chunk.request_id]
+        assert (chunk.preemptions, chunk.generated) == (again, len(self.outputs[chunk.request_id]))
+        assert chunk.generated == 0 or again
+        assert chunk.recomputed <= (chunk.count if again else 0)
         assert chunk.is_first == (state.slot is None)
         assert chunk.start == (chunk.reuse.length if chunk.reuse else state.computed)
         assert chunk.reuse is None or (chunk.is_first and options.prefix_reuse and chunk.start < total)
         assert chunk.count >= 1 and chunk.is_last == (end == total)
-        if state.request.atomic:
-            assert (chunk.start, end) == (0, total)
+        if state.request.atomic and chunk.is_first:
+            assert (chunk.start, end) == (0, prompt)
+            return
         else:
             assert chunk.count <= (options.long_prefill_token_threshold or total)
         if not chunk.is_last:
@@ -215,23 +298,34 @@ class Harness:
             assert end % unit == 0 or end // unit * unit <= chunk.start
 
     def check_bypass(self, step: Step) -> None:
-        """The prompt that is due is passed over only by ones that end, and not too often."""
-        states = [state for state in self.scheduler._live.values() if state.slot is None or state.remaining]
-        if not self.scheduler.slots.free_count:
+        """The prompt that is due is passed over only by ones that end, and not too often. Nobody else starts before it where it
+        waits for blocks."""
+        gone = {each.request_id for each in step.preempted}
+        states = [state for state in self.scheduler._live.values() if state.request.request_id not in gone]
+        states = [state for state in states if state.slot is None or state.remaining]
+        if gone or not self.scheduler.slots.free_count:
             states = [state for state in states if state.slot is not None]
         due = min(states, key=lambda state: (state.request.priority, state.slot is None, state.arrival))
-        name = due.request.request_id
-        if name in {chunk.request_id for chunk in step.chunks}:
-            self.streaks[name] = 0
-        elif self.scheduler.policy != "all_chunks":
-            assert all(chunk.is_last for chunk in step.chunks)
-            others = [self.scheduler.state(chunk.request_id).request for chunk in step.chunks]
+        name, passing = due.request.request_id, step.chunks
+        if self.has_blocks and due.slot is None:
+            passing = tuple(chunk for chunk in passing if chunk.is_first)
+        self.streaks |= {chunk.request_id: 0 for chunk in step.chunks}
+        if (
+            name not in {chunk.request_id for chunk in step.chunks}
+            and self.scheduler.policy != "all_chunks"
+            and passing
+        ):
+            assert all(chunk.is_last for chunk in passing)
+            others = [self.scheduler.state(chunk.request_id).request for chunk in passing]
             assert all(other.priority == due.request.priority for other in others)
             self.streaks[name] = self.streaks.get(name, 0) + 1
             assert self.streaks[name] <= self.options.max_bypass
 
     def check_end(self) -> None:
         assert self.scheduler.slots.free_count == self.config.batch_size and not self.scheduler.has_work
+        assert self.scheduler.slots.used == 0
+        for name, times in self.preempted.items():
+            assert times <= (self.steps - self.starts[name]) // self.size, f"{name} was preempted {times} times"
         assert set(self.finished) | self.aborted == set(self.requests) and not set(self.finished) & self.aborted
         for name, request in self.requests.items():
             expected = alone(request, self.limits[name])
@@ -260,6 +354,7 @@ def play(workload: Workload, check_purity: bool = True) -> Harness:
     scheduler = Scheduler(workload.config, workload.options, family, min_reuse=2)
     harness = Harness(scheduler, workload.config, workload.options, check_purity, workload.deterministic)
     work = sum(len(request.prompt_token_ids) + workload.config.sequence_length for _, request in workload.arrivals)
+    work *= 1 if workload.config.kv_block_size is None else 4  # tokens that were preempted are computed again
     clock = random.Random(workload.seed)
     last = max([at for at, _ in workload.arrivals] + [at for at, _, _ in workload.aborts])
     number = 0
@@ -283,21 +378,32 @@ def play(workload: Workload, check_purity: bool = True) -> Harness:
     return harness
 
 
+def with_blocks(config: NeuronConfig, size: int, blocks: int) -> NeuronConfig:
+    """A config whose blocks are smaller than kernels take, so that short requests have several."""
+    object.__setattr__(config, "kv_block_size", size)
+    object.__setattr__(config, "kv_cache_tokens", size * blocks)
+    return config
+
+
 @st.composite
-def configs(draw: st.DrawFn) -> NeuronConfig:
+def configs(draw: st.DrawFn, blocks: bool = False) -> NeuronConfig:
     slots = draw(st.integers(1, 6))
     rows = draw(st.integers(1, min(slots, 3)))
     sizes = sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)))
-    length = slots + rows * sizes[-1] + draw(st.integers(8, 60))
-    return NeuronConfig(
+    size = draw(st.sampled_from([2, 4, 8, 16])) if blocks else 1
+    length = -(-(slots + rows * sizes[-1] + draw(st.integers(8, 60))) // size) * size
+    buckets = draw(st.lists(st.integers(1, length // size), max_size=2))
+    config = NeuronConfig(
         batch_size=slots,
         sequence_length=length,
         prefill_chunk_size=sizes[-1],
         prefill_chunk_buckets=tuple(sizes[:-1]),
         ctx_batch_size=rows,
-        context_buckets=tuple(sorted({length, *draw(st.lists(st.integers(1, length), max_size=2))})),
+        context_buckets=tuple(sorted({length, *(bucket * size for bucket in buckets)})),
         mixed_step=draw(st.booleans()) if slots > 1 else False,
     )
+    per_row = length // size
+    return with_blocks(config, size, per_row + draw(st.integers(0, per_row))) if blocks else config
 
 
 @st.composite
@@ -317,13 +423,13 @@ def option_sets(draw: st.DrawFn, config: NeuronConfig) -> SchedulerOptions:
 
 
 @st.composite
-def requests(draw: st.DrawFn, name: str, length: int) -> Request:
+def requests(draw: st.DrawFn, name: str, length: int, many: tuple[int, ...] = ()) -> Request:
     shared = draw(st.integers(0, 3) | st.integers(0, length))
     tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4))
     return Request(
         request_id=name,
         prompt_token_ids=[*SHARED[:shared], *tail],
-        max_new_tokens=draw(st.sampled_from([None, 1, 2, 3, 4, 5, 6, 7, 8])),
+        max_new_tokens=draw(st.sampled_from([None, 1, 2, 3, 4, 5, 6, 7, 8, *many])),
         eos_token_ids=draw(st.sampled_from([frozenset(), frozenset({END})])),
         priority=draw(st.sampled_from([0, 0, 0, 1])),
         atomic=draw(st.sampled_from([False] * 7 + [True])),
@@ -331,10 +437,11 @@ def requests(draw: st.DrawFn, name: str, length: int) -> Request:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    config = draw(configs())
+def workloads(draw: st.DrawFn, blocks: bool = False) -> Workload:
+    config = draw(configs(blocks))
+    many = (15, 30, 30) if blocks else ()
     names = [f"r{index}" for index in range(draw(st.integers(1, 14)))]
-    arrivals = [(draw(st.integers(0, 12)), draw(requests(name, config.sequence_length))) for name in names]
+    arrivals = [(draw(st.integers(0, 12)), draw(requests(name, config.sequence_length, many))) for name in names]
     aborts = []
     for at, request in draw(st.lists(st.sampled_from(arrivals), max_size=4)):
         aborts.append((at + draw(st.integers(0, 12)), request.request_id, draw(st.booleans())))
@@ -351,34 +458,61 @@ def test_each_request_gets_the_tokens_it_would_get_alone(workload: Workload) -> 
     play(workload)
 
 
-@pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
-def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any) -> None:
-    """2500 requests per policy through one scheduler, many more waiting than running."""
+@examples(
+    800,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+@given(workloads(blocks=True))
+def test_each_request_gets_these_tokens_when_blocks_run_out(workload: Workload) -> None:
+    play(workload)
+
+
+def crowd(policy: Any, count: int, config: NeuronConfig, new: int) -> Workload:
+    """Many requests, of which a steady stream and bursts arrive, most of them short."""
     rng = random.Random(policy)
-    config = NeuronConfig(
-        batch_size=8,
+    arrivals, aborts = [], []
+    for index in range(count):
+        at = index // 10 * 5 if index % 1000 < 800 else index // 100 * 50
+        length = rng.randint(20, 50) if rng.random() < 0.2 else rng.randint(1, 6)
+        tokens = [*SHARED[: rng.randrange(length)], *rng.choices(range(VOCAB), k=3)]
+        request = Request(
+            request_id=f"r{index}",
+            prompt_token_ids=tokens,
+            max_new_tokens=rng.randint(1, min(new, config.sequence_length - len(tokens) + 1)),
+            priority=int(rng.random() < 0.1),
+            atomic=len(tokens) <= 23 - config.batch_size and rng.random() < 0.1,
+        )
+        arrivals.append((at, request))
+        if rng.random() < 0.05:
+            aborts.append((at + rng.randrange(8), request.request_id, rng.random() < 0.5))
+    options = SchedulerOptions(policy=policy, max_step_tokens=22, long_prefill_token_threshold=12, max_bypass=2)
+    return Workload(config, options, arrivals, aborts, 0)
+
+
+def crowd_config(policy: str, slots: int = 8) -> NeuronConfig:
+    return NeuronConfig(
+        batch_size=slots,
         sequence_length=64,
         prefill_chunk_size=8,
         prefill_chunk_buckets=(4,),
         ctx_batch_size=2,
         mixed_step=policy == "mixed",
     )
-    arrivals, aborts = [], []
-    for index in range(2500):
-        at = index // 10 * 5 if index % 1000 < 800 else index // 100 * 50  # a steady stream, and bursts
-        length = rng.randint(20, 50) if rng.random() < 0.2 else rng.randint(1, 6)
-        tokens = [*SHARED[: rng.randrange(length)], *rng.choices(range(VOCAB), k=3)]
-        request = Request(
-            request_id=f"r{index}",
-            prompt_token_ids=tokens,
-            max_new_tokens=rng.randint(1, 5),
-            priority=int(rng.random() < 0.1),
-            atomic=len(tokens) <= 15 and rng.random() < 0.1,
-        )
-        arrivals.append((at, request))
-        if rng.random() < 0.05:
-            aborts.append((at + rng.randrange(8), request.request_id, rng.random() < 0.5))
-    options = SchedulerOptions(policy=policy, max_step_tokens=22, long_prefill_token_threshold=12, max_bypass=2)
-    harness = play(Workload(config, options, arrivals, aborts, 0), check_purity=False)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
+def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any) -> None:
+    """2500 requests per policy through one scheduler, many more waiting than running."""
+    harness = play(crowd(policy, 2500, crowd_config(policy), new=5), check_purity=False)
     assert len(harness.requests) == 2500
     assert not harness.scheduler._live and not harness.scheduler._waiting
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
+def test_of_many_requests_none_is_lost_when_blocks_run_out(policy: Any, count: int) -> None:
+    """12 rows share what 3 of the longest requests take; 10,000 requests in all."""
+    config = with_blocks(crowd_config(policy, slots=12), size=4, blocks=48)
+    harness = play(crowd(policy, count, config, new=40), check_purity=False)
+    assert len(harness.requests) == count and harness.hits > count // 10
+    assert sum(harness.preempted.values()) > count // 30

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks rows get, what of a prompt is found in them, and who gives theirs back; test_scheduler_fuzz.py has the invariants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scheduling import TOKEN, add, advance, commit, next_step, request
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.engine.block_pool import BlockMatch, BlockPool
+from optimum_neuron.engine.policy import SchedulerOptions
+from optimum_neuron.engine.scheduler import Scheduler
+from optimum_neuron.engine.step import BlockCopy, PrefixReuse
+
+
+def make(rows: int = 3, blocks: int = 4) -> Scheduler:
+    config = NeuronConfig(
+        batch_size=rows,
+        sequence_length=256,
+        prefill_chunk_size=128,
+        kv_block_size=64,
+        kv_cache_tokens=64 * blocks,
+        mixed_step=rows > 1,
+    )
+    return Scheduler(config, SchedulerOptions(), min_reuse=16)
+
+
+def filled(*rows: tuple[list[int], list[int]]) -> BlockPool:
+    pool = BlockPool(6, 4, 2)
+    for blocks, tokens in rows:
+        pool.acquire(blocks, fresh=True)
+        pool.write(blocks, 0, np.array(tokens, np.int32))
+        pool.release(blocks)
+        pool.check()
+    return pool
+
+
+FIRST = ([0, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], BlockMatch((0, 1), 2, 2, True)),
+        ([1, 2, 3, 4, 5, 6, 7, 8], BlockMatch((0,), 1, 3, False)),  # the last token is left to compute
+        ([1, 2, 3, 4, 5, 9, 9, 9], BlockMatch((0,), 0, 0, False)),  # one token is too few to copy
+        ([1, 2, 3, 9, 9], BlockMatch((), 0, 3, False)),
+        ([5, 6, 7, 8, 9], BlockMatch((), 0, 0, False)),  # block 1's tokens, but not what precedes them
+    ],
+)
+def test_a_prompt_finds_full_blocks_and_part_of_one(prompt: list[int], expected: BlockMatch) -> None:
+    assert filled(FIRST).match(np.array(prompt, np.int32)) == expected
+
+
+def test_empty_blocks_go_first_from_the_lowest_then_the_least_recently_used_from_the_last() -> None:
+    pool = filled(FIRST, ([4], [7, 7, 7]))
+    assert list(pool.candidates()) == [3, 5, 2, 1, 0, 4]
+    pool.touch(2)
+    assert list(pool.candidates()) == [3, 5, 1, 0, 4, 2]
+    pool.acquire([1], fresh=True)
+    assert pool.match(np.array(FIRST[1], np.int32)).shared == (0,)
+
+
+def test_a_block_that_is_read_is_not_written_anew() -> None:
+    pool = filled(FIRST)
+    pool.acquire([0], fresh=False)
+    with pytest.raises(RuntimeError, match="block 0 has 1 rows"):
+        pool.acquire([0], fresh=True)
+    with pytest.raises(RuntimeError, match="block 1 is free"):
+        pool.release([1])
+
+
+def test_a_full_block_is_shared_and_part_of_the_next_copied() -> None:
+    scheduler = make(blocks=8)
+    prompt = list(range(100))
+    add(scheduler, request("a", prompt, new=50))
+    advance(scheduler)
+    add(scheduler, request("b", [*prompt, 7, 8], new=10))
+    step = next_step(scheduler)
+    assert step.chunks[0].reuse == PrefixReuse(None, 100) and step.copies == (BlockCopy(1, 2, 36),)
+    assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
+    commit(scheduler, step)
+    assert scheduler.slots.used == 3
+
+
+def test_the_youngest_gives_its_blocks_back_and_goes_on_where_it_was() -> None:
+    scheduler = make()
+    add(scheduler, request("old", 60, new=190), request("young", 60, new=100))
+    preempted, tokens = [], []
+    while scheduler.has_work:
+        step = next_step(scheduler)
+        preempted += [gone.request_id for gone in step.preempted]
+        tokens += [name for name, token, _ in commit(scheduler, step) if token == TOKEN]
+    assert preempted == ["young"]
+    assert tokens.count("old") == 190 and tokens.count("young") == 100 and scheduler.slots.used == 0
+
+
+def test_an_abort_of_a_preempted_request_while_the_step_runs_loses_no_block() -> None:
+    scheduler = make(rows=2)
+    add(scheduler, request("old", 60, new=190), request("young", 62, new=150))
+    while not (step := next_step(scheduler)).preempted:
+        commit(scheduler, step)
+    assert step.preempted[0].request_id == "young" and scheduler.abort("young")
+    commit(scheduler, step)
+    while scheduler.has_work:
+        advance(scheduler)
+    assert scheduler.slots.used == 0

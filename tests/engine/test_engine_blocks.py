@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With blocks, requests get the tokens that slots give them: where blocks run out, where prefixes are shared, sampled too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import VOCAB, artifact_runner, eager_runner, export_tiny, random_tokens, tiny_config
+from torch import nn
+
+from optimum_neuron.engine.engine import Engine
+from optimum_neuron.engine.policy import SchedulerOptions
+from optimum_neuron.engine.request import Request
+from optimum_neuron.graphs.spec import SamplingParams
+from optimum_neuron.runtime.runner import GraphRunner
+
+
+SLOTS = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
+BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 256}
+SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)
+
+
+@pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+def both(
+    request: pytest.FixtureRequest,
+    tiny_models: dict[str, nn.Module],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[GraphRunner, GraphRunner]:
+    """Runners with slots, and with 4 blocks for 3 rows that could use 4 each."""
+    if request.param == "eager":
+        model = tiny_models["llama"]
+        return eager_runner(model, tiny_config(**SLOTS)), eager_runner(model, tiny_config(**BLOCKS))
+    folder = tmp_path_factory.mktemp("blocks")
+    checkpoint = sharp_checkpoints["llama"]
+    sizes = {"slots": SLOTS, "blocks": BLOCKS}
+    artifacts = [export_tiny(checkpoint, folder / name, **sizes[name], target="cpu") for name in sizes]
+    return artifact_runner(artifacts[0]), artifact_runner(artifacts[1])
+
+
+def crowd() -> list[Request]:
+    """Three at a time need up to 6 blocks. Some start alike, by more than a block, and by less."""
+    shared = random_tokens(100, seed=7)
+    requests = []
+    for number, (common, own, new) in enumerate(
+        [(0, 60, 80), (0, 50, 90), (100, 5, 40), (100, 20, 30), (90, 8, 60), (0, 20, 100), (64, 1, 20), (100, 5, 25)]
+    ):
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=[*shared[:common], *random_tokens(own, seed=number)],
+                max_new_tokens=new,
+                sampling=SAMPLED if number % 2 else SamplingParams(),
+                seed=number,
+            )
+        )
+    return requests
+
+
+def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tuple[dict[str, list[int]], Engine]:
+    runner.reset_all()
+    engine = Engine(runner, SchedulerOptions(**options), vocab_size=VOCAB)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].append(event.token_id)
+        engine.scheduler.slots.check()
+        assert engine.statistics.blocks_in_use == engine.scheduler.slots.used
+    return tokens, engine
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_tokens_are_those_of_slots_also_where_requests_are_preempted(
+    both: tuple[GraphRunner, GraphRunner], reuse: bool
+) -> None:
+    expected, engine = serve(both[0], crowd(), prefix_reuse=False)
+    assert engine.statistics.preemptions == 0
+    tokens, engine = serve(both[1], crowd(), prefix_reuse=reuse)
+    assert tokens == expected
+    counted = engine.statistics
+    assert counted.preemptions >= 1 and counted.finished == len(tokens) and counted.blocks_in_use == 0
+    assert counted.queue_seconds.count == counted.first_token_seconds.count == len(tokens)
+    assert counted.generated_tokens == sum(map(len, tokens.values()))
+    assert (counted.prefix_hit_tokens > 100) == reuse
+    longest = max(len(each.prompt_token_ids) + (each.max_new_tokens or 0) for each in crowd())
+    assert 0 < counted.recomputed_tokens <= counted.preemptions * longest
+
+
+def test_aborts_and_failures_leave_no_block_behind(both: tuple[GraphRunner, GraphRunner]) -> None:
+    engine = Engine(both[1], vocab_size=VOCAB)
+    for request in crowd():
+        engine.add_request(request)
+    for step in range(60):
+        engine.step()
+        if step % 15 == 14:
+            engine.abort(next(iter(engine._samplers)))
+        engine.scheduler.slots.check()
+    engine.abort_all()
+    engine.scheduler.slots.check()
+    assert engine.scheduler.slots.used == 0 and not engine.has_work
+    request = crowd()[0]
+    engine.add_request(request)
+    assert [event.token_id for event in engine.run()] == serve(both[0], [request])[0]["0"]
+
+
+def test_a_model_with_state_beside_keys_shares_nothing_and_is_computed_again(
+    tiny_models: dict[str, nn.Module],
+) -> None:
+    model = tiny_models["lfm2"]
+    expected, _ = serve(eager_runner(model, tiny_config(**SLOTS)), crowd())
+    tokens, engine = serve(eager_runner(model, tiny_config(**BLOCKS)), crowd())
+    assert tokens == expected
+    assert engine.statistics.preemptions >= 1 and engine.statistics.prefix_hit_tokens == 0
