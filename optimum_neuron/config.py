@@ -272,11 +272,15 @@ class NeuronConfig:
         """Blocks of the longest request."""
         return self.sequence_length // self.block_length
 
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks that so many tokens of a row take."""
+        return -(-tokens // self.block_length)
+
     @property
     def trash_blocks(self) -> int:
         """Blocks behind the others, where padding is written: each token of a step has a place of its own there."""
         most = self.batch_size + self.ctx_batch_size * self.prefill_chunk_size
-        return -(-most // self.block_length)
+        return self.blocks_of(most)
 
     @property
     def blocks_in_place(self) -> bool:

@@ -185,7 +185,7 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
 
 def _room(lengths: Sequence[int], config: NeuronConfig) -> list[bool]:
     """Which of these rows fit beside those before them."""
-    blocks = np.cumsum([-(-length // config.block_length) for length in lengths])
+    blocks = np.cumsum([config.blocks_of(length) for length in lengths])
     return (blocks <= config.kv_blocks).tolist()
 
 

@@ -86,7 +86,7 @@ def blocks_needed(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
     Raises:
         ValueError: there are fewer.
     """
-    needed = [-(-count // config.block_length) for count in tokens]
+    needed = [config.blocks_of(count) for count in tokens]
     if sum(needed) > config.kv_blocks:
         raise ValueError(
             f"{len(tokens)} rows of {', '.join(map(str, tokens))} tokens take {sum(needed) * config.block_length:,} tokens of "

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 # What an artifact passes on to an estimate of it; without a size of one's own, also what followed from its sizes.
 _INHERITED = ("batch_size", "sequence_length", "dtype", "on_device_sampling", "output_logits")
-_FOLLOWING = ("ctx_batch_size", "prefill_chunk_size", "prefill_chunk_buckets", "mixed_step")
+_FOLLOWING = (
+    "kv_block_size",
+    "kv_cache_tokens",
+    "ctx_batch_size",
+    "prefill_chunk_size",
+    "prefill_chunk_buckets",
+    "mixed_step",
+)
 _LENGTH_STEP = 1024
 # Where the search for a length ends if the model names no limit.
 _LONGEST = 1 << 20
@@ -212,7 +219,8 @@ def estimate(sizes: CoreSizes, options: Mapping[str, Any], context: int, longest
     config = NeuronConfig.from_dict(options)
     chip, cores = CHIPS[config.target], config.tensor_parallel_size
     family = GraphFamily(graph_specs(config))
-    decode = family.select("token_generation", context)
+    blocks = min(config.kv_blocks, config.batch_size * config.blocks_of(context))
+    decode = family.select("token_generation", context, blocks=blocks)
     chunk = family.select("chunked_prefill", context, [config.prefill_chunk_size])
     return Estimate(
         config=config,
@@ -231,9 +239,9 @@ def _fits(sizes: CoreSizes, options: Mapping[str, Any], chip: Chip) -> bool:
 
 
 def _largest_batch(sizes: CoreSizes, config: NeuronConfig, options: Mapping[str, Any], chip: Chip) -> int:
-    """The chunk size stays as it is, so that a larger batch never needs less."""
+    """Rows at full length, of blocks too. The chunk size stays as it is, so that a larger batch never needs less."""
     chunk = config.prefill_chunk_size
-    asked = {**options, "prefill_chunk_size": chunk}
+    asked = {**options, "prefill_chunk_size": chunk, "kv_cache_tokens": None}
     least = max(config.ctx_batch_size, 2 if options.get("mixed_step") else 1)
     batches = range(least, config.sequence_length - config.ctx_batch_size * chunk + 1)
     return _last(batches, lambda batch: _fits(sizes, {**asked, "batch_size": batch}, chip))
@@ -246,11 +254,17 @@ def _longest_sequence(
 
     def fits(length: int) -> bool:
         changes: dict[str, Any] = {"sequence_length": length, "prefill_chunk_size": config.prefill_chunk_size}
+        if config.kv_cache_tokens is not None:
+            changes["kv_cache_tokens"] = max(length, config.kv_cache_tokens)
         if options.get("context_buckets") is not None:
             changes["context_buckets"] = (*(size for size in config.context_buckets[:-1] if size < length), length)
         return _fits(sizes, {**options, **changes}, chip)
 
     least = config.batch_size + config.ctx_batch_size * config.prefill_chunk_size
+    if config.kv_block_size is not None:
+        blocks = range(config.blocks_of(config.prefill_chunk_size), longest // config.kv_block_size + 1)
+        found = config.kv_block_size * _last(blocks, lambda count: fits(count * (config.kv_block_size or 1)))
+        return max(found, config.sequence_length) if fits(config.sequence_length) else found
     multiples = range(-(-least // _LENGTH_STEP) * _LENGTH_STEP, longest + 1, _LENGTH_STEP)
     found = _last([*range(least, min(_LENGTH_STEP, longest + 1)), *multiples], fits)
     return max(found, config.sequence_length) if fits(config.sequence_length) else found

@@ -85,11 +85,11 @@ class StepWork:
         )
 
 
-def step_work(sizes: CoreSizes, rows: int, length: int, context_length: int, chip: Chip, cores: int) -> StepWork:
+def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, chip: Chip, cores: int) -> StepWork:
     """The work of a step of `rows` rows of `length` tokens, with experts in the form that graphs of the chip have.
 
     Args:
-        context_length: columns of the cache that attention reads.
+        context_length: columns of the cache that a row's attention reads, of all rows on average.
         cores: of the group.
     """
     scores = rows * length * context_length * sizes.heads * SCORE_BYTES
@@ -104,21 +104,43 @@ def step_work(sizes: CoreSizes, rows: int, length: int, context_length: int, chi
     )
 
 
+def graph_work(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> StepWork:
+    """The work of a graph's step, whatever of its rows and columns is in use: weights are read once for all its rows."""
+    parts = [step_work(sizes, *rows, chip, cores) for rows in _rows(graph)]
+    return StepWork(
+        weights=max(part.weights for part in parts),
+        cache=sum(part.cache for part in parts),
+        products=sum(part.products for part in parts),
+        scores=sum(part.scores for part in parts),
+        latencies=max(part.latencies for part in parts),
+    )
+
+
+def _rows(graph: GraphSpec) -> list[tuple[int, int, float]]:
+    """Rows of each group, the tokens of a row, and the columns that one reads on average: of blocks in place, its share of them."""
+    groups: list[tuple[int, int, float]] = []
+    if graph.has_decode:
+        columns = (graph.kv_block_size or 0) * graph.blocks_in_place or graph.batch_size * graph.context_length
+        groups.append((graph.batch_size, 1, columns / graph.batch_size))
+    if graph.has_chunk:
+        groups.append((graph.ctx_batch_size, graph.chunk_size, graph.context_length))
+    return groups
+
+
 def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: StepTimes) -> Speed:
-    """The time of one step, of decode rows or of chunk rows, when every core of the group works on its part.
+    """The time of one step of decode rows or of chunk rows, when every core of the group works on its part.
 
     At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
     least time that the chip's peaks allow for any routing.
     """
-    decodes = graph.has_decode
-    rows, length = (graph.batch_size, 1) if decodes else (graph.ctx_batch_size, graph.chunk_size)
-    accuracy: Accuracy = DECODE if decodes else PREFILL
-    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_read(sizes, rows, graph.context_length)
+    ((rows, length, context),) = _rows(graph)
+    accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
+    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_read(sizes, rows, context)
     memory = reading / chip.core_bandwidth
     routed = routed_flops(sizes, rows * length)
-    products = (flops(sizes, rows, length, graph.context_length) + routed) / chip.core_flops(sizes.dtype)
+    products = (flops(sizes, rows, length, context) + routed) / chip.core_flops(sizes.dtype)
     peak = max(memory, products)
-    expected = step_work(sizes, rows, length, graph.context_length, chip, cores).seconds(times)
+    expected = graph_work(sizes, graph, chip, cores).seconds(times)
     return Speed(
         tokens=rows * length,
         peak_s=peak,
@@ -141,12 +163,12 @@ def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
     return sum(layers * each.moved for layers, each in done), sum(layers * each.flops for layers, each in done)
 
 
-def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: int) -> int:
+def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: float) -> float:
     """Bytes of keys and values that a step reads: the graph's context, whatever of it is in use."""
     return rows * context_length * sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
 
 
-def flops(sizes: CoreSizes, rows: int, length: int, context_length: int) -> int:
+def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:
     """Floating point operations of a step's matrix products without routed experts: two per parameter and token.
 
     Args:
