@@ -14,6 +14,7 @@
     python -m benchmark.kernels.sample         its kernel of sampling against transformers' warpers
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
+    python -m benchmark.simulate.blocks        blocks against slots of the same memory on trn2
 
 Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to
 read the numbers, and has those that decisions rest on.

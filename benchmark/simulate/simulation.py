@@ -7,6 +7,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.engine.statistics import Statistics
 from optimum_neuron.engine.step import Step, TokenEvent
-
-from .step_costs import Calibration
+from optimum_neuron.graphs.spec import GraphSpec
 
 
 VOCABULARY = 32_000
@@ -36,6 +36,7 @@ class Workload:
         ramp_s: seconds over which the users' first requests spread evenly.
         prompt_tokens, new_tokens: means of normal distributions.
         spread: their standard deviation, as a share of the mean.
+        prompt_quantiles, new_quantiles: lengths at evenly spaced probabilities from 0 to 1, in place of those distributions.
         shared_prefix: tokens with which all prompts start alike; 0 also turns off the search for such prefixes.
         seed: of lengths and arrivals.
     """
@@ -47,6 +48,8 @@ class Workload:
     prompt_tokens: int = 1500
     new_tokens: int = 250
     spread: float = 0.2
+    prompt_quantiles: tuple[int, ...] = ()
+    new_quantiles: tuple[int, ...] = ()
     shared_prefix: int = 0
     seed: int = 0
 
@@ -86,8 +89,10 @@ class _Traffic:
         most = workload.requests + 2 * workload.users
         random = np.random.default_rng(workload.seed)
         room = config.sequence_length
-        new = _lengths(random, workload.new_tokens, workload.spread, most, least=2, largest=room)
-        prompts = _lengths(random, workload.prompt_tokens, workload.spread, most, least=1, largest=room)
+        new = _lengths(random, workload.new_tokens, workload.spread, workload.new_quantiles, most).clip(2, room)
+        prompts = _lengths(random, workload.prompt_tokens, workload.spread, workload.prompt_quantiles, most).clip(
+            1, room
+        )
         self._new = new
         self._prompts = np.minimum(prompts, room - new + 1)
         self._tokens = random.integers(0, VOCABULARY, room, np.int32)
@@ -112,15 +117,20 @@ class _Traffic:
 
 
 def _lengths(
-    random: np.random.Generator, mean: int, spread: float, number: int, *, least: int, largest: int
+    random: np.random.Generator, mean: int, spread: float, quantiles: tuple[int, ...], number: int
 ) -> np.ndarray:
-    return np.clip(np.rint(random.normal(mean, mean * spread, number)), least, largest).astype(np.int64)
+    if quantiles:
+        found = np.interp(random.random(number), np.linspace(0, 1, len(quantiles)), quantiles)
+    else:
+        found = random.normal(mean, mean * spread, number)
+    return np.rint(found).astype(np.int64)
 
 
 class Simulation:
     """One engine.
 
     Args:
+        seconds: of a step of each graph, however few of its rows and tokens are in use.
         on_finish: called whenever a request finishes.
 
     Raises:
@@ -131,11 +141,12 @@ class Simulation:
         self,
         config: NeuronConfig,
         options: SchedulerOptions,
-        calibration: Calibration,
+        seconds: Callable[[GraphSpec], float],
         workload: Workload,
         on_finish: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._calibration, self._workload = config, calibration, workload
+        self._config, self._workload = config, workload
+        self._seconds = cache(seconds)
         self._on_finish = on_finish
         self._scheduler = Scheduler(config, options)
         self._traffic = _Traffic(workload, config)
@@ -155,7 +166,7 @@ class Simulation:
             if step is None:
                 now = due[0]
                 continue
-            seconds = self._seconds(step)
+            seconds = self._seconds(step.graph)
             self._count(step, now, seconds)
             now += seconds
             events = scheduler.commit(step, tokens[: len(step.decodes)], tokens[: len(step.chunks)], seconds)
@@ -168,13 +179,6 @@ class Simulation:
         request = self._traffic.next_request()
         self._arrivals[request.request_id] = arrival
         self._scheduler.add(request)
-
-    def _seconds(self, step: Step) -> float:
-        context = step.graph.context_length if self._calibration.attention_ms else self._calibration.context_length
-        graph = (step.graph.kind, step.graph.chunk_size, context)
-        if graph not in self._costs:
-            self._costs[graph] = self._calibration.step_ms(self._config, *graph) / 1000
-        return self._costs[graph]
 
     def _count(self, step: Step, now: float, seconds: float) -> None:
         outcome = self._outcome

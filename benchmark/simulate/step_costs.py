@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.spec import GraphSpec
 from optimum_neuron.targets.neuron.sdk.published_runs import LLAMA_8B_INF2, PublishedRun
 
 
@@ -53,16 +53,16 @@ class Calibration:
     context_length: int = 4096
     source: str = "Llama-3.1-8B, inf2.48xlarge, TP8, published by optimum-neuron PR 1086"
 
-    def step_ms(self, config: NeuronConfig, kind: str, chunk_size: int, context_length: int) -> float:
-        """Milliseconds of a step: those of its graph, however few of the graph's rows and tokens are in use."""
+    def seconds(self, graph: GraphSpec) -> float:
+        """Of a step: those of its graph, however few of the graph's rows and tokens are in use."""
         total = self.weights_ms + self.launch_ms
-        if kind != "chunked_prefill":
-            total += config.batch_size * self.row_ms
-        if kind == "token_generation":
-            return total
-        beyond = (context_length - self.context_length) / 1024
-        token_ms = max(0.0, self.token_ms + self.attention_ms / 1024 * beyond)
-        return total + config.ctx_batch_size * chunk_size * token_ms + (self.mixed_ms if kind == "mixed" else 0.0)
+        if graph.has_decode:
+            total += graph.batch_size * self.row_ms
+        if graph.has_chunk:
+            beyond = (graph.context_length - self.context_length) / 1024
+            token_ms = max(0.0, self.token_ms + self.attention_ms / 1024 * beyond)
+            total += graph.ctx_batch_size * graph.chunk_size * token_ms
+        return (total + (self.mixed_ms if graph.kind == "mixed" else 0.0)) / 1000
 
     @classmethod
     def from_times(cls, decode_ms: float, rows: int, chunk_ms: float, tokens: int, source: str) -> Calibration:

@@ -45,6 +45,11 @@ class BlockTable:
         """The blocks of a row, in order."""
         return self._blocks[slot]
 
+    def reach(self, rows: Iterable[tuple[int, int]]) -> int:
+        """The highest block that rows read, and one: of each row and the tokens that it has."""
+        size = self.pool.block_length
+        return max((max(self._blocks[row][: -(-tokens // size)], default=-1) for row, tokens in rows), default=-1) + 1
+
     def draft(self, holders: Iterable[RequestState]) -> BlockDraft:
         """What the next step may give out.
 

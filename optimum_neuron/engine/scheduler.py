@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from ..config import NeuronConfig
 from ..graphs.family import GraphFamily
-from ..graphs.spec import GraphKind, graph_specs
+from ..graphs.spec import GraphKind, GraphSpec, graph_specs
 from .admission import check_request
 from .block_table import BlockTable
 from .placement import CacheDraft
@@ -182,11 +182,21 @@ class Scheduler:
             beside, seen = (decodes, context) if kind == "mixed" else ((), 1)
             plan = plan_chunks(self._candidates(prefilling, draft), draft, self._limits(kind, len(beside)))
             if plan.chunks:
-                seen = max(seen, *(chunk.start + chunk.count for chunk in plan.chunks))
-                graph = self._family.select(kind, seen, [chunk.count for chunk in plan.chunks])
+                graph = self._graph(kind, beside, seen, plan.chunks)
                 return Step(graph, beside, plan.chunks, plan.passed_over)
         # No prompt advances, be it that all wait for the blocks of those who decode.
-        return Step(self._family.select("token_generation", context), decodes, ())
+        return Step(self._graph("token_generation", decodes, context, ()), decodes, ())
+
+    def _graph(
+        self, kind: GraphKind, decodes: Sequence[ScheduledDecode], context: int, chunks: Sequence[ScheduledChunk]
+    ) -> GraphSpec:
+        """The smallest graph of a step whose decodes see so many columns, each of its own blocks, where these are read in place."""
+        counts = [chunk.count for chunk in chunks]
+        seen = max((chunk.start + chunk.count for chunk in chunks), default=1)
+        if self._family.in_place and isinstance(self.slots, BlockTable):
+            blocks = self.slots.reach((decode.slot, self._running[decode.slot].cached) for decode in decodes)
+            return self._family.select(kind, seen, counts, blocks)
+        return self._family.select(kind, max(context, seen), counts)
 
     def _candidates(self, prefilling: Sequence[RequestState], draft: CacheDraft) -> Sequence[RequestState]:
         """Prompts that this step could advance, in the order in which they are due."""

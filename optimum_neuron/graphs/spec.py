@@ -251,14 +251,18 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
         decode_logits=config.returns_decode_logits,
         kv_block_size=config.kv_block_size,
         kv_blocks=config.kv_blocks if config.kv_block_size else 0,
-        blocks_in_place=_blocks_in_place(config, context_length) if kind != "chunked_prefill" else 0,
+        blocks_in_place=_blocks_in_place(config, kind, context_length),
         shared_blocks=config.shared_blocks if kind != "chunked_prefill" else 0,
     )
 
 
-def _blocks_in_place(config: NeuronConfig, context_length: int) -> int:
-    """Of all blocks, the part that a context is of the longest."""
-    return -(-config.kv_blocks * context_length // config.sequence_length) if config.blocks_in_place else 0
+def _blocks_in_place(config: NeuronConfig, kind: GraphKind, context_length: int) -> int:
+    """Of all blocks, the part that a context is of the longest; beside chunks, all of them, whatever the chunks' context is."""
+    if not config.blocks_in_place or kind == "chunked_prefill":
+        return 0
+    if kind == "mixed":
+        return config.kv_blocks
+    return -(-config.kv_blocks * context_length // config.sequence_length)
 
 
 def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:

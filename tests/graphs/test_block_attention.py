@@ -184,5 +184,14 @@ def test_a_wrong_owner_base_or_join_is_no_rounding(defect: Callable) -> None:
     assert (case.in_blocks(order, **SHARED, change=defect) - whole).abs().max() > 1e-2
 
 
+def test_a_join_in_the_order_of_places_would_be_seen() -> None:
+    case = Case("plain", None, torch.float32, 16)
+    found = [
+        case.in_blocks(order, **IN_PLACE, change=lambda told: told["joined"].sort(axis=1)) for order in placements()
+    ]
+    assert not all(torch.equal(each, found[0]) for each in found)
+    assert all((each - found[0]).abs().max() < 1e-5 for each in found)
+
+
 def test_the_fields_are_those_that_are_filled() -> None:
     assert set(BlockOwners._fields) < set(OwnedBlocks.__dataclass_fields__)

@@ -17,6 +17,8 @@ from benchmark.simulate.sweep import check_calibration
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import Policy, SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
+from optimum_neuron.graphs.family import GraphFamily
+from optimum_neuron.graphs.spec import GraphKind, graph_specs
 
 
 SMALL = ("--requests", "12", "--users", "4", "--batch-sizes", "4", "--chunk-sizes", "256", "--new-tokens", "20")
@@ -33,10 +35,16 @@ def config(policy: Policy = "mixed", **sizes: Any) -> NeuronConfig:
     return NeuronConfig(target="inf2", **{**default, **sizes})
 
 
+def seconds(kind: GraphKind, context: int = 4096, cost: Calibration | None = None, **sizes: Any) -> float:
+    """Of a step of the graph with the largest chunk at a context."""
+    graphs = GraphFamily(graph_specs(config(**sizes))).kind(kind)
+    return (cost or Calibration()).seconds([graph for graph in graphs if graph.context_length == context][-1])
+
+
 def outcome(policy: Policy = "mixed", calibration: Calibration | None = None, **load: Any) -> Outcome:
     workload = Workload(**{"requests": 30, "users": 12, "new_tokens": 40, **load})
     options = SchedulerOptions(policy=policy, prefix_reuse=workload.shared_prefix > 0)
-    return Simulation(config(policy), options, calibration or Calibration(), workload).run()
+    return Simulation(config(policy), options, (calibration or Calibration()).seconds, workload).run()
 
 
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
@@ -46,10 +54,9 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> tu
 
 
 def test_calibration_gives_the_published_times() -> None:
-    cost, sizes = Calibration(), config(batch_size=32, prefill_chunk_size=1024)
-    assert cost.step_ms(sizes, "token_generation", 0, 4096) == pytest.approx(24.6)
-    assert 2 * cost.step_ms(sizes, "chunked_prefill", 1024, 4096) == pytest.approx(296)
-    assert cost.step_ms(config(ctx_batch_size=4), "chunked_prefill", 256, 4096) == pytest.approx(148)
+    assert seconds("token_generation", batch_size=32) == pytest.approx(24.6e-3)
+    assert 2 * seconds("chunked_prefill", batch_size=32, prefill_chunk_size=1024) == pytest.approx(296e-3)
+    assert seconds("chunked_prefill", ctx_batch_size=4) == pytest.approx(148e-3)
 
 
 def test_published_run_is_met_within_ten_percent_throughput_and_fifteen_percent_itl() -> None:
@@ -83,25 +90,21 @@ def test_time_only_goes_forward() -> None:
 
 def test_steps_cost_what_their_graphs_hold_and_not_what_is_in_them() -> None:
     lonely = outcome(users=1, requests=1, prompt_tokens=10, new_tokens=2, spread=0.0)
-    cost = Calibration()
-    chunk, decode = (
-        cost.step_ms(config(), kind, size, 4096) for kind, size in (("chunked_prefill", 256), ("token_generation", 0))
-    )
-    assert lonely.ttft[0] * 1000 == pytest.approx(chunk) == pytest.approx(20 + 256 * 0.125)
-    assert lonely.itl[0] * 1000 == pytest.approx(decode) == pytest.approx(20 + 8 * 4.6 / 32)
+    chunk, decode = seconds("chunked_prefill"), seconds("token_generation")
+    assert lonely.ttft[0] == pytest.approx(chunk) == pytest.approx((20 + 256 * 0.125) / 1000)
+    assert lonely.itl[0] == pytest.approx(decode) == pytest.approx((20 + 8 * 4.6 / 32) / 1000)
 
 
 def test_mixed_steps_stall_decoding_less_than_whole_prompts() -> None:
     mixed, whole = outcome("mixed", ramp_s=2.0), outcome("all_chunks", ramp_s=2.0)
-    bound = Calibration().step_ms(config(), "mixed", 256, 4096) / 1000
-    assert max(mixed.itl) == pytest.approx(bound)
+    assert max(mixed.itl) == pytest.approx(seconds("mixed"))
     assert max(whole.itl) > 3 * max(mixed.itl)
 
 
 def test_attention_follows_the_context_where_it_is_given() -> None:
     cost = Calibration(attention_ms=8.0)
-    short, long = (cost.step_ms(config(), "mixed", 256, context) for context in (1024, 4096))
-    assert long - short == pytest.approx(8.0 * 256 / 1024 * 3)
+    short, long = (seconds("mixed", context, cost) for context in (1024, 4096))
+    assert long - short == pytest.approx(8.0 * 256 / 1024 * 3 / 1000)
     assert outcome(calibration=cost).seconds < outcome().seconds
 
 
