@@ -6,6 +6,7 @@
     python -m benchmark.generate.decode        a decode step, by live rows and by context
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
+    python -m benchmark.serving.blocks         the engine: blocks against slots of the same memory
     python -m benchmark.http.serve             servers, driven by vLLM's own client
     python -m benchmark.vllm.overhead          where the time of vLLM's steps goes
     python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages

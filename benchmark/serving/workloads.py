@@ -76,6 +76,10 @@ class PromptSource:
         """A length within a fifth of `mean`."""
         return int(self._random.uniform(0.8 * mean, 1.2 * mean))
 
+    def tailed(self, median: int, sigma: float) -> int:
+        """A length of a lognormal distribution: most are short, a few many times as long."""
+        return max(2, int(self._random.lognormal(np.log(median), sigma)))
+
 
 @dataclass(frozen=True)
 class Stall:
@@ -123,15 +127,31 @@ class Stall:
 
 @dataclass(frozen=True)
 class Users:
-    """Users who each send the next request when their last one is finished."""
+    """Users who each send the next request when their last one is finished.
+
+    Attributes:
+        tail: sigma of lognormal distributions of both lengths, whose medians are `prompt` and `new_tokens`; 0: within a fifth of them.
+        longest: tokens of a request, at most; 0: whatever they come to.
+    """
 
     users: int
     requests: int
     prompt: int
     new_tokens: int
+    tail: float = 0.0
+    longest: int = 0
+
+    def _lengths(self, prompts: PromptSource) -> tuple[int, int]:
+        if not self.tail:
+            return prompts.around(self.prompt), prompts.around(self.new_tokens)
+        prompt, new_tokens = (prompts.tailed(median, self.tail) for median in (self.prompt, self.new_tokens))
+        if self.longest:
+            prompt = min(prompt, self.longest - 2)
+            new_tokens = min(new_tokens, self.longest - prompt)
+        return prompt, new_tokens
 
     def jobs(self, prompts: PromptSource) -> list[Job]:
-        lengths = [(prompts.around(self.prompt), prompts.around(self.new_tokens)) for _ in range(self.requests)]
+        lengths = [self._lengths(prompts) for _ in range(self.requests)]
 
         def job(number: int) -> Job:
             prompt, new_tokens = lengths[number]
