@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real model's shapes: all graphs of Llama-3.1-8B for eight ranks are lowered and pass the lint, without its weights."""
+"""A real model's shapes: all graphs of Llama-3.1-8B for eight ranks are lowered, pass the lint, and are certified."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from optimum_neuron.artifacts.artifact import GRAPHS_FOLDER
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.checks.inspect import inspect_model
+from optimum_neuron.graphs.interface import ATTENTION_NAME
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.targets import CompileJob, get_target
+from optimum_neuron.targets.neuron.certificate.certify import certify
+from optimum_neuron.targets.neuron.graph_files import write_graph
 from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
-from optimum_neuron.targets.neuron.lint.cost import graph_cost
+from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lint.rules import RULES
 from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.targets.neuron.target import lower_and_check
 
 
 LLAMA_8B = {
@@ -41,6 +53,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 RANKS = 8
+MEMORY = 16e9
 STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
@@ -48,15 +61,7 @@ STEPS = ("token_generation", "chunked_prefill", "mixed")
 @pytest.mark.parametrize("layers", [4, pytest.param(32, marks=pytest.mark.full)])
 def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path, layers: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
-    config = NeuronConfig(
-        batch_size=32,
-        sequence_length=4096,
-        prefill_chunk_size=512,
-        context_buckets=(4096,),
-        dtype="bfloat16",
-        tensor_parallel_size=RANKS,
-        target="trn2",
-    )
+    config = eight_ranks("trn2")
     kinds = []
     for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
         kinds.append(graph.kind)
@@ -81,8 +86,50 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
         if graph.kind == "token_generation":
             _check_cost(graph, layers)
     assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert peak < 16e9
+    assert peak() < MEMORY
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Path) -> None:
+    """Two layers have weights, as many as are executed; the graphs that are certified have 32."""
+    config, executed = eight_ranks("hlo"), 2
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": executed}))
+    torch.manual_seed(0)
+    own = AutoConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
+    found = inspect_model(model)
+    spec = replace(found, layers=tuple(replace(found.layers[0], layer_idx=index) for index in range(32)))
+    tied = get_target("hlo").write_model(model, config, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 32}))
+    job = CompileJob(tmp_path, config, spec, graph_specs(config), tied, trust_remote_code=False)
+    (tmp_path / GRAPHS_FOLDER).mkdir()
+    for graph in lower_and_check(job):
+        write_graph(graph, tmp_path / GRAPHS_FOLDER)
+    certificate = certify(model, job)
+    assert (certificate.layers, certificate.all_layers) == (executed, 32)
+    assert all(each.holds for each in certificate.comparisons)
+    assert {graph.name for graph in job.graphs} < certificate.graphs.keys() == certificate.executed.keys()
+    assert len(certificate.rules) == len(RULES)
+    assert peak() < MEMORY
+
+
+def eight_ranks(target: str) -> NeuronConfig:
+    return NeuronConfig(
+        batch_size=32,
+        sequence_length=4096,
+        prefill_chunk_size=512,
+        context_buckets=(4096,),
+        dtype="bfloat16",
+        tensor_parallel_size=RANKS,
+        target=target,
+    )
+
+
+def peak() -> int:
+    """The most memory of this process yet, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.slow
@@ -116,13 +163,30 @@ def test_eight_ranks_split_the_tokens_of_long_chunks_alone(tmp_path: Path) -> No
     assert {tokens: sums.form for tokens, sums in found.items()} == {512: "whole", 2048: "split"}
 
 
-def _check_cost(graph: LoweredGraph, layers: int) -> None:
-    """A decode step moves little more than its weights and its cache once, and computes little more than with them."""
+@pytest.mark.slow
+def test_a_decode_step_over_blocks_reads_its_weights_and_all_blocks_little_more_than_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 2}))
+    config = replace(eight_ranks("trn2"), batch_size=128, kv_block_size=128, kv_cache_tokens=32 * 4096)
+    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
+        if graph.kind == "token_generation":
+            cost, weights, cache = _moved(graph, 2)
+            assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < 1.2
+            assert not lint(graph.name, graph.hlo, graph.io, "trn2")
+            return
+    pytest.fail("there is no decode graph")
+
+
+def _moved(graph: LoweredGraph, layers: int) -> tuple[GraphCost, int, int]:
+    """What a step costs, and the numbers in its weights and in a cache of 32 x 4,096 tokens."""
     cost = graph_cost(graph.name, graph.hlo, graph.io, "trn2")
     matrices = [each.shape for each in graph.io.inputs if each.role == "weight" and each.name.endswith("order_1_0")]
-    weights = sum(math.prod(shape) for shape in matrices)
     assert len(matrices) == 1 + 4 * layers  # the head; q, k and v; o; gate and up; down
-    cache = 2 * layers * 32 * 4096 * 128
+    return cost, sum(math.prod(shape) for shape in matrices), 2 * layers * 32 * 4096 * 128
+
+
+def _check_cost(graph: LoweredGraph, layers: int) -> None:
+    """A decode step moves little more than its weights and its cache once, and computes little more than with them."""
+    cost, weights, cache = _moved(graph, layers)
     assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < 1.15
     assert 1 <= cost.total_flops / (2 * 32 * weights + 2 * 4 * cache) < 1.15  # 4 query heads read a key and a value
     assert cost.written < 1e6 + 4 * 32 * 128256 / RANKS  # and logits for a sampler
