@@ -22,7 +22,7 @@ from ..targets import AheadExecutable, Executable
 from .block_tables import BlockTables
 from .process import OwnProcess
 from .step_checks import StepChecks
-from .step_tensors import Chunk, DecodeRows, GroupInputs, InputTensors, StepOutput
+from .step_tensors import Chunk, DecodeRows, InputTensors, StepOutput, group_inputs, kept, together
 
 
 class GraphRunner:
@@ -71,7 +71,7 @@ class GraphRunner:
             config, self.lengths, self.tables, self.family.has_mixed, self.num_embeddings, checks_decodes
         )
         tensors = InputTensors()
-        self._groups = {graph.name: _group_inputs(graph, tensors, self.tables) for graph in self.family}
+        self._groups = {graph.name: group_inputs(graph, tensors, self.tables) for graph in self.family}
 
     def reset(self, slot: int) -> None:
         """Frees a slot, and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
@@ -249,8 +249,8 @@ class GraphRunner:
             first = number == 0
             part = decode._replace(active=active)
             wait = self._launch(chunks if first else (), part, graph if first else None, logits=logits)
-            waits.append((active, wait if self.executable.runs_ahead else _kept(wait())))
-        return lambda: _together([(active, wait()) for active, wait in waits])
+            waits.append((active, wait if self.executable.runs_ahead else kept(wait())))
+        return lambda: together([(active, wait()) for active, wait in waits])
 
     def _inputs(
         self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None
@@ -343,35 +343,3 @@ class GraphRunner:
                         continue
                     named[f"{group}_{name}"] = tensor if group == DECODE or in_order else tensor[last_rows]
         return StepOutput(**named)
-
-
-def _kept(output: StepOutput) -> Callable[[], StepOutput]:
-    """An output of which the next run leaves the memory alone."""
-    kept = StepOutput(*(each if each is None else each.clone() for each in output))
-    return lambda: kept
-
-
-def _together(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
-    """One output of a step's runs, each with the decode rows that were active in it."""
-    (_, whole), *others = parts
-    tokens, logits = (None if each is None else each.clone() for each in whole.of(DECODE))
-    for active, output in others:
-        for own, other in zip((tokens, logits), output.of(DECODE), strict=True):
-            if own is not None and other is not None:
-                own[active] = other[active]
-    return whole._replace(decode_tokens=tokens, decode_logits=logits)
-
-
-def _group_inputs(graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> dict[str, GroupInputs]:
-    """The inputs of a graph's groups of rows, in their order."""
-    specs = graph.inputs()
-    groups = [group for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)) if present]
-    return {
-        group: GroupInputs(
-            [spec for spec in specs if spec.name.startswith(f"{group}.")],
-            tensors,
-            tables,
-            graph.owner_sizes if group == DECODE else None,
-        )
-        for group in groups
-    }

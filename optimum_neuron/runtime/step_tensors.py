@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..graphs.block_owners import BlockOwners, OwnerSizes, fill_owners
-from ..graphs.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
+from ..graphs.spec import BLOCK_TABLE, CHUNK, DECODE, GREEDY, WRITE_BLOCKS, GraphSpec, SamplingParams, TensorSpec
 from .block_tables import BlockTables
 
 
@@ -62,6 +62,23 @@ class StepOutput(NamedTuple):
         """Tokens and logits of a group of rows."""
         decodes = self.decode_tokens, self.decode_logits
         return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
+
+
+def kept(output: StepOutput) -> Callable[[], StepOutput]:
+    """An output of which the next run leaves the memory alone."""
+    kept = StepOutput(*(each if each is None else each.clone() for each in output))
+    return lambda: kept
+
+
+def together(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
+    """One output of a step's runs, each with the decode rows that were active in it."""
+    (_, whole), *others = parts
+    tokens, logits = (None if each is None else each.clone() for each in whole.of(DECODE))
+    for active, output in others:
+        for own, other in zip((tokens, logits), output.of(DECODE), strict=True):
+            if own is not None and other is not None:
+                own[active] = other[active]
+    return whole._replace(decode_tokens=tokens, decode_logits=logits)
 
 
 class InputTensors:
@@ -163,3 +180,18 @@ class GroupInputs:
             blocks = self._tables.blocks[slot]
             self._block_table[row] = blocks[: self._block_table.shape[1]]
             self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]
+
+
+def group_inputs(graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> dict[str, GroupInputs]:
+    """The inputs of a graph's groups of rows, in their order."""
+    specs = graph.inputs()
+    groups = [group for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)) if present]
+    return {
+        group: GroupInputs(
+            [spec for spec in specs if spec.name.startswith(f"{group}.")],
+            tensors,
+            tables,
+            graph.owner_sizes if group == DECODE else None,
+        )
+        for group in groups
+    }
