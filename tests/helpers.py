@@ -27,7 +27,7 @@ from optimum_neuron.export import export_model
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.ops import EAGER_OPS
+from optimum_neuron.graphs.ops import EAGER_OPS, StepOps
 from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
@@ -102,12 +102,14 @@ class Recorder:
         raise NotImplementedError
 
 
-def eager_runner(model: nn.Module, config: NeuronConfig, *, deterministic: bool = False) -> GraphRunner:
+def eager_runner(
+    model: nn.Module, config: NeuronConfig, *, deterministic: bool = False, ops: StepOps = EAGER_OPS
+) -> GraphRunner:
     """Step modules without an artifact."""
     model_spec = inspect_model(model)
     cache = KVCache(state_specs(config, model_spec))
     graphs = graph_specs(config)
-    steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in graphs}
+    steps = {spec.name: StepModule(model, cache, spec, ops).eval() for spec in graphs}
     return GraphRunner(
         EagerExecutable(steps, cache),
         config,

@@ -320,10 +320,7 @@ class GraphRunner:
             kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
             return self.family.select(kind, context, counts, blocks)
         has_groups = graph.has_decode >= (decode is not None) and graph.has_chunk >= bool(chunks)
-        if in_place and has_groups and graph in self.family:
-            # Whoever plans a step does not plan by where blocks lie.
-            return self.family.select(graph.kind, context, counts, blocks)
-        if not has_groups or graph not in self.family or not holds(graph, context, counts):
+        if not has_groups or graph not in self.family or not holds(graph, context, counts, blocks):
             raise ValueError(
                 f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
                 f"{'' if decode is None else ' beside decode rows'}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
+from optimum_neuron.graphs.eager_sampling import sample_by_sorting
 from optimum_neuron.graphs.spec import SamplingParams
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 
 SLOTS = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
@@ -21,7 +24,7 @@ BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 256}
 SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)
 
 
-@pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["eager", "in place", pytest.param("cpu", marks=pytest.mark.slow)])
 def both(
     request: pytest.FixtureRequest,
     tiny_models: dict[str, nn.Module],
@@ -29,8 +32,15 @@ def both(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[GraphRunner, GraphRunner]:
     """Runners with slots, and with 4 blocks for 3 rows that could use 4 each."""
+    model = tiny_models["llama"]
+    if request.param == "in place":  # as devices have it, run by torch
+        blocks = eager_runner(
+            model,
+            tiny_config(**BLOCKS | {"context_buckets": (128, 256), "target": "hlo"}),
+            ops=replace(NEURON_OPS, sample=sample_by_sorting),
+        )
+        return eager_runner(model, tiny_config(**SLOTS)), blocks
     if request.param == "eager":
-        model = tiny_models["llama"]
         return eager_runner(model, tiny_config(**SLOTS)), eager_runner(model, tiny_config(**BLOCKS))
     folder = tmp_path_factory.mktemp("blocks")
     checkpoint = sharp_checkpoints["llama"]

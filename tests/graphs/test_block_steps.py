@@ -10,27 +10,15 @@ import torch
 from helpers import ARCHITECTURES, eager_runner, prefill_pieces, random_tokens, tiny_config
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import GREEDY, graph_specs, state_specs
-from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.graphs.spec import GREEDY
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
-from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 
 SLOTS = {"sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_size": 32}
 BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 512, "target": "hlo"}
 PROMPT, OTHER = random_tokens(120), random_tokens(90, seed=1)
-
-
-def in_place(model: nn.Module) -> GraphRunner:
-    config = tiny_config(**BLOCKS)
-    spec, graphs = inspect_model(model), graph_specs(config)
-    cache = KVCache(state_specs(config, spec))
-    steps = {each.name: StepModule(model, cache, each, NEURON_OPS).eval() for each in graphs}
-    return GraphRunner(EagerExecutable(steps, cache), config, graphs, spec)
 
 
 def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[Tensor]:
@@ -59,7 +47,7 @@ def test_blocks_in_place_give_the_logits_of_slots_wherever_they_are(
     name: str, tiny_models: dict[str, nn.Module]
 ) -> None:
     expected = answers(eager_runner(tiny_models[name], tiny_config(**SLOTS)))
-    runner = in_place(tiny_models[name])
+    runner = eager_runner(tiny_models[name], tiny_config(**BLOCKS), ops=NEURON_OPS)
     placements = [((0, 1, 2), (3, 4)), ((7, 5, 3), (2, 6)), ((1, 7, 0), (4, 3))]
     found = [answers(runner, each) for each in placements]
     assert all((one - other).abs().max() < 1e-5 for one, other in zip(found[0], expected, strict=True))
