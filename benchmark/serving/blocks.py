@@ -3,8 +3,8 @@
 
 Most requests are short and a few are long, as lengths of a lognormal distribution are. Slots hold as many requests as the memory holds of
 the longest; blocks as many as there are rows and tokens for. Each system serves the same requests in turn, round after round, in one
-process: new tokens per second of the whole run, pauses between tokens (ITL), time to the first one (TTFT), and how many
-requests gave their blocks back to an older one and were computed again.
+process: new tokens per second until the last request comes, so that all are at work, pauses between tokens (ITL), and
+time to the first one (TTFT).
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def parse_arguments() -> Namespace:
     add_option(size, "--rows", type=positive, metavar="ROWS", default=32, help="of those with blocks")
     length_help = "of the longest request; the cache has --slots times as many tokens"
     add_option(size, "--sequence-length", type=positive, metavar="TOKENS", default=2048, help=length_help)
-    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=64, help="prompt tokens of a step")
+    add_option(
+        size, "--chunk-size", type=positive, metavar="TOKENS", default=64, help="prompt tokens of a step, of slots"
+    )
+    chunk_help = "the same of blocks: smaller, as more rows decode beside them"
+    add_option(size, "--block-chunk-size", type=positive, metavar="TOKENS", default=32, help=chunk_help)
     add_option(size, "--users", type=positive, metavar="USERS", default=48, help="requests that wait or run")
     add_option(size, "--requests", type=positive, metavar="COUNT", default=144, help="of all users")
     add_option(size, "--prompt", type=positive, metavar="TOKENS", default=60, help="the median of prompts")
@@ -92,7 +96,11 @@ def run(args: Namespace, folder: Path) -> Results:
     for size in args.block_sizes:
         tokens = args.slots * slots.sequence_length
         configs[f"{args.rows} rows, blocks of {size}"] = replace(
-            slots, batch_size=args.rows, kv_block_size=size, kv_cache_tokens=tokens
+            slots,
+            batch_size=args.rows,
+            kv_block_size=size,
+            kv_cache_tokens=tokens,
+            prefill_chunk_size=args.block_chunk_size,
         )
     servers = []
     for name, config in configs.items():

@@ -42,6 +42,11 @@ class Trace:
         end = max(times[-1] for times in self.tokens.values())
         return sum(map(len, self.tokens.values())) / (end - min(self.submitted.values()))
 
+    def full_throughput(self) -> float:
+        """New tokens per second while there was always somebody to come: until the last request was handed over."""
+        start, stop = min(self.submitted.values()), max(self.submitted.values())
+        return sum(time <= stop for times in self.tokens.values() for time in times) / (stop - start)
+
     def gaps(self, names: Sequence[str], start: float, stop: float) -> list[float]:
         """Seconds between two tokens of a request, for all gaps that overlap the window."""
         return [
@@ -172,7 +177,7 @@ class Users:
             "ttft_ms": float(ttft.mean()),
             "ttft_p99_ms": float(np.quantile(ttft, 0.99)),
             **_pauses(gaps),
-            "tok_s": trace.throughput(),
+            "tok_s": trace.full_throughput() if self.tail else trace.throughput(),  # a long one may end alone
         }
 
 
