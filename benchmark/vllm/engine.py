@@ -13,15 +13,9 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from .steps import CONNECTOR, CORE, GRAPH, OUTPUTS, RUNNER, SCHEDULER, Recorder, Step, steps_of
+from .steps import CORE, GRAPH, OUTPUTS, RUNNER, SCHEDULER, Recorder, Step, steps_of
 
 
-CONNECTOR_CALLS = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "request_finished_all_groups",
-)
 PROMPT_TOKENS = 32
 # Tokens that each request has before steps are noted.
 WARM_TOKENS = 4
@@ -51,7 +45,6 @@ class ObservedEngine:
             (self._engine, ("step",), OUTPUTS),
             (core, ("step_fn",), CORE),
             (core.scheduler, ("schedule", "update_from_output"), SCHEDULER),
-            (core.scheduler.connector, CONNECTOR_CALLS, CONNECTOR),
             (runner, ("execute", "sample"), RUNNER),
             (runner.runner.executable, ("run",), GRAPH),
         ):

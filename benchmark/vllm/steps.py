@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 
-# Parts of a step: a run of a graph; the plugin's runner, and its connector, which vLLM's scheduler asks; vLLM's scheduler;
-# and what vLLM makes of a step's tokens. The core is what calls the first four.
-GRAPH, RUNNER, CONNECTOR, SCHEDULER, CORE, OUTPUTS = "graph", "runner", "connector", "scheduler", "core", "outputs"
+# Parts of a step: a run of a graph; the plugin's runner; vLLM's scheduler; and what vLLM makes of a step's tokens. The core is
+# what calls the first three.
+GRAPH, RUNNER, SCHEDULER, CORE, OUTPUTS = "graph", "runner", "scheduler", "core", "outputs"
 
 
 class Span(NamedTuple):
@@ -105,7 +105,7 @@ def _step(run: Span, following: Span, taken: dict[str, float]) -> Step:
         graph=run.graph,
         step_ms=1e3 * (following.start - run.start),
         graph_ms=1e3 * (run.end - run.start),
-        plugin_ms=taken[RUNNER] + taken[CONNECTOR],
+        plugin_ms=taken[RUNNER],
         scheduler_ms=taken[SCHEDULER],
         outputs_ms=taken[OUTPUTS],
     )

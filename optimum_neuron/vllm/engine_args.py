@@ -13,11 +13,16 @@ from .options import refuse_arguments
 
 
 class Given(NamedTuple):
-    """Which values are a user's own. A configuration that is not made of arguments has no others."""
+    """Which values are a user's own. A configuration that is not made of arguments has no others.
+
+    Attributes:
+        prefix_caching: whether it was asked for; None where nobody said.
+    """
 
     max_num_seqs: bool = True
     max_num_batched_tokens: bool = True
     dtype: bool = True
+    prefix_caching: bool | None = None
 
 
 _given: ContextVar[Given | None] = ContextVar("given", default=None)
@@ -39,7 +44,12 @@ def watch_engine_args() -> None:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         refuse_arguments(self)
         # Kept with the arguments: vLLM writes its defaults into them, and may be asked again.
-        found = Given(self.max_num_seqs is not None, self.max_num_batched_tokens is not None, self.dtype != "auto")
+        found = Given(
+            self.max_num_seqs is not None,
+            self.max_num_batched_tokens is not None,
+            self.dtype != "auto",
+            self.enable_prefix_caching,
+        )
         before = _given.set(vars(self).setdefault("given", found))
         try:
             return make(self, *args, **kwargs)

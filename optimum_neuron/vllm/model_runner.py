@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translates a step of vLLM's scheduler into runs of the graphs, and their results into vLLM's output.
 
-vLLM decides which request advances by how much. A request whose prompt, or what a preemption left to rebuild, is not
-all in its slot takes a chunk, whatever its length; any other takes its one token as a decode row.
+vLLM decides which request advances by how much, and which blocks of the cache it has. A request whose prompt, or what a
+preemption left to rebuild, is not all in its row takes a chunk, whatever its length; any other takes its one token as a decode row.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..runtime.step_rows import PromptPart, StepRows
 from .host_sampler import HostSampler
 from .logprobs import join_logprobs
 from .requests import RequestTable, SlotRequest
+from .rows import cache_rows
 from .sampling import RAW_LOGPROBS
 from .slot_connector import SlotPlan
 
@@ -63,13 +64,14 @@ class ModelRunner:
             all_on_host=bool(self._sampler.processors),
         )
         self._rows: StepRows[SlotRequest] = StepRows(runner)
+        self._cache = cache_rows(self._rows, runner)
         self._computed: _Computed | None = None
 
     def execute(self, scheduler_output: Any) -> None:
         """Runs a step; `sample` then hands out its tokens. Where the device runs ahead, it need not have ended.
 
         Raises:
-            RuntimeError: a slot does not contain what vLLM takes it to.
+            RuntimeError: a row does not hold what vLLM takes it to.
         """
         self._update(scheduler_output)
         self._computed = _Computed(scheduler_output)
@@ -127,40 +129,48 @@ class ModelRunner:
         )
 
     def _update(self, scheduler_output: Any) -> None:
-        """Follows what became of the requests, and makes the slots of those that start ready."""
-        for request_id in scheduler_output.finished_req_ids:
-            if self._requests.finish(request_id) is not None:
-                self._sampler.remove(request_id)
-        starting: dict[str, tuple[SlotRequest, int, int]] = {}
+        """Follows what became of the requests, and makes the rows of those that start ready."""
+        self._release(scheduler_output)
+        starting: dict[str, tuple[SlotRequest, list[int], int]] = {}
         for new in scheduler_output.scheduled_new_reqs:
-            # The next turn of a session goes on behind what its own slot holds.
-            kept = new.num_computed_tokens if new.req_id in self._requests else 0
             self._sampler.remove(new.req_id)
-            starting[new.req_id] = (self._requests.start(new), new.num_computed_tokens, kept)
+            starting[new.req_id] = (self._requests.start(new), new.block_ids[0], new.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            state = self._requests[request_id]
             if request_id in cached.resumed_req_ids:
-                state = self._requests[request_id]
                 self._sampler.remove(request_id)
-                state.restart(cached.new_block_ids[index][0][0] - 1, cached.all_token_ids[request_id])
-                starting[request_id] = (state, cached.num_computed_tokens[index], 0)
+                state.restart(cached.all_token_ids[request_id])
+                starting[request_id] = (state, blocks[0], computed)
+            elif blocks is not None:
+                self._cache.extend(state, blocks[0])
         plan = scheduler_output.kv_connector_metadata
         reuse = plan.reuse if isinstance(plan, SlotPlan) else {}
         # In the order of vLLM's decisions: a copy may take what an earlier one brought, and a later one takes its slot.
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
-                state, computed, kept = starting[request_id]
-                self._start(state, computed, reuse.get(request_id, (state.slot, kept)))
+                state, blocks, computed = starting[request_id]
+                self._cache.start(state, blocks, computed, reuse.get(request_id))
+                self._check_length(state, computed)
 
-    def _start(self, state: SlotRequest, computed: int, source: tuple[int, int]) -> None:
-        """Makes a request's slot hold the first tokens of a slot: `source` is which one and how many."""
-        self._rows.start(state, source if source[1] else None)
-        self._check_length(state, computed)
+    def _release(self, scheduler_output: Any) -> None:
+        """Takes the rows of requests that ended or were preempted."""
+        for request_id in scheduler_output.finished_req_ids:
+            ended = self._requests.finish(request_id)
+            if ended is not None:
+                self._sampler.remove(request_id)
+                self._cache.release(ended)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            preempted = self._requests.get(request_id)
+            if preempted is not None:
+                self._cache.release(preempted)
 
     def _check_length(self, state: SlotRequest, computed: int) -> None:
         if self.runner.lengths[state.slot] != computed:
             raise RuntimeError(
-                f"slot {state.slot} of request {state.request_id} holds {self.runner.lengths[state.slot]} tokens, and vLLM "
+                f"row {state.slot} of request {state.request_id} holds {self.runner.lengths[state.slot]} tokens, and vLLM "
                 f"counts {computed}; this is a fault of the plugin"
             )
 

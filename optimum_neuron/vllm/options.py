@@ -14,6 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
+# Key of the additional configuration of an engine that was fitted to an artifact: the artifact's folder.
+FITTED = "artifact"
+
+
 class _Option(NamedTuple):
     """A field of vLLM's configuration that must have its default.
 
@@ -32,7 +36,8 @@ class _Option(NamedTuple):
 
 _ONE_WORKER = "an artifact is one worker"
 _WEIGHTS = "weights are fixed at export"
-_OWN_CACHE = "a slot's cache stays on its device"
+_OWN_CACHE = "the cache stays on its devices"
+_CACHE_SIZE = "the cache was sized at export"
 _COMPILED = "the model is compiled into the artifact"
 _FROM_ARTIFACT = "the artifact, or the checkpoint as it is, says what the model is"
 _NO_COPY = "steps keep no such record"
@@ -45,7 +50,7 @@ _REFUSED = (
     _Option("parallel_config.enable_elastic_ep", False, "--enable-elastic-ep", _ONE_WORKER),
     _Option("parallel_config.enable_dbo", False, "--enable-dbo", "a step is one run of a graph"),
     _Option("cache_config.kv_offloading_size", None, "--kv-offloading-size", _OWN_CACHE),
-    _Option("cache_config.kv_cache_memory_bytes", None, "--kv-cache-memory-bytes", "the slots were sized at export"),
+    _Option("cache_config.kv_cache_memory_bytes", None, "--kv-cache-memory-bytes", _CACHE_SIZE),
     _Option("cache_config.kv_sharing_fast_prefill", False, "--kv-sharing-fast-prefill", _COMPILED),
     _Option("offload_config.uva.cpu_offload_gb", 0, "--cpu-offload-gb", "the weights stay where the graphs run"),
     _Option(
@@ -74,16 +79,13 @@ _REFUSED = (
     _Option("model_config.return_sampling_mask", False, "--return-sampling-mask", _NO_COPY),
     _Option("aux_output_config.enable_return_routed_experts", False, "--enable-return-routed-experts", _NO_COPY),
     _Option("attention_config.backend", None, "--attention-backend", _COMPILED),
-    _Option("kv_events_config.enable_kv_cache_events", False, "--kv-events-config", "a slot's contents are no blocks"),
     _Option("weight_transfer_config", None, "--weight-transfer-config", _WEIGHTS),
     _Option("ec_transfer_config", None, "--ec-transfer-config", "there is no encoder"),
     _Option("watermark_config", None, "watermarking", "it needs another model runner"),
 )
 # Set by the plugin itself, so that they are looked at only before it has.
 _REFUSED_AT_FIRST = (
-    _Option(
-        "cache_config.num_gpu_blocks_override", None, "--num-gpu-blocks-override", "blocks are the compiled slots"
-    ),
+    _Option("cache_config.num_gpu_blocks_override", None, "--num-gpu-blocks-override", _CACHE_SIZE),
     _Option("kv_transfer_config", None, "--kv-transfer-config", _OWN_CACHE),
 )
 _WITHOUT_EFFECT = (
@@ -92,7 +94,7 @@ _WITHOUT_EFFECT = (
         "cache_config.gpu_memory_utilization",
         CacheConfig.gpu_memory_utilization,
         "--gpu-memory-utilization",
-        "the artifact's slots decide how much memory is used",
+        "the artifact's cache decides how much memory is used",
     ),
 )
 
@@ -114,6 +116,8 @@ def refuse_arguments(arguments: EngineArgs) -> None:
     """As `refuse_options`, before vLLM looks at them: it would refuse some with a remedy that is none here."""
     if arguments.tensor_parallel_size > 1:
         raise ValueError(_tensor_parallel_reason(arguments.tensor_parallel_size))
+    if FITTED in (arguments.additional_config or {}):
+        raise TypeError(f"unknown option {FITTED!r} in --additional-config: name the artifact as --model")
     for option in _REFUSED:
         value = getattr(arguments, option.path.rpartition(".")[2], option.off)
         if value is not None and value != option.off:
@@ -144,8 +148,6 @@ def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
         yield f"--runner {model.runner_type} is not supported: an artifact generates text; use --runner generate"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"--kv-cache-dtype {cache.cache_dtype} is not supported: the cache has the type of the weights; leave it out"
-    if getattr(cache, "user_specified_block_size", False) and not fitted:
-        yield f"--block-size {cache.block_size} is not supported: a block is a whole slot; leave it out"
     for option, value in _set(vllm_config, _REFUSED if fitted else _REFUSED + _REFUSED_AT_FIRST):
         yield _refusal(option, value)
 

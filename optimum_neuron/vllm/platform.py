@@ -101,7 +101,7 @@ class NeuronPlatform(Platform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """A block is a slot, whatever vLLM would choose."""
+        """A block is what was compiled, whatever vLLM would choose."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -49,6 +49,7 @@ class PromptPlanner:
     def plan(
         self,
         requests: Sequence[VllmRequest],
+        cached: Mapping[str, int],
         slots: SlotTable,
         tokens: int,
         tokens_per_prompt: int,
@@ -59,11 +60,12 @@ class PromptPlanner:
 
         Args:
             requests: those with prompt tokens to compute, at least one, in vLLM's order. The first has a slot or finds one.
+            cached: of those that have not begun, tokens that vLLM's prefix cache holds.
             slots: what slots hold, and which are free for those that have none.
             tokens, tokens_per_prompt: prompt tokens that the step has room for, and that one prompt may take of it.
             decodes_first: where no prompt would end in the step, none gets a token of it, as often as one may be passed over.
         """
-        states = [self._state(request) for request in requests]
+        states = [self._state(request, cached.get(request.request_id, 0)) for request in requests]
         if self._by_priority:
             states.sort(key=lambda state: state.request.priority)
         limits = dataclasses.replace(
@@ -81,20 +83,24 @@ class PromptPlanner:
             states[0].bypassed += 1
         return planned
 
-    def _state(self, request: VllmRequest) -> RequestState:
-        """A request as the planner sees it. One that was preempted has a longer prompt than before, as has a session."""
+    def _state(self, request: VllmRequest, cached: int) -> RequestState:
+        """A request as the planner sees it: what is cached of one that has not begun is no part of its prompt. One that was
+        preempted has a longer prompt than before, as has a session."""
         state = self._states.get(request)
-        if state is None or len(state.request.prompt_token_ids) != request.num_tokens:
-            state = self._states[request] = RequestState(self._prompt(request), next(self._arrivals), 1)
+        begin = 0 if request.num_computed_tokens else cached
+        if state is None or len(state.request.prompt_token_ids) != request.num_tokens - begin:
+            bypassed = 0 if state is None else state.bypassed
+            state = self._states[request] = RequestState(self._prompt(request, begin), next(self._arrivals), 1)
+            state.bypassed = bypassed
         state.computed = request.num_computed_tokens
         # A request has a slot as soon as something of it is computed; vLLM knows which.
         state.slot = 0 if request.num_computed_tokens else None
         return state
 
-    def _prompt(self, request: VllmRequest) -> Request:
+    def _prompt(self, request: VllmRequest, begin: int) -> Request:
         if request.skip_reading_prefix_cache:
             tokens = np.full(request.num_tokens, _NO_TOKEN, np.int32)
         else:
-            tokens = np.asarray(request.all_token_ids, np.int32)
+            tokens = np.asarray(request.all_token_ids[begin:], np.int32)
         priority = request.priority if self._by_priority else 0
         return Request(request_id=request.request_id, prompt_token_ids=tokens, priority=priority)

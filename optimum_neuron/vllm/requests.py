@@ -18,13 +18,16 @@ from .host_sampler import HostRequest
 from .sampling import host_reason, on_device_params
 
 
+NO_ROW = -1
+
+
 @dataclass
 class SlotRequest:
-    """A request that has a slot, or had one and was preempted.
+    """A request that has a row, or had one and was preempted.
 
     Attributes:
-        slot: its row of the cache: vLLM's block, of which block 0 is nobody's.
-        prefill_token_ids: int32 `[n]`, what its slot must contain before it decodes: the prompt and, after a preemption,
+        slot: its row of a step; NO_ROW while it has none.
+        prefill_token_ids: int32 `[n]`, what its row must hold before it decodes: the prompt and, after a preemption,
             the tokens that it had generated.
         sampling: what the graphs are told; greedy where the host samples.
         uniforms: its random numbers where the graphs draw with them.
@@ -33,9 +36,9 @@ class SlotRequest:
     """
 
     request_id: str
-    slot: int
     prompt_token_ids: list[int]
     prefill_token_ids: np.ndarray
+    slot: int = NO_ROW
     sampling: OnDeviceParams = GREEDY
     uniforms: UniformStream | None = None
     host: HostRequest | None = None
@@ -47,14 +50,13 @@ class SlotRequest:
         """Whether vLLM's sampler chooses its tokens."""
         return self.host is not None
 
-    def restart(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Gets a slot again after a preemption.
+    def restart(self, token_ids: Sequence[int]) -> None:
+        """Begins again after a preemption.
 
         Args:
             token_ids: prompt and generated tokens as vLLM knows them. It may have dropped some that were on their way:
                 they are to be chosen again, with the same random numbers.
         """
-        self.slot = slot
         self.prefill_token_ids = np.asarray(token_ids, dtype=np.int32)
         del self.output_token_ids[len(token_ids) - len(self.prompt_token_ids) :]
         if self.uniforms is not None:
@@ -87,22 +89,27 @@ class RequestTable:
     def start(self, new: Any) -> SlotRequest:
         """Takes vLLM's NewRequestData. Of a request that is known it means a preemption, as newer runners are told of
         it, or with another prompt the next turn of a session."""
-        slot = new.block_ids[0][0] - 1
-        state = self._states.get(new.req_id)
-        if state is None or state.prompt_token_ids != new.prompt_token_ids:
-            state = self._states[new.req_id] = self._new_state(new, slot)
-        else:
-            state.restart(slot, new.prefill_token_ids or new.prompt_token_ids)
+        known = self._states.get(new.req_id)
+        if known is not None and known.prompt_token_ids == new.prompt_token_ids:
+            known.restart(new.prefill_token_ids or new.prompt_token_ids)
+            return known
+        state = self._states[new.req_id] = self._new_state(new)
+        if known is not None:
+            state.slot = known.slot
         return state
+
+    def get(self, request_id: str) -> SlotRequest | None:
+        """A request; None where it is finished, or never got here."""
+        return self._states.get(request_id)
 
     def finish(self, request_id: str) -> SlotRequest | None:
         """Forgets a request; None where it never got here."""
         return self._states.pop(request_id, None)
 
-    def _new_state(self, new: Any, slot: int) -> SlotRequest:
+    def _new_state(self, new: Any) -> SlotRequest:
         params: SamplingParams = new.sampling_params
         prompt = list(new.prompt_token_ids)
-        state = SlotRequest(new.req_id, slot, prompt, np.asarray(prompt, dtype=np.int32))
+        state = SlotRequest(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
         if self._all_on_host or host_reason(params, self._config) is not None:
             state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
             return state

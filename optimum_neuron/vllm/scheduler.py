@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers over slots, and those whose steps take in prompts as the chunk rows of one run of a graph hold them.
+"""vLLM's scheduler with steps that take in prompts as the chunk rows of one run of a graph hold them; and over slots that are copied.
 
 vLLM takes decodes and prompts out of one number of tokens, and who has begun comes before who waits: decodes would leave
 places of chunk rows empty, or prompts take more than one run holds, and short prompts would wait for all of a long one.
@@ -7,6 +7,7 @@ places of chunk rows empty, or prompts take more than one run holds, and short p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..engine.scheduler import WAITING_WINDOW
+from .block_room import BlockRoom, CacheRoom
 from .prompt_planner import PromptPlanner
 from .settings import chunk_tokens, find_served
 from .slot_connector import SlotConnector
@@ -31,8 +33,7 @@ class SlotScheduler(Scheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
         if stats is not None and stats.connector_prefix_cache_stats is not None:
-            if isinstance(self.connector, SlotConnector) and self.connector.reuses:
-                stats.prefix_cache_stats = stats.connector_prefix_cache_stats
+            stats.prefix_cache_stats = stats.connector_prefix_cache_stats
             stats.connector_prefix_cache_stats = None
         return stats
 
@@ -44,18 +45,17 @@ class AsyncSlotScheduler(SlotScheduler, AsyncScheduler):
 class StepScheduler(SlotScheduler):
     """Steps have a token for every request that decodes, and for prompts what the planner gives them.
 
-    All else is vLLM's: who decodes, who waits and in which order, who gets a slot.
+    All else is vLLM's: who decodes, who waits and in which order, who gets blocks, who gives them back.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         served = find_served(self.vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        assert isinstance(self.connector, SlotConnector), "the platform refuses other connectors"
         config = served.artifact.config
-        self._slots: SlotConnector = self.connector
+        self._room: CacheRoom = self.connector if isinstance(self.connector, SlotConnector) else BlockRoom(self)
         self._planner = PromptPlanner(
-            config, by_priority=self.policy == SchedulingPolicy.PRIORITY, reuse=self._slots.reuses
+            config, by_priority=self.policy == SchedulingPolicy.PRIORITY, reuse=self._room.reuses
         )
         self._chunk_tokens = chunk_tokens(config)
         self._most: int = self.max_num_scheduled_tokens
@@ -73,7 +73,7 @@ class StepScheduler(SlotScheduler):
 
     def _schedule(self, decodes: int, planned: dict[str, int], throttle_prefills: bool) -> SchedulerOutput:
         """A step of vLLM's own making, of so many decodes and of these tokens of prompts."""
-        self._planned = self._slots.starting = planned
+        self._planned = planned
         self.max_num_scheduled_tokens = decodes + sum(planned.values())
         return super().schedule(throttle_prefills)
 
@@ -82,30 +82,39 @@ class StepScheduler(SlotScheduler):
             return {}
         places = self._places()
         prompts = [request for request in self.running if request.is_prefill_chunk]
-        # What vLLM did not start, for a reason of its own, keeps nobody who has a slot from going on.
+        cached: Mapping[str, int] = {}
+        # What vLLM did not start, for a reason of its own, keeps nobody who has begun from going on.
         if places and not (self._was_refused and prompts):
-            prompts += self._ready()
+            ready, cached = self._ready()
+            prompts += ready
         if not prompts:
             return {}
-        slots, most = self._slots.table(places), self._tokens_per_prompt()
-        return self._planner.plan(prompts, slots, tokens, most, decodes_first=decodes_first)
+        slots, most = self._room.table(places), self._tokens_per_prompt()
+        return self._planner.plan(prompts, cached, slots, tokens, most, decodes_first=decodes_first)
 
     def _places(self) -> int:
         """Requests that may start or go on beside those that run."""
         running = len(self.running) + self.num_waiting_for_streaming_input
         return max(0, min(self.max_num_running_reqs, self.max_num_active_reqs) - running)
 
-    def _ready(self) -> list[Request]:
-        """The first of those that wait, in vLLM's order: sessions, which hold a slot, before all others."""
+    def _ready(self) -> tuple[list[Request], Mapping[str, int]]:
+        """The first of those that wait, in vLLM's order: sessions, which hold a part of the cache, before all others; and how many
+        tokens of them vLLM has cached."""
         sessions = [request for request in self.kv_holding_waiting if self._is_ready(request)]
-        if sessions or self.pause_state != PauseState.UNPAUSED or not self._slots.has_free_slots:
-            return sessions
-        return [request for request in islice(self.waiting, WAITING_WINDOW) if self._is_ready(request)]
+        if sessions or self.pause_state != PauseState.UNPAUSED:
+            return sessions, {}
+        ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self._is_ready(request)]
+        cached = self._room.admissible(ready)
+        return ready[: len(cached)], cached
 
     def _is_ready(self, request: Request) -> bool:
         """Whether vLLM would start a request: it asks the same before it does."""
         stale = request.num_stale_output_tokens and not request.drop_stale_output
-        return self._handle_blocked_waiting_request(request) and not stale
+        return super()._handle_blocked_waiting_request(request) and not stale
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """What vLLM asks before it starts a request: nobody starts who is not planned."""
+        return super()._handle_blocked_waiting_request(request) and request.request_id in self._planned
 
     def _tokens_per_prompt(self) -> int:
         """What vLLM cuts prompts to, as it counts."""

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode, KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, ParallelConfig, VllmConfig
 
+from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
 from ..config import NeuronConfig
 from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
 from .engine_args import given
-from .options import refuse_options
+from .options import FITTED, refuse_options
 from .sampling import RAW_LOGPROBS
 
 
@@ -47,19 +48,21 @@ def configure(vllm_config: VllmConfig) -> None:
         vllm_config.parallel_config.worker_cls = WORKER
     if vllm_config.model_config is None or vllm_config.cache_config is None:
         return  # vLLM also makes configurations without a model
-    refuse_options(vllm_config, fitted=_is_ours(vllm_config))
-    served = find_served(vllm_config)
-    if served is None:
-        served = export_served(_source(vllm_config), _export_config(vllm_config))
-        # Whoever looks again finds the artifact, not the checkpoint.
-        vllm_config.additional_config = {"artifact": str(served.artifact.path)}
-    os.environ[ARTIFACT_VARIABLE] = str(served.artifact.path)
-    if not _is_ours(vllm_config):
-        _fit_scheduler(vllm_config, served.artifact.config)
+    fitted = FITTED in (vllm_config.additional_config or {})
+    refuse_options(vllm_config, fitted=fitted)
+    served = find_served(vllm_config) or export_served(_source(vllm_config), _export_config(vllm_config))
+    artifact = served.artifact
+    os.environ[ARTIFACT_VARIABLE] = str(artifact.path)
+    if not fitted:
+        _check_cache(vllm_config, artifact)
+        _fit_prefix_caching(vllm_config, artifact)
+        _fit_scheduler(vllm_config, artifact.config)
         _fit_executor(vllm_config.parallel_config)
-    _fit_model(vllm_config, served.artifact.config)
-    _fit_cache(vllm_config, served.artifact.config)
-    _check_logprobs(vllm_config.model_config.logprobs_mode, served.artifact.config)
+        # Whoever looks again finds the artifact, also where a checkpoint was named.
+        vllm_config.additional_config = {FITTED: str(artifact.path)}
+    _fit_model(vllm_config, artifact.config)
+    _fit_cache(vllm_config, artifact.config)
+    _check_logprobs(vllm_config.model_config.logprobs_mode, artifact.config)
     if vllm_config.shutdown_timeout == 0:
         # vLLM would kill the engine while it gives its devices back.
         vllm_config.shutdown_timeout = SHUTDOWN_SECONDS
@@ -76,10 +79,10 @@ def _check_logprobs(mode: str, config: NeuronConfig) -> None:
 def find_served(vllm_config: VllmConfig) -> Served | None:
     """The artifact of a configuration; None where it names a checkpoint that is still to be exported."""
     options = dict(vllm_config.additional_config or {})
-    exported = options.pop("artifact", None)
+    fitted = options.pop(FITTED, None)
     source = _source(vllm_config)
-    if exported is not None:
-        source = ModelSource(exported, None, None, source.trust_remote_code)
+    if fitted is not None:
+        source = ModelSource(fitted, None, None, source.trust_remote_code)
     return open_served(source, options)
 
 
@@ -90,12 +93,6 @@ def _source(vllm_config: VllmConfig) -> ModelSource:
     return ModelSource(model.model, revision, model.hf_token, model.trust_remote_code)
 
 
-def _is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether `configure` has already been here."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
 def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
     """The engine's own sizes, and what --additional-config says beside them."""
     scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
@@ -104,6 +101,7 @@ def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
         "sequence_length": model.max_model_len,
         "batch_size": scheduler.max_num_seqs if given().max_num_seqs else DEFAULT_SLOTS,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_block_size": _given_block_size(vllm_config.cache_config),
         # vLLM's requests sample from the whole vocabulary unless they say otherwise, and may ask for logprobs.
         "output_logits": True,
     }
@@ -140,7 +138,7 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
     if scheduler.max_num_seqs > config.batch_size:
         if given().max_num_seqs:
             logger.warning(
-                "max_num_seqs=%d: the artifact has batch_size=%d slots, so that many requests run at once and the others wait",
+                "max_num_seqs=%d: the artifact has batch_size=%d rows, so that many requests run at once and the others wait",
                 scheduler.max_num_seqs,
                 config.batch_size,
             )
@@ -159,8 +157,10 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
             budget,
         )
     if scheduler.scheduler_cls is None:
+        copied = vllm_config.kv_transfer_config is not None
         one_run = scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens <= budget
-        scheduler.scheduler_cls = SCHEDULERS[one_run, bool(scheduler.async_scheduling)]
+        if one_run or copied:  # otherwise vLLM's own
+            scheduler.scheduler_cls = SCHEDULERS[one_run, bool(scheduler.async_scheduling)]
 
 
 def chunk_tokens(config: NeuronConfig) -> int:
@@ -169,7 +169,7 @@ def chunk_tokens(config: NeuronConfig) -> int:
 
 
 def step_tokens(config: NeuronConfig) -> int:
-    """Tokens that one run of one graph holds: full chunk rows, beside a token of every slot."""
+    """Tokens that one run of one graph holds: full chunk rows, beside a token of every decode row."""
     return chunk_tokens(config) + config.batch_size
 
 
@@ -179,19 +179,51 @@ def _fit_executor(parallel: ParallelConfig) -> None:
         parallel.distributed_executor_backend = "uni"
 
 
-def _fit_cache(vllm_config: VllmConfig, config: NeuronConfig) -> None:
-    """One block is one slot, and block 0, which vLLM gives to nobody, is the trash row."""
-    cache = vllm_config.cache_config
-    cache.block_size = vllm_config.model_config.max_model_len
-    if cache.mamba_block_size is not None:  # of a model with other state than keys and values: it is in the slots too
-        cache.mamba_block_size = cache.block_size
-    cache.num_gpu_blocks_override = config.batch_size + 1
-    if not _is_ours(vllm_config):
-        vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_connector_module_path=CONNECTOR_MODULE,
-            kv_role="kv_both",
-            kv_connector_extra_config={"reuse": bool(cache.enable_prefix_caching)},
+def _given_block_size(cache: CacheConfig) -> int | None:
+    """What --block-size says."""
+    return cache.block_size if cache.user_specified_block_size else None
+
+
+def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
+    """Raises ValueError where options ask for another cache than the compiled one."""
+    asked, compiled = _given_block_size(vllm_config.cache_config), artifact.config.kv_block_size
+    if asked is not None and asked != compiled:
+        had = "slots, not blocks" if compiled is None else f"blocks of kv_block_size={compiled} tokens"
+        raise ValueError(
+            f"--block-size {asked} differs from the cache that the artifact was exported with, of {had}; leave it out, or export "
+            f"with --kv-block-size {asked}"
         )
-    # vLLM's own looks for whole blocks, and no prompt fills a slot: the connector reuses prefixes of any length.
-    cache.enable_prefix_caching = False
+    events = vllm_config.kv_events_config
+    if compiled is None and events is not None and events.enable_kv_cache_events:
+        raise ValueError(
+            "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out, or "
+            "export with --kv-block-size 128"
+        )
+    if given().prefix_caching and not artifact.model.reuses_prefixes:
+        raise ValueError(
+            "--enable-prefix-caching is not supported: this model keeps state of all tokens together, so that no prefix can be "
+            "reused; leave it out"
+        )
+
+
+def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
+    """On where the model allows it and nobody turned it off: vLLM's own over blocks. Its own looks for whole blocks, and no prompt
+    fills a slot: over slots the connector reuses prefixes of any length."""
+    cache = vllm_config.cache_config
+    wanted = given().prefix_caching
+    reuses = artifact.model.reuses_prefixes and (cache.enable_prefix_caching if wanted is None else wanted)
+    has_blocks = artifact.config.kv_block_size is not None
+    cache.enable_prefix_caching = reuses and has_blocks
+    if reuses and not has_blocks:
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
+        )
+
+
+def _fit_cache(vllm_config: VllmConfig, config: NeuronConfig) -> None:
+    """vLLM's blocks are the artifact's, or its slots; block 0, which vLLM gives to nobody, is none of them."""
+    cache = vllm_config.cache_config
+    cache.block_size = config.kv_block_size or vllm_config.model_config.max_model_len
+    if cache.mamba_block_size is not None:  # of a model with other state than keys and values: rows keep it
+        cache.mamba_block_size = vllm_config.model_config.max_model_len
+    cache.num_gpu_blocks_override = config.kv_blocks + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix reuse between slots, told to vLLM's scheduler through its interface for KV that comes from elsewhere.
+"""Prefix reuse between slots, told to vLLM's scheduler through its interface for KV that comes from elsewhere. Blocks need none of it.
 
 A slot's rows outlive their request. A prompt that starts like them is scheduled from where they end, and the worker
 copies them on the device. The scheduler lives in one process with the only worker or in another: what it decides goes
@@ -8,7 +8,7 @@ along with the step.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,20 +33,14 @@ class SlotPlan(KVConnectorMetadata):
 
 
 class SlotConnector(KVConnectorBase_V1, SupportsHMA):
-    """The scheduler's side, which is all there is.
+    """The scheduler's side, which is all there is."""
 
-    Attributes:
-        starting: requests that may start in this step; the others are held back. None: vLLM alone decides.
-        reuses: whether prompts start behind what some slot holds.
-    """
+    reuses = True
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.starting: Container[str] | None = None
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        asked: bool = vllm_config.kv_transfer_config.kv_connector_extra_config["reuse"]
-        self.reuses = asked and served.artifact.model.reuses_prefixes
         config = served.artifact.config
         self._slots = SlotTable(config.batch_size, config.sequence_length)
         self._holders: dict[int, Any] = {}  # slot to vLLM's request, which tells what is computed
@@ -62,16 +56,15 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    @property
-    def has_free_slots(self) -> bool:
-        return self._free_blocks().num_free_blocks > 0
+    def admissible(self, waiting: Sequence[Any]) -> Mapping[str, int]:
+        return (
+            dict.fromkeys((request.request_id for request in waiting), 0)
+            if self._free_blocks().num_free_blocks
+            else {}
+        )
 
     def table(self, starts: int) -> SlotTable:
-        """What the slots hold as of the step before.
-
-        Args:
-            starts: requests that may start in a step; as many slots at most are free in the table.
-        """
+        """What the slots hold as of the step before."""
         self._read_contents()
         free = {block.block_id - 1 for block in self._free_blocks().get_all_free_blocks()[:starts]}
         for slot in set(self._slots.free_slots) - free:
@@ -81,11 +74,9 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._slots
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens of a prompt are in some slot already; None holds the prompt back for this step."""
-        if self.starting is not None and request.request_id not in self.starting:
-            return None, False
+        """How many tokens of a prompt are in some slot already."""
         source, common, length = 0, 0, 0
-        if self.reuses and not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache:
             self._read_contents()
             prompt = np.asarray(request.all_token_ids, dtype=np.int32)
             source, common = self._slots.match(prompt)

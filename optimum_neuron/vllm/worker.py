@@ -105,23 +105,27 @@ class NeuronWorker(WorkerBase):
         return self._model
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        """All layers as one: a block of it has as many bytes as a slot. vLLM counts blocks and allocates nothing."""
+        """All layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
         size = self.cache_config.block_size
-        per_slot = sum(
-            math.prod(state.shape[1:]) * getattr(torch, state.dtype).itemsize for state in self._artifact.states()
+        stored = sum(
+            math.prod(state.shape) * getattr(torch, state.dtype).itemsize for state in self._artifact.states()
         )
-        spec = FullAttentionSpec(
-            block_size=size, num_kv_heads=1, head_size=-(-per_slot // (2 * size)), dtype=torch.int8
-        )
-        return {"slots": spec}
+        per_token = -(-stored // (self._blocks * size))
+        spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
+        return {"cache": spec}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # any one: there is no attention backend to ask
 
     def determine_available_memory(self) -> int:
-        """Bytes of all slots and the trash row: they are allocated whatever vLLM finds."""
+        """Bytes of the cache, padding's included: they are allocated whatever vLLM finds."""
         pages: int = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
-        return pages * (self._artifact.config.batch_size + 1)
+        return pages * self._blocks
+
+    @property
+    def _blocks(self) -> int:
+        """As vLLM counts them: one more than requests can have."""
+        return self._artifact.config.kv_blocks + 1
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """The cache came with the graphs."""

@@ -13,6 +13,8 @@ from scheduler_outputs import GREEDY
 from slot_model import MODEL, SlotModel, answer, slot_runner, uniforms
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -44,32 +46,33 @@ class Served:
         most_in_flight: steps with tokens that were on their way at once, at most.
     """
 
-    def __init__(self, vllm_config: VllmConfig, *, ahead: bool = False, **sizes: int | bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, *, ahead: bool = False, **sizes: Any) -> None:
         served = find_served(vllm_config)
         assert served is not None
-        sizes = {**served.artifact.config.to_dict(), **sizes}
-        slots, length = int(sizes["batch_size"]), vllm_config.model_config.max_model_len
-        graphs = slot_runner(**sizes)
+        graphs = slot_runner(**{**served.artifact.config.to_dict(), **sizes})
         self.sizes = graphs.config
+        blocks, length = self.sizes.kv_blocks + 1, vllm_config.cache_config.block_size
         assert isinstance(graphs.executable, SlotModel)
         self.model: SlotModel = graphs.executable
         self.device: AheadOf | None = None
         if ahead:
             graphs, self.device = ahead_of(graphs)
         self.worker = ModelRunner(graphs, MODEL, vllm_config)
-        vllm_config.cache_config.num_gpu_blocks = slots + 1
+        vllm_config.cache_config.num_gpu_blocks = blocks
         group = KVCacheGroupSpec(
             ["slots"], FullAttentionSpec(block_size=length, num_kv_heads=1, head_size=1, dtype=torch.int8)
         )
         self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=vllm_config,
-            kv_cache_config=KVCacheConfig(slots + 1, [], [group]),
+            kv_cache_config=KVCacheConfig(blocks, [], [group]),
             structured_output_manager=StructuredOutputManager(vllm_config),
             block_size=length,
             hash_block_size=length,
             include_finished_set=False,
             log_stats=False,
         )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(length, sha256)
         self.most_in_flight = 0
         self.in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         self.depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
@@ -77,13 +80,16 @@ class Served:
         self.steps: list[dict[str, int]] = []
         self.runs: list[list[str]] = []
         self.reused: list[dict[str, int]] = []
-        self._rows: list[list[tuple[Request, int]]] = [[] for _ in range(slots)]  # a row is some request's n-th token
+        self._rows: list[list[tuple[Request, int]]] = [
+            [] for _ in range(self.sizes.batch_size)
+        ]  # a row is some request's n-th token
         self.slot_of: dict[str, int] = {}
 
     def add(self, name: str, prompt: Sequence[int], new_tokens: int, **options: Any) -> Request:
         how = {option: options.pop(option) for option in ("priority", "resumable") if option in options}
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **{**GREEDY, **options})
-        request = Request(name, list(prompt), params, None, arrival_time=float(len(self.requests)), **how)
+        how |= {"arrival_time": float(len(self.requests)), "block_hasher": self._hasher}
+        request = Request(name, list(prompt), params, None, **how)
         self.requests.setdefault(name, request)
         self.scheduler.add_request(request)
         return request
@@ -107,7 +113,10 @@ class Served:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             before = len(self.model.runs)
-            self._replay(output)
+            if self.sizes.kv_block_size is None:
+                self._replay(output)
+            else:
+                self._note_hits(output)
             self.worker.execute(output)
             result = self.worker.sample(None)
             if output.total_num_scheduled_tokens:
@@ -122,9 +131,18 @@ class Served:
             output, result = self.in_flight.popleft()
             self.scheduler.update_from_output(output, result())
 
+    def _note_hits(self, output: SchedulerOutput) -> None:
+        """What requests that start take over, of vLLM's own prefix cache; that it is theirs, their answers tell."""
+        cached = output.scheduled_cached_reqs
+        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        started |= {name: computed for name, computed in known if name in cached.resumed_req_ids}
+        if output.total_num_scheduled_tokens:
+            self.reused.append({name: computed for name, computed in started.items() if computed})
+
     def _replay(self, output: SchedulerOutput) -> None:
         """Follows what slots hold by what vLLM was told alone, and checks every plan against it."""
-        plan = output.kv_connector_metadata
+        plan = output.kv_connector_metadata or SlotPlan()
         assert isinstance(plan, SlotPlan)
         if output.total_num_scheduled_tokens:
             self.reused.append({name: length for name, (_, length) in plan.reuse.items()})

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in plain Python behind the graphs' interface: its slots hold tokens, and all of them decide the next one."""
+"""A model in plain Python behind the graphs' interface: its slots, or blocks, hold tokens, and all of them decide the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ SIZES = {"batch_size": 4, "sequence_length": 64, "prefill_chunk_size": 8, "outpu
 
 
 class SlotModel:
-    """An executable that computes logits from all tokens before and at a row's position, read from its slot.
+    """An executable that computes logits from all tokens before and at a row's position, read from its slot or its blocks.
 
     Attributes:
         runs: what each run of a graph did, as `mixed 0,2 | 1:8+4`: slots that decoded, then chunks as slot, start, length.
@@ -32,7 +33,8 @@ class SlotModel:
 
     def __init__(self, config: NeuronConfig) -> None:
         self._specs = {spec.name: spec for spec in graph_specs(config)}
-        self._slots = np.full((config.batch_size + 1, config.sequence_length), NOTHING, np.int32)
+        self._cache = np.full((config.kv_blocks + 1, config.block_length), NOTHING, np.int32)
+        self._has_blocks = config.kv_block_size is not None
         self.runs: list[str] = []
         # As compiled graphs may, every run uses the memory of the one before again.
         self._memory = {
@@ -44,32 +46,40 @@ class SlotModel:
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         spec = self._specs[graph]
         arrays = {tensor.name: array.numpy() for tensor, array in zip(spec.inputs(), inputs, strict=True)}
-        rows: list[tuple[str, int, int, int]] = []  # group, row, slot, last position
+        rows: list[tuple[str, int, np.ndarray, int]] = []  # group, row, its blocks, last position
         done: dict[str, list[str]] = {"decode": [], "chunk": []}
         if spec.has_decode:
             for slot in np.flatnonzero(arrays["decode.position_ids"][:, 0] >= 0).tolist():
-                rows.append(("decode", slot, slot, self._write(arrays, "decode", slot, slot)[1]))
+                blocks, _, last = self._write(arrays, "decode", slot, slot)
+                rows.append(("decode", slot, blocks, last))
                 done["decode"].append(str(slot))
         if spec.has_chunk:
             for row in np.flatnonzero(arrays["chunk.position_ids"][:, 0] >= 0).tolist():
                 slot = int(arrays["chunk.seq_ids"][row])
-                start, last = self._write(arrays, "chunk", row, slot)
-                rows.append(("chunk", row, slot, last))
+                blocks, start, last = self._write(arrays, "chunk", row, slot)
+                rows.append(("chunk", row, blocks, last))
                 done["chunk"].append(f"{slot}:{start}+{last + 1 - start}")
         self.runs.append(" | ".join([f"{spec.kind} {','.join(done['decode'])}".strip(), *done["chunk"]]))
         return self._outputs(spec, arrays, rows)
 
-    def _write(self, arrays: dict[str, np.ndarray], group: str, row: int, slot: int) -> tuple[int, int]:
+    def _write(self, arrays: dict[str, np.ndarray], group: str, row: int, slot: int) -> tuple[np.ndarray, int, int]:
+        """Before any row reads, as graphs do: blocks of the row, first and last position."""
         positions = arrays[f"{group}.position_ids"][row]
-        self._slots[slot, positions] = arrays[f"{group}.input_ids"][row]
-        return int(positions[0]), int(positions[-1])
+        start, last = int(positions[0]), int(positions[-1])
+        count = last + 1 - start
+        if self._has_blocks:
+            blocks, written = arrays[f"{group}.block_table"][row].copy(), arrays[f"{group}.write_blocks"][row, :count]
+        else:
+            blocks, written = np.array([slot]), np.full(count, slot)
+        self._cache[written, positions[:count] % self._cache.shape[1]] = arrays[f"{group}.input_ids"][row, :count]
+        return blocks, start, last
 
     def _outputs(
-        self, spec: GraphSpec, arrays: dict[str, np.ndarray], rows: list[tuple[str, int, int, int]]
+        self, spec: GraphSpec, arrays: dict[str, np.ndarray], rows: list[tuple[str, int, np.ndarray, int]]
     ) -> list[Tensor]:
         outputs = {output.name: self._memory[output.name].zero_() for output in spec.outputs(VOCAB)}
-        for group, row, slot, last in rows:
-            logits = next_logits(self._slots[slot, : last + 1])
+        for group, row, blocks, last in rows:
+            logits = next_logits(self._cache[blocks].flatten()[: last + 1])
             if f"{group}.logits" in outputs:
                 outputs[f"{group}.logits"][row] = logits
             if f"{group}.tokens" in outputs:
@@ -78,8 +88,8 @@ class SlotModel:
         return list(outputs.values())
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._slots[destination] = NOTHING
-        self._slots[destination, :length] = self._slots[source, :length]
+        self._cache[destination] = NOTHING
+        self._cache[destination, :length] = self._cache[source, :length]
 
     def read_state(self, name: str) -> Tensor:
         raise NotImplementedError
@@ -115,9 +125,9 @@ def uniforms(seed: int | None, count: int) -> list[float]:
     return [] if seed is None else [float(random.random(dtype=np.float32)) for _ in range(count)]
 
 
-def slot_runner(**sizes: int | bool) -> GraphRunner:
+def slot_runner(**sizes: Any) -> GraphRunner:
     """A runner over a SlotModel; `sizes` change `SIZES`."""
-    config = NeuronConfig(**SIZES | sizes)  # type: ignore[arg-type]
+    config = NeuronConfig(**SIZES | sizes)
     runner = GraphRunner(SlotModel(config), config, graph_specs(config))
     assert GraphFamily(graph_specs(config)).has_mixed == config.mixed_step
     return runner

@@ -125,6 +125,26 @@ def test_the_artifact_has_the_sizes_of_the_engine(text_checkpoint: Path, cache: 
 
 
 @pytest.mark.parametrize(
+    ("options", "arguments"),
+    [({"kv_block_size": 64}, {}), ({}, {"block_size": 64}), ({"kv_block_size": 64}, {"block_size": 64})],
+    ids=["additional config", "--block-size", "both"],
+)
+def test_a_cache_of_blocks_is_made_where_it_is_asked_for(
+    text_checkpoint: Path, options: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    cached = {"kv_cache_tokens": 320}
+    vllm_config = configure(text_checkpoint, EAGER | cached | options, **arguments, max_model_len=256)
+    config = served(vllm_config).config
+    assert (config.kv_block_size, config.kv_blocks) == (64, 5)
+    assert (vllm_config.cache_config.block_size, vllm_config.cache_config.num_gpu_blocks_override) == (64, 6)
+
+
+def test_two_block_sizes_are_refused(text_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"--block-size 128 differs from the cache .* of blocks of kv_block_size=64"):
+        configure(text_checkpoint, EAGER | {"kv_block_size": 64}, block_size=128, max_model_len=256)
+
+
+@pytest.mark.parametrize(
     ("arguments", "slots", "chunk", "budget"),
     [
         ({}, DEFAULT_SLOTS, 128, 128 + DEFAULT_SLOTS),

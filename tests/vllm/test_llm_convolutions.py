@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
 from transformers import AutoModelForCausalLM
@@ -19,13 +21,15 @@ from optimum_neuron.artifacts.artifact import Artifact
 SIZES = NeuronConfig(
     batch_size=4, sequence_length=128, prefill_chunk_size=16, dtype="float32", output_logits=True, target="eager"
 )
+BLOCKS = dataclasses.replace(SIZES, kv_block_size=64, kv_cache_tokens=256)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, BLOCKS], ids=["slots", "blocks"])
 def test_prompts_that_start_alike_get_what_transformers_gives_them(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, open_llm: Callable[..., LLM]
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints["lfm2"], dtype=torch.float32).eval()
-    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=SIZES)
+    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=sizes)
     shared = random_prompt(40, vocab=300)
     prompts = [shared + random_prompt(length, vocab=300) for length in (1, 9, 24, 2, 30, 5)]
     expected = [greedy(model, prompt, NEW) for prompt in prompts]

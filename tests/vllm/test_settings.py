@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CompilationMode, KVTransferConfig, VllmConfig
+from vllm.config import CompilationMode, KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.vllm.options import _REFUSED, _REFUSED_AT_FIRST, _WITHOUT_EFFECT
 from optimum_neuron.vllm.scheduler import SlotScheduler, StepScheduler
-from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, WORKER, configure, find_served
+from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, CONNECTOR, WORKER, configure, find_served
 
 
 LENGTH, SLOTS, CHUNK = 512, 4, 32
 STEP = CHUNK + SLOTS
+EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 2}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -58,18 +60,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"num_gpu_blocks_override": 3},
-        "--num-gpu-blocks-override 3 is not supported: blocks are the compiled slots; leave",
+        "--num-gpu-blocks-override 3 is not supported: the cache was sized at export; leave",
     ),
-    ({"block_size": 16}, "--block-size 16 is not supported: a block is a whole slot; leave it out"),
+    (
+        {"block_size": 16},
+        "--block-size 16 differs from the cache that the artifact was exported with, of slots, not blocks; leave it out, or "
+        "export with --kv-block-size 16",
+    ),
+    (
+        {"kv_events_config": EVENTS},
+        "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out",
+    ),
     (
         {"kv_transfer_config": KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both")},
-        "--kv-transfer-config is not supported: a slot's cache stays on its device; leave it out",
+        "--kv-transfer-config is not supported: the cache stays on its devices; leave it out",
     ),
     (
         {"kv_offloading_size": 1.0},
-        "--kv-offloading-size 1.0 is not supported: a slot's cache stays on its device; leave it",
+        "--kv-offloading-size 1.0 is not supported: the cache stays on its devices; leave it out",
     ),
-    ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is not supported: the slots were sized at"),
+    ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is not supported: the cache was sized at"),
     ({"cpu_offload_gb": 1.5}, "--cpu-offload-gb 1.5 is not supported: the weights stay where the graphs run; leave"),
     ({"load_format": "dummy"}, "--load-format dummy is not supported: weights come from the artifact; leave it out"),
     (
@@ -122,7 +132,7 @@ def test_what_compiled_graphs_cannot_do_is_refused_with_the_remedy(
         ({"enforce_eager": True}, "--enforce-eager has no effect: the graphs are compiled already"),
         (
             {"gpu_memory_utilization": 0.5},
-            "--gpu-memory-utilization has no effect: the artifact's slots decide how much",
+            "--gpu-memory-utilization has no effect: the artifact's cache decides how much",
         ),
     ],
     ids=["enforce_eager", "gpu_memory_utilization"],
@@ -162,8 +172,7 @@ def test_sizes_that_nobody_gave_are_the_compiled_ones(
     assert (config.model_config.max_model_len, config.model_config.dtype) == (LENGTH, torch.float32)
     assert (cache.block_size, cache.num_gpu_blocks_override) == (LENGTH, SLOTS + 1)
     assert cache.enable_prefix_caching is False
-    assert config.kv_transfer_config is not None
-    assert config.kv_transfer_config.kv_connector_extra_config == {"reuse": True}
+    assert config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == CONNECTOR
     assert config.parallel_config.worker_cls == WORKER
     assert config.compilation_config.mode == CompilationMode.NONE
     assert os.environ[ARTIFACT_VARIABLE] == str(artifact)
@@ -174,14 +183,14 @@ def test_sizes_that_nobody_gave_are_the_compiled_ones(
     ("options", "sizes", "warning"),
     [
         ({"max_num_seqs": 3}, (3, STEP, LENGTH), ""),
-        ({"max_num_seqs": 9}, (SLOTS, STEP, LENGTH), "max_num_seqs=9: the artifact has batch_size=4 slots"),
+        ({"max_num_seqs": 9}, (SLOTS, STEP, LENGTH), "max_num_seqs=9: the artifact has batch_size=4 rows"),
         ({"max_num_batched_tokens": 7, "max_num_seqs": 4}, (SLOTS, 7, LENGTH), ""),
         ({"max_num_batched_tokens": 3}, (3, 3, LENGTH), ""),
         ({"max_num_batched_tokens": 100}, (SLOTS, 100, LENGTH), "100 is more than the 36 tokens that one step"),
         # What vLLM itself would choose, had nobody given it: for the server, and for LLM.
         ({"max_num_batched_tokens": 2048}, (SLOTS, 2048, LENGTH), "2048 is more than the 36 tokens that one step"),
         ({"max_num_batched_tokens": 8192}, (SLOTS, 8192, LENGTH), "8192 is more than the 36 tokens that one step"),
-        ({"max_num_seqs": 256}, (SLOTS, STEP, LENGTH), "max_num_seqs=256: the artifact has batch_size=4 slots"),
+        ({"max_num_seqs": 256}, (SLOTS, STEP, LENGTH), "max_num_seqs=256: the artifact has batch_size=4 rows"),
         ({"max_model_len": 100}, (SLOTS, STEP, 100), ""),
         ({"max_model_len": 511, "max_num_seqs": 2}, (2, STEP, 511), ""),
         ({"max_model_len": -1}, (SLOTS, STEP, LENGTH), ""),
@@ -267,9 +276,64 @@ def test_the_type_of_the_weights_is_the_artifacts(artifact: Path, dtype: str) ->
     assert config_of(artifact, dtype=dtype).model_config.dtype == torch.float32
 
 
-def test_prefix_caching_is_the_connectors(artifact: Path) -> None:
-    transfer = config_of(artifact, enable_prefix_caching=False).kv_transfer_config
-    assert transfer is not None and transfer.kv_connector_extra_config == {"reuse": False}
+def test_nothing_is_connected_where_no_prefix_is_reused(artifact: Path) -> None:
+    config = config_of(artifact, enable_prefix_caching=False)
+    assert config.kv_transfer_config is None and config.cache_config.enable_prefix_caching is False
+
+
+@pytest.fixture(scope="module")
+def block_artifact(export_text: Callable[..., Path]) -> Path:
+    return export_text(kv_block_size=64, kv_cache_tokens=LENGTH)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 64}, {"enable_prefix_caching": True}, {"kv_events_config": EVENTS}], ids=str
+)
+def test_blocks_are_vllms_own(block_artifact: Path, options: dict[str, Any]) -> None:
+    config = config_of(block_artifact, **options)
+    cache = config.cache_config
+    assert (cache.block_size, cache.num_gpu_blocks_override, cache.enable_prefix_caching) == (
+        64,
+        LENGTH // 64 + 1,
+        True,
+    )
+    assert config.kv_transfer_config is None
+    assert config.scheduler_config.max_num_batched_tokens == STEP
+    assert issubclass(config.scheduler_config.get_scheduler_cls(), StepScheduler)
+
+
+def test_vllms_own_scheduler_makes_steps_of_several_runs_over_blocks(block_artifact: Path) -> None:
+    config = config_of(block_artifact, max_num_batched_tokens=STEP + 1, enable_prefix_caching=False)
+    assert config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+    assert config.cache_config.enable_prefix_caching is False
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_another_block_size_than_the_compiled_one_is_refused(block_artifact: Path, size: int) -> None:
+    with pytest.raises(ValueError) as refusal:
+        config_of(block_artifact, block_size=size)
+    assert (
+        f"--block-size {size} differs from the cache that the artifact was exported with, of blocks of kv_block_size=64 tokens; "
+        f"leave it out, or export with --kv-block-size {size}"
+    ) in str(refusal.value)
+
+
+@pytest.mark.parametrize("blocks", [{}, {"kv_block_size": 64}], ids=["slots", "blocks"])
+def test_prefix_caching_is_refused_where_no_prefix_can_be_reused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, blocks: dict[str, int]
+) -> None:
+    sizes = NeuronConfig(batch_size=2, sequence_length=128, prefill_chunk_size=16, target="eager", **blocks)
+    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=sizes)
+    with pytest.raises(ValueError, match="--enable-prefix-caching is not supported: this model keeps state of all"):
+        config_of(path, enable_prefix_caching=True)
+    for options in ({}, {"enable_prefix_caching": False}):
+        config = config_of(path, **options)
+        assert config.cache_config.enable_prefix_caching is False and config.kv_transfer_config is None
+
+
+def test_the_folder_of_the_artifact_is_no_option(artifact: Path) -> None:
+    with pytest.raises(TypeError, match="unknown option 'artifact' in --additional-config"):
+        config_of(artifact, additional_config={"artifact": "x"})
 
 
 def test_options_equal_to_the_compiled_ones_may_be_repeated(artifact: Path) -> None:

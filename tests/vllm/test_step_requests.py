@@ -158,15 +158,15 @@ def test_the_next_turn_of_a_session_goes_on_behind_what_its_slot_holds(vllm_conf
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (step_output({"a": 1}, computed={"a": 5}), "slot 0 of request a holds 6 tokens, and vLLM counts 5"),
-        (step_output({"a": 1}, computed={"a": 7}), "slot 0 of request a holds 6 tokens, and vLLM counts 7"),
+        (step_output({"a": 1}, computed={"a": 5}), "row 0 of request a holds 6 tokens, and vLLM counts 5"),
+        (step_output({"a": 1}, computed={"a": 7}), "row 0 of request a holds 6 tokens, and vLLM counts 7"),
         (
             step_output({"b": 2}, new=[new_request("b", [5, 6, 7], 1, 1)]),
-            "slot 1 of request b holds 0 tokens, and vLLM",
+            "row 1 of request b holds 0 tokens, and vLLM",
         ),
         (
             step_output({"b": 2}, new=[new_request("b", [5, 6, 7], 0, 1)]),
-            "slot 0 of request b holds 0 tokens, and vLLM",
+            "row 0 of request b holds 0 tokens, and vLLM",
         ),
         (step_output({"a": 2}, computed={"a": 6}), "schedules 2 tokens of request a, which has 1 to compute"),
         (step_output({"b": 4}, new=[new_request("b", [5, 6, 7], 1)]), "schedules 4 tokens of request b, which has 3"),

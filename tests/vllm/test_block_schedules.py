@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own block manager over an artifact of blocks: prefixes by reference, preemption where blocks run out, rows of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import examples
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from real_schedules import Served
+from scheduler_outputs import random_prompt
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+
+LENGTH, BLOCK, CHUNK, ROWS = 256, 64, 32, 4
+PREFIX = random_prompt(140, 99)
+SEEDED = {"temperature": 1.0, "top_k": 50, "seed": 5}
+HOST = {"logprobs": 1}
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+# Artifacts and engine options, by what is special about them.
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one request's blocks": ({}, {"async_scheduling": False}),
+    "one request's blocks, async": ({}, {}),
+    "two chunk rows, async": ({"ctx_batch_size": 2, "kv_cache_tokens": 384}, {}),
+    "larger steps, async": ({"kv_cache_tokens": 384}, {"max_num_batched_tokens": 200}),
+    "priorities": ({"kv_cache_tokens": 320}, {"scheduling_policy": "priority"}),
+    "nothing reused": ({"kv_cache_tokens": 384}, {"enable_prefix_caching": False}),
+    "two requests at a time": ({"kv_cache_tokens": 320}, {"max_num_seqs": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def configure(export_text: Callable[..., Path]) -> Callable[..., VllmConfig]:
+    made: dict[str, VllmConfig] = {}
+
+    def one(sizes: dict[str, Any], options: dict[str, Any]) -> VllmConfig:
+        key = repr((sizes, options))
+        if key not in made:
+            blocks = {"kv_block_size": BLOCK, "kv_cache_tokens": LENGTH}
+            artifact = export_text(**{"sequence_length": LENGTH, "prefill_chunk_size": CHUNK} | blocks | sizes)
+            made[key] = EngineArgs(model=str(artifact), **options).create_engine_config()
+        return made[key]
+
+    return one
+
+
+@pytest.fixture
+def serve(configure: Callable[..., VllmConfig]) -> Callable[..., Served]:
+    """Engines by tokens of the cache and vLLM's options."""
+
+    def start(tokens: int = 4 * LENGTH, ahead: bool = False, **options: Any) -> Served:
+        return Served(configure({"kv_cache_tokens": tokens}, options), ahead=ahead)
+
+    return start
+
+
+def preemptions(engine: Served) -> int:
+    return sum(request.num_preemptions for request in engine.requests.values())
+
+
+def hits(engine: Served) -> dict[str, int]:
+    return {name: length for step in engine.reused for name, length in step.items()}
+
+
+def check_all_is_free(engine: Served) -> None:
+    """No block is anybody's, and every row is free."""
+    engine.worker.execute(engine.scheduler.schedule())  # tells the worker who ended last
+    manager = engine.scheduler.kv_cache_manager
+    assert manager.block_pool.get_num_free_blocks() == engine.sizes.kv_blocks
+    assert manager.usage == 0
+    runner = engine.worker.runner
+    assert runner.tables is not None and not runner.tables.counts.any() and not runner.lengths.any()
+
+
+@ASYNC
+def test_whole_blocks_of_a_prefix_are_shared_with_who_runs_and_who_ran(
+    serve: Callable[..., Served], asynchronous: bool
+) -> None:
+    engine = serve(async_scheduling=asynchronous)
+    engine.add("a", PREFIX, 60)
+    while not engine.requests["a"].output_token_ids:
+        engine.step()
+    engine.add("beside", PREFIX + random_prompt(5, 1), 3)
+    while not engine.requests["beside"].output_token_ids:
+        engine.step()
+    tables = engine.worker.runner.tables
+    assert tables is not None and tables.blocks[0, :2].tolist() == tables.blocks[1, :2].tolist()
+    assert tables.blocks[0, 2] != tables.blocks[1, 2]
+    engine.run()
+    engine.add("after", list(engine.requests["a"].all_token_ids)[:195] + random_prompt(5, 2), 3)
+    engine.run()
+    engine.check_answers()
+    assert hits(engine) == {"beside": 2 * BLOCK, "after": 3 * BLOCK}
+    check_all_is_free(engine)
+
+
+def test_a_prompt_of_the_same_step_shares_what_that_step_writes(configure: Callable[..., VllmConfig]) -> None:
+    engine = Served(
+        configure({"kv_cache_tokens": 512, "prefill_chunk_size": 64, "ctx_batch_size": 3}, {"async_scheduling": False})
+    )
+    engine.add("a", PREFIX[:100], 5)
+    engine.add("b", PREFIX[:64] + random_prompt(5, 1), 5)
+    engine.run()
+    engine.check_answers()
+    assert engine.reused[0] == {"b": BLOCK} and set(engine.steps[0]) == {"a", "b"}
+
+
+@ASYNC
+def test_where_blocks_run_out_the_last_one_waits_and_all_get_their_tokens(
+    serve: Callable[..., Served], asynchronous: bool
+) -> None:
+    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)
+    for index, params in enumerate(({}, SEEDED, HOST, SEEDED | {"seed": 7})):
+        engine.add(f"r{index}", random_prompt(50 + index, index), 40, **params)
+    engine.run()
+    engine.check_answers()
+    assert preemptions(engine) > 0 and not engine.requests["r0"].num_preemptions
+    check_all_is_free(engine)
+
+
+def test_a_preempted_request_begins_with_the_blocks_that_nobody_took(serve: Callable[..., Served]) -> None:
+    engine = serve(tokens=LENGTH)
+    engine.add("first", random_prompt(110, 1), 40)
+    engine.add("last", random_prompt(110, 2), 60)
+    engine.run()
+    engine.check_answers()
+    assert engine.requests["last"].num_preemptions == 1
+    assert hits(engine) == {"last": BLOCK}
+
+
+@ASYNC
+def test_more_requests_run_than_fit_at_full_length(serve: Callable[..., Served], asynchronous: bool) -> None:
+    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)  # 4 blocks, and each request takes one
+    for index in range(9):
+        engine.add(f"r{index}", random_prompt(10, index), 20)
+    most = 0
+    while engine.unfinished():
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    engine.run()
+    engine.check_answers()
+    assert most == ROWS and preemptions(engine) == 0
+    check_all_is_free(engine)
+
+
+@ASYNC
+def test_an_abort_gives_blocks_and_row_to_who_waits(serve: Callable[..., Served], asynchronous: bool) -> None:
+    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)
+    engine.add("long", random_prompt(200, 1), 50)
+    engine.add("waits", random_prompt(100, 2), 5)
+    for _ in range(6):
+        engine.step()
+    assert "waits" not in set(engine.first_steps())
+    engine.abort("long")
+    engine.run()
+    engine.check_answers()
+    check_all_is_free(engine)
+
+
+@ASYNC
+def test_no_chunk_row_is_kept_for_a_prompt_that_the_cache_has_no_blocks_for(
+    serve: Callable[..., Served], asynchronous: bool
+) -> None:
+    engine = serve(tokens=384, async_scheduling=asynchronous)
+    engine.add("long", random_prompt(200, 1), 3)  # 4 of 6 blocks, taken in chunk by chunk
+    engine.step()
+    engine.add("other", random_prompt(180, 2), 3)
+    engine.run()
+    engine.check_answers()
+    assert [step for step in engine.steps if "long" in step][:7] == engine.steps[:7]
+    assert preemptions(engine) == 0
+
+
+@ASYNC
+def test_a_long_prompt_never_stalls_decodes(serve: Callable[..., Served], asynchronous: bool) -> None:
+    engine = serve(async_scheduling=asynchronous)
+    for index in range(3):
+        engine.add(f"r{index}", random_prompt(10, index), 40)
+    while not all(request.output_token_ids for request in engine.requests.values()):
+        engine.step()
+    before = len(engine.steps)
+    engine.add("long", random_prompt(200, 9), 3)
+    engine.run()
+    engine.check_answers()
+    chunks = [step for step in engine.steps[before:] if step.get("long", 0) > 1]
+    assert len(chunks) == 7
+    assert all({"r0", "r1", "r2"} <= set(step) for step in chunks)
+    assert all(len(runs) == 1 for runs in engine.runs)
+
+
+REQUESTS = st.tuples(
+    st.integers(0, 2),
+    st.integers(0, 140),
+    st.integers(1, 90),
+    st.integers(1, 60),
+    st.sampled_from([{}, SEEDED, HOST]),
+)
+ACTIONS = st.lists(
+    st.one_of(
+        REQUESTS.map(lambda request: ("add", request)),
+        REQUESTS.map(lambda request: ("add", request)),
+        st.tuples(st.just("step"), st.integers(1, 20)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("reset"), st.booleans()),
+    ),
+    min_size=1,
+    max_size=16,
+)
+TOPICS = [random_prompt(LENGTH, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
+@pytest.mark.parametrize("name", ENGINES)
+@examples(4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS)
+def test_all_requests_get_their_tokens_whatever_is_shared_and_preempted(
+    configure: Callable[..., VllmConfig], name: str, ahead: bool, actions: list[tuple[str, Any]]
+) -> None:
+    config = configure(*ENGINES[name])
+    engine = Served(config, ahead=ahead)
+    for kind, value in actions:
+        if kind == "add":
+            topic, shared, own, new_tokens, params = value
+            number = len(engine.requests)
+            prompt = TOPICS[topic][:shared] + random_prompt(own, number % 4)
+            engine.add(f"r{number}", prompt, new_tokens, priority=number % 3, **params)
+        elif kind == "step":
+            for _ in range(value):
+                engine.step()
+        elif kind == "abort":
+            engine.abort(f"r{value}")
+        else:
+            engine.reset(value)
+    engine.run()
+    engine.check_answers()
+    check_all_is_free(engine)
+    budget = config.scheduler_config.max_num_batched_tokens
+    assert all(sum(counts.values()) <= budget for counts in engine.steps)
+    if budget <= CHUNK * engine.sizes.ctx_batch_size + ROWS:
+        assert all(len(runs) <= 1 for runs in engine.runs)
