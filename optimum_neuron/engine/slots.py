@@ -27,7 +27,6 @@ class SlotTable:
     """
 
     def __init__(self, batch_size: int, sequence_length: int, min_reuse: int = MIN_REUSE) -> None:
-        self.length = sequence_length
         self._tokens = np.zeros((batch_size, sequence_length), np.int32)
         self._lengths = np.zeros(batch_size, np.int64)
         self._last_used = np.zeros(batch_size, np.int64)
@@ -216,7 +215,7 @@ class SlotDraft:
         return self._slots.may_share(state.tokens, length)
 
     def room(self, state: RequestState, placement: Placement | None) -> int:
-        return self._slots.length
+        return len(state.tokens)
 
     def take(self, state: RequestState, placement: Placement, count: int) -> None:
         if state.slot is None:
