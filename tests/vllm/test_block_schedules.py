@@ -163,17 +163,20 @@ def test_an_abort_gives_blocks_and_row_to_who_waits(serve: Callable[..., Served]
 
 
 @ASYNC
-def test_no_chunk_row_is_kept_for_a_prompt_that_the_cache_has_no_blocks_for(
-    serve: Callable[..., Served], asynchronous: bool
+def test_blocks_that_a_prompt_under_way_needs_are_given_to_no_other_prompt(
+    configure: Callable[..., VllmConfig], asynchronous: bool
 ) -> None:
-    engine = serve(tokens=384, async_scheduling=asynchronous)
+    options = {"async_scheduling": asynchronous, "long_prefill_token_threshold": CHUNK}
+    engine = Served(configure({"kv_cache_tokens": 384, "ctx_batch_size": 2}, options))
     engine.add("long", random_prompt(200, 1), 3)  # 4 of 6 blocks, taken in chunk by chunk
     engine.step()
-    engine.add("other", random_prompt(180, 2), 3)
+    engine.add("other", random_prompt(180, 2), 3)  # 3 blocks
+    engine.add("short", random_prompt(20, 3), 3)
     engine.run()
     engine.check_answers()
-    assert [step for step in engine.steps if "long" in step][:7] == engine.steps[:7]
-    assert preemptions(engine) == 0
+    chunks = [number for number, step in enumerate(engine.steps) if step.get("long", 0) > 1]
+    assert min(number for number, step in enumerate(engine.steps) if "other" in step) > chunks[-1]
+    assert list(engine.first_steps()) == ["long", "other", "short"] and preemptions(engine) == 0
 
 
 @ASYNC
