@@ -24,8 +24,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
-# What `make test-full` runs property tests by; see helpers.examples.
-settings.register_profile("full")
+# What `make test-full` runs property tests by, and all else; see helpers.examples. No test is timed.
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None)
+settings.load_profile("quick")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
