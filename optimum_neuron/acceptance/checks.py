@@ -81,8 +81,8 @@ def check_artifact(
         ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: _check_chunks(artifact, runner), ""),
         ("neighbours", lambda runner: _check_neighbours(artifact, runner), one_slot),
-        ("token ids", lambda runner: _check_token_ids(artifact, runner), ""),
         ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_slot or no_reuse),
+        ("token ids", lambda runner: _check_token_ids(artifact, runner), ""),
         ("latency", lambda runner: _measure_latency(runner, runs), ""),
         ("memory", lambda runner: _measure_memory(), _no_device_memory(artifact.target)),
     ):
