@@ -76,12 +76,13 @@ def check_artifact(
     runners: list[GraphRunner] = []
     loaded = report.run("load", lambda: _load(artifact, runners, ranks, profile))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
+    one_block = "the cache is one slot, or one block" if artifact.config.kv_blocks == 1 else ""
     no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model cannot share a prefix"
     for name, check, skipped in (
         ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: _check_chunks(artifact, runner), ""),
         ("neighbours", lambda runner: _check_neighbours(artifact, runner), one_slot),
-        ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_slot or no_reuse),
+        ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_block or no_reuse),
         ("token ids", lambda runner: _check_token_ids(artifact, runner), ""),
         ("latency", lambda runner: _measure_latency(runner, runs), ""),
         ("memory", lambda runner: _measure_memory(), _no_device_memory(artifact.target)),
@@ -172,7 +173,7 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
         *(min(5 + slot, runner.config.sequence_length) for slot in range(1, runner.config.batch_size)),
     ]
     # Blocks may be fewer than all rows take.
-    lengths = [length for length, room in zip(lengths, _room(lengths, runner.config), strict=True) if room]
+    lengths = lengths[: _fitting(lengths, runner.config, runner.config.kv_blocks)]
     rows = []
     for seed in (3, 4):
         runner.reserve(lengths)
@@ -183,24 +184,23 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
     return {"slots": len(lengths)}
 
 
-def _room(lengths: Sequence[int], config: NeuronConfig) -> list[bool]:
-    """Which of these rows fit beside those before them."""
-    blocks = np.cumsum([config.blocks_of(length) for length in lengths])
-    return (blocks <= config.kv_blocks).tolist()
+def _fitting(lengths: Sequence[int], config: NeuronConfig, most: int) -> int:
+    """How many of these rows, from the first on, fit into so many blocks together."""
+    return int(np.searchsorted(np.cumsum([config.blocks_of(length) for length in lengths]), most, side="right"))
 
 
 def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     """Ids beyond the vocabulary are refused before a graph sees them; the first and the last are looked up as others are."""
     size = artifact.model.num_embeddings
     for token in (-1, size):
-        runner.reset(0)
+        runner.reserve([1])
         try:
             runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
         except ValueError:
             continue
         raise CheckError(f"token id {token} was given to a graph, and the model takes those from 0 to {size - 1}")
     for token in (0, size - 1):
-        runner.reset(0)
+        runner.reserve([1])
         output = runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
         assert output.chunk_logits is not None
         if not output.chunk_logits.isfinite().all():
@@ -212,7 +212,7 @@ def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 
 
 def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
-    length = min(17, runner.config.sequence_length)
+    length = min(17, runner.config.block_length)  # the first slot's first block is the cache's
     runner.reserve([length])
     _prefill(runner, 0, _prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
     runner.executable.copy_slot(0, 1, length)
@@ -243,7 +243,7 @@ def _prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
 
 
 def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
-    """Milliseconds per step of every graph, at the end of its context, with all rows at work that the cache holds so."""
+    """Milliseconds per step of every graph, at the end of its context, with all rows at work that the graph holds so."""
     medians = {}
     for graph in runner.family:
         lengths = _full_lengths(graph, runner.config)
@@ -265,8 +265,7 @@ def _full_lengths(graph: GraphSpec, config: NeuronConfig) -> list[int]:
     chunk_rows = graph.ctx_batch_size if graph.has_chunk else 0
     rows = graph.batch_size if graph.has_decode else chunk_rows
     lengths = [graph.context_length - (graph.chunk_size if slot < chunk_rows else 1) for slot in range(rows)]
-    room = _room([graph.context_length] * rows, config)
-    return [length for length, fits in zip(lengths, room, strict=True) if fits]
+    return lengths[: _fitting([graph.context_length] * rows, config, graph.blocks_in_place or config.kv_blocks)]
 
 
 def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[Chunk], DecodeRows | None]:

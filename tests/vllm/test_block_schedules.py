@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
+from random_workloads import HOST, SEEDED, play, workloads
 from real_schedules import Served
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
@@ -19,8 +19,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 LENGTH, BLOCK, CHUNK, ROWS = 256, 64, 32, 4
 PREFIX = random_prompt(140, 99)
-SEEDED = {"temperature": 1.0, "top_k": 50, "seed": 5}
-HOST = {"logprobs": 1}
 ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 # Artifacts and engine options, by what is special about them.
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -196,51 +194,16 @@ def test_a_long_prompt_never_stalls_decodes(serve: Callable[..., Served], asynch
     assert all(len(runs) == 1 for runs in engine.runs)
 
 
-REQUESTS = st.tuples(
-    st.integers(0, 2),
-    st.integers(0, 140),
-    st.integers(1, 90),
-    st.integers(1, 60),
-    st.sampled_from([{}, SEEDED, HOST]),
-)
-ACTIONS = st.lists(
-    st.one_of(
-        REQUESTS.map(lambda request: ("add", request)),
-        REQUESTS.map(lambda request: ("add", request)),
-        st.tuples(st.just("step"), st.integers(1, 20)),
-        st.tuples(st.just("abort"), st.integers(0, 20)),
-        st.tuples(st.just("reset"), st.booleans()),
-    ),
-    min_size=1,
-    max_size=16,
-)
-TOPICS = [random_prompt(LENGTH, seed) for seed in range(3)]
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
 @pytest.mark.parametrize("name", ENGINES)
 @examples(4, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=ACTIONS)
+@given(actions=workloads(shared=140, own=90, new_tokens=60, steps=20, aborted=20, most=16))
 def test_all_requests_get_their_tokens_whatever_is_shared_and_preempted(
     configure: Callable[..., VllmConfig], name: str, ahead: bool, actions: list[tuple[str, Any]]
 ) -> None:
     config = configure(*ENGINES[name])
     engine = Served(config, ahead=ahead)
-    for kind, value in actions:
-        if kind == "add":
-            topic, shared, own, new_tokens, params = value
-            number = len(engine.requests)
-            prompt = TOPICS[topic][:shared] + random_prompt(own, number % 4)
-            engine.add(f"r{number}", prompt, new_tokens, priority=number % 3, **params)
-        elif kind == "step":
-            for _ in range(value):
-                engine.step()
-        elif kind == "abort":
-            engine.abort(f"r{value}")
-        else:
-            engine.reset(value)
-    engine.run()
-    engine.check_answers()
+    play(engine, actions)
     check_all_is_free(engine)
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)

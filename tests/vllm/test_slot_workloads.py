@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, example, given
-from hypothesis import strategies as st
+from random_workloads import HOST, SEEDED, play, workloads
 from real_schedules import Served
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
@@ -20,24 +20,6 @@ from optimum_neuron.vllm.settings import step_tokens
 
 
 LENGTH = 96
-SEEDED = {"temperature": 1.0, "top_k": 50, "seed": 5}
-HOST = {"logprobs": 1}
-TOPICS = [random_prompt(LENGTH, seed) for seed in range(3)]
-# An action is a request (topic, shared tokens, own tokens, new tokens, parameters), an abort, a reset or some steps.
-REQUESTS = st.tuples(
-    st.integers(0, 2), st.integers(0, 50), st.integers(1, 20), st.integers(1, 12), st.sampled_from([{}, SEEDED, HOST])
-)
-ACTIONS = st.lists(
-    st.one_of(
-        REQUESTS.map(lambda request: ("add", request)),
-        REQUESTS.map(lambda request: ("add", request)),
-        st.tuples(st.just("step"), st.integers(1, 5)),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("reset"), st.booleans()),
-    ),
-    min_size=1,
-    max_size=30,
-)
 # A reset lets all requests change slots, and then some of them are preempted, or finish, where another was before.
 SHORT = ("add", (0, 0, 1, 3, {}))
 SWAPPED = [
@@ -87,31 +69,17 @@ def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
 @pytest.mark.parametrize("name", ENGINES)
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=ACTIONS)
+@given(actions=workloads(shared=50, own=20, new_tokens=12, steps=5, aborted=30, most=30))
 @example(actions=SWAPPED)
 def test_all_requests_get_their_tokens_in_steps_that_fit(
     configure: Callable[[str], VllmConfig], name: str, ahead: bool, actions: list[tuple[str, Any]]
 ) -> None:
     config = configure(name)
     engine = Served(config, ahead=ahead)
-    for kind, value in actions:
-        if kind == "add":
-            topic, shared, own, new_tokens, params = value
-            number = len(engine.requests)
-            prompt = TOPICS[topic][:shared] + random_prompt(own, number % 4)
-            engine.add(f"r{number}", prompt, new_tokens, priority=number % 3, **params)
-        elif kind == "step":
-            for _ in range(value):
-                engine.step()
-        elif kind == "abort":
-            engine.abort(f"r{value}")
-        else:
-            engine.reset(value)
-    engine.run()
-    engine.check_answers()
+    play(engine, actions)
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
-    if config.scheduler_config.max_num_batched_tokens <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
+    if budget <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
         assert all(len(runs) <= 1 for runs in engine.runs)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -168,8 +168,8 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
     class Faulty:
         """Computes nothing."""
 
-        def reset(self, slot: int) -> None:
-            assert slot == 0
+        def reserve(self, tokens: Sequence[int]) -> None:
+            assert list(tokens) == [1]
 
         def prefill(self, chunks: list[Chunk]) -> StepOutput:
             (token,) = chunks[0].token_ids

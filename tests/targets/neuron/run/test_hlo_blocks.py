@@ -19,8 +19,11 @@ from helpers import (
     random_tokens,
     tiny_config,
 )
+from tiny import TINY_SIZES
 from torch import Tensor
 
+from optimum_neuron.acceptance.checks import check_artifact
+from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -29,6 +32,7 @@ SLOTS = {"sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_s
 BLOCKS = SLOTS | {"kv_block_size": BLOCK, "kv_cache_tokens": TOKENS}
 PROMPT = random_tokens(120)
 OTHER = random_tokens(40, seed=3)
+STATES = [f"kv_cache.{role}_{layer}" for layer in range(TINY_SIZES["num_hidden_layers"]) for role in ("key", "value")]
 
 
 def answer(runner: GraphRunner, slot: int, others: Sequence[int] = (), tokens: int = 12) -> list[Tensor]:
@@ -41,9 +45,8 @@ def answer(runner: GraphRunner, slot: int, others: Sequence[int] = (), tokens: i
 
 
 def fill(runner: GraphRunner, value: float) -> None:
-    for state in runner.executable._states:  # type: ignore[attr-defined]
-        if state.startswith("kv_cache."):
-            runner.executable.write_state(state, torch.full_like(runner.executable.read_state(state), value))
+    for name in STATES:
+        runner.executable.write_state(name, torch.full_like(runner.executable.read_state(name), value))
 
 
 def in_blocks(runner: GraphRunner, slot: int, blocks: Sequence[int], tokens: int = 12) -> list[Tensor]:
@@ -177,3 +180,9 @@ def test_a_block_at_two_places_is_refused_before_anything_is_written(runner: Gra
     with pytest.raises(ValueError, match=r"^block 1 is at position .* of one row and at .* of another"):
         decode_tokens(runner, {0: 3, 1: 3})
     assert np.array_equal(runner.lengths, lengths)
+
+
+def test_an_artifact_of_blocks_passes_all_checks(exported: Path) -> None:
+    report = check_artifact(Artifact.open(exported), runs=1)
+    left = {result.name: result.problem for result in report.results if result.status != "passed"}
+    assert report.passed and list(left) == ["memory"], left  # hlo has no device memory

@@ -34,9 +34,7 @@ FEW_ROWS = {
     "mixed_step": False,
 }
 NOISE = 2e-5  # of logits up to 5, in float32
-
-
-@pytest.mark.parametrize(
+SHARDED = pytest.mark.parametrize(
     ("name", "ranks"),
     [
         ("llama", 4),
@@ -45,6 +43,9 @@ NOISE = 2e-5  # of logits up to 5, in float32
         pytest.param("gpt_oss", 4, marks=pytest.mark.full),
     ],
 )
+
+
+@SHARDED
 def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
     name: str, ranks: int, sharp_checkpoints: dict[str, Path]
 ) -> None:
@@ -55,15 +56,7 @@ def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
 BOTH_FORMS = {"forms": [False, True], "batch_size": 4}
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        ("llama", 4),
-        ("gpt_oss", 2),
-        pytest.param("llama", 2, marks=pytest.mark.full),
-        pytest.param("gpt_oss", 4, marks=pytest.mark.full),
-    ],
-)
+@SHARDED
 def test_ranks_that_split_tokens_compute_the_same_bits(
     name: str, ranks: int, sharp_checkpoints: dict[str, Path]
 ) -> None:
