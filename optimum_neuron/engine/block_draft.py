@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step gives out of a cache of blocks: who has to give theirs back, who may start, and which blocks rows get.
 
-Changes nothing. Of the requests that have a row, all can go on by a token at least once the youngest ones have given theirs
-back: each has a claim to the block that its next token needs. So the oldest always advances.
+Changes nothing. Of the requests that have a row, all can go on by a token at least once the last ones, by priority and then by
+arrival, have given theirs back: each has a claim to the block that its next token needs. So the first always advances.
 
 A request starts only where blocks remain for all its tokens and one more, beside those that the others still need for theirs
 and one more each. All of them decode for `block_length` steps with no more than that, so nobody is preempted that soon after
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from operator import attrgetter
 
 from .block_pool import NO_MATCH, BlockMatch, BlockPool
 from .placement import Placement
@@ -30,7 +31,7 @@ class BlockDraft:
         holders: all requests that have a row.
 
     Attributes:
-        preempted: who gives back what they have, the youngest first.
+        preempted: who gives back what they have, the last by priority and arrival first.
         assignments, copies: as in `Step`.
     """
 
@@ -141,8 +142,8 @@ class BlockDraft:
         return state.cached >= len(self._rows[state.slot]) * self._size
 
     def _preempt(self) -> list[int]:
-        """Takes the youngest requests out until the others' claims are met; returns the blocks that become free."""
-        self._holders.sort(key=lambda state: state.arrival)
+        """Takes requests out, the last by priority and arrival first, until the others' claims are met; returns the blocks that become free."""
+        self._holders.sort(key=attrgetter("order"))
         returned: Counter[int] = Counter()
         released: list[int] = []
         while len(self._claims) > self._available:

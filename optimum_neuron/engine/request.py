@@ -131,6 +131,11 @@ class RequestState:
         self.tokens = self.request.prompt_token_ids
 
     @property
+    def order(self) -> tuple[int, int]:
+        """Who goes before whom: by priority, then by arrival."""
+        return self.request.priority, self.arrival
+
+    @property
     def remaining(self) -> int:
         """Of `tokens`, those that are not in the cache yet."""
         return len(self.tokens) - self.computed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from ..config import NeuronConfig
 from ..graphs.family import GraphFamily
@@ -335,8 +335,7 @@ class Scheduler:
             self._running_changed = False
 
 
-def _queue_order(state: RequestState) -> tuple[int, int]:
-    return state.request.priority, state.arrival
+_queue_order = attrgetter("order")
 
 
 def _due_order(state: RequestState) -> tuple[int, bool, int]:
@@ -345,7 +344,7 @@ def _due_order(state: RequestState) -> tuple[int, bool, int]:
 
 def _remove(queue: list[RequestState], state: RequestState) -> None:
     """Takes a request out of a queue that is in order, without a look at all of it."""
-    del queue[bisect_left(queue, _queue_order(state), key=_queue_order)]
+    del queue[bisect_left(queue, state.order, key=_queue_order)]
 
 
 def _is_due(state: RequestState, item: ScheduledChunk | ScheduledDecode) -> bool:

@@ -84,16 +84,19 @@ def test_a_full_block_is_shared_and_part_of_the_next_copied() -> None:
     assert scheduler.slots.used == 3
 
 
-def test_the_youngest_gives_its_blocks_back_and_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize(("young", "last"), [(0, "young"), (1, "young"), (-1, "old")])
+def test_the_last_by_priority_and_arrival_gives_its_blocks_back_and_goes_on_where_it_was(
+    young: int, last: str
+) -> None:
     scheduler = make()
-    add(scheduler, request("old", 60, new=190), request("young", 60, new=100))
+    add(scheduler, request("old", 60, new=190), request("young", 60, new=190, priority=young))
     preempted, tokens = [], []
     while scheduler.has_work:
         step = next_step(scheduler)
         preempted += [gone.request_id for gone in step.preempted]
         tokens += [name for name, token, _ in commit(scheduler, step) if token == TOKEN]
-    assert preempted == ["young"]
-    assert tokens.count("old") == 190 and tokens.count("young") == 100 and scheduler.slots.used == 0
+    assert preempted == [last]
+    assert tokens.count("old") == tokens.count("young") == 190 and scheduler.slots.used == 0
 
 
 def test_an_abort_of_a_preempted_request_while_the_step_runs_loses_no_block() -> None:
@@ -106,3 +109,36 @@ def test_an_abort_of_a_preempted_request_while_the_step_runs_loses_no_block() ->
     while scheduler.has_work:
         advance(scheduler)
     assert scheduler.slots.used == 0
+
+
+@pytest.mark.parametrize("other", [0, 200])
+def test_a_long_request_waits_no_longer_than_those_that_have_rows_among_short_ones_that_never_cease(
+    other: int,
+) -> None:
+    """It needs all blocks but one. Shorter ones fit before it at all times, also while another long prompt is taken in."""
+    scheduler = make(rows=4, blocks=5)
+    names = iter(range(10_000))
+
+    def keep_waiting() -> None:
+        while scheduler.waiting < 3:
+            add(scheduler, request(f"short {next(names)}", 30, new=40))
+
+    for _ in range(100):
+        keep_waiting()
+        advance(scheduler)
+    ahead = scheduler.waiting + 4 + scheduler.options.max_bypass  # who waits, who has a row, who may pass
+    if other:
+        add(scheduler, request("other", other, new=40))
+    add(scheduler, request("long", 200, new=57))
+    steps = 0
+    while scheduler.state("long").slot is None:
+        keep_waiting()
+        advance(scheduler)
+        steps += 1
+        assert steps <= 40 * (ahead + bool(other))
+    tokens = len(scheduler.state("long").output_token_ids)
+    while tokens < 57:
+        keep_waiting()
+        step = next_step(scheduler)
+        assert "long" not in {gone.request_id for gone in step.preempted}
+        tokens += [name for name, *_ in commit(scheduler, step)].count("long")

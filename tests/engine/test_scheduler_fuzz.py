@@ -233,9 +233,9 @@ class Harness:
         self.check_blocks(step)
 
     def check_blocks(self, step: Step) -> None:
-        """The youngest are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
+        """The last by priority and arrival are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
         holders = [state for state in self.scheduler._live.values() if state.slot is not None]
-        holders.sort(key=lambda state: state.arrival)
+        holders.sort(key=lambda state: (state.request.priority, state.arrival))
         kept = len(holders) - len(step.preempted)
         assert [state.arrival for state in holders[kept:]] == [gone.arrival for gone in step.preempted][::-1]
         if step.preempted:
