@@ -117,7 +117,7 @@ def export_model(
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
         check_text_length(loaded, config.sequence_length)
-        check_blocks(loaded, config)
+        _warn_of_gathered_blocks(loaded, config, spec)
         keep_frequencies(loaded)
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)
@@ -190,6 +190,18 @@ def _warn_of_host_sampling(model: PreTrainedModel, config: NeuronConfig) -> None
                 name,
                 asked,
             )
+
+
+def _warn_of_gathered_blocks(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:
+    if check_blocks(model, config):
+        logger.warning(
+            "%d layers of %s gather their blocks in each step: they attend by code of their own, over all %d rows of %d tokens, "
+            "however few blocks these have; a smaller --batch-size makes steps shorter",
+            len(spec.layers),
+            type(model).__name__,
+            config.batch_size,
+            config.sequence_length,
+        )
 
 
 def _check_disk(output: Path, tensors: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class AttentionRows:
         blocks: what of the cache each row has, as `kv_cache.read` takes it: `[rows, n]` blocks, or `[rows]` slots; None where
             row i is slot i.
         decodes: whether these are decode rows, of one token each, which is alone in its blocks in this step.
+        slots: `[rows]`; None where row i is slot i.
         owned: of decode rows whose blocks attend in place, who owns which; `blocks` is None.
     """
 
@@ -91,6 +93,7 @@ class AttentionRows:
     context_length: int
     decodes: bool = False
     owned: OwnedBlocks | None = None
+    slots: Tensor | None = None
     masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
@@ -139,6 +142,16 @@ ReadsVisible = Callable[[AttentionCall, Tensor, Tensor], bool]
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
+class AllSlots(Protocol):
+    """What a model attends over in code of its own."""
+
+    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots in a row, from a layer's whole cache with the step's tokens in it."""
+
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor:
+        """What is to be added to the scores of all slots."""
+
+
 @dataclass
 class CachedAttention:
     """Attention backend of the step graphs.
@@ -149,6 +162,7 @@ class CachedAttention:
         attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
         attend_decode: how decode rows attend without what the step writes; None: as the others.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
+        all_slots: of a model that attends by itself, what it attends over.
     """
 
     cache: kv_cache.KVCache
@@ -159,7 +173,7 @@ class CachedAttention:
     attend_decode: DecodeAttention | None
     write_cache: CacheWrite
     reads_visible: ReadsVisible
-    by_itself: bool = False
+    all_slots: AllSlots | None = None
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
@@ -167,35 +181,14 @@ class CachedAttention:
             self.write_cache(cache, each, self.write_blocks, self.write_columns)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """For a model that attends by itself: `[1, kv_heads, slots * context_length, dim]`, keys and values of all slots.
-
-        It adds a mask and multiplies, all tokens by all columns: so no column may hold what is not finite. Zeros stand
-        for a token that is not, also for those that see it, and for all that nobody in the step sees.
-        """
-        context = self.groups[0].context_length
+        """For a model that attends by itself: keys and values of all slots, as `AllSlots.read` returns them."""
+        assert self.all_slots is not None
         states = self.cache.layer(self.calls.number(layer_idx))
         self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
-        slots = states[0].shape[0] - 1
-        keys, values = (kv_cache.read(each, None, slots, context) for each in states)
-        mine = self.write_blocks == torch.arange(slots, dtype=torch.int32)[:, None]
-        last = torch.where(mine, self.write_columns, -1).amax(1, keepdim=True)
-        kept = (torch.arange(context, dtype=torch.int32) <= last) & (kv_cache.broken(keys) == 0)
-        keys, values = (select_columns(each, kept).transpose(0, 1).flatten(1, 2)[None] for each in (keys, values))
-        return keys, values
+        return self.all_slots.read(*states)
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
-        """`[1, 1, tokens, slots * context_length]`, to be added to the scores of all slots."""
-        if not self.by_itself:
-            return None
-        window = mask.visible_window()
-        slots = torch.arange(next(self.cache.buffers()).shape[0] - 1, dtype=torch.int32)
-        rows = []
-        for group in self.groups:
-            own = slots[: len(group.position_ids)] if group.blocks is None else group.blocks
-            visible = group.visible(window)[:, :, None] & (own[:, None] == slots)[:, None, :, None]
-            rows.append(visible.flatten(2).flatten(0, 1))
-        fill = MASKED_HALF if dtype == torch.float16 else MASKED
-        return torch.where(torch.cat(rows), 0.0, fill).to(dtype)[None, None]
+        return None if self.all_slots is None else self.all_slots.bias(mask, dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
         keys, values = self.cache.layer(self.calls.number(call.layer_idx))

@@ -23,6 +23,7 @@ from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
 from .scores import Scores
+from .slot_keys import SlotKeys
 from .spec import DECODE, GraphSpec, TensorSpec
 
 
@@ -119,7 +120,9 @@ class StepModule(nn.Module):
             blocks = group.seq_ids if group.block_table is None else group.block_table
             length = self.spec.context_length
             owned = _owned_blocks(group)
-            rows_of_groups.append(AttentionRows(group.position_ids, blocks, length, name == DECODE, owned))
+            rows_of_groups.append(
+                AttentionRows(group.position_ids, blocks, length, name == DECODE, owned, group.seq_ids)
+            )
             row_starts = torch.arange(offset, offset + rows * tokens, tokens, dtype=torch.int32)
             # An idle row has no last token: any token of its own will do, nobody reads the result.
             last_tokens.append(row_starts + (actual.sum(-1, dtype=torch.int32) - 1).clamp(min=0))
@@ -132,7 +135,9 @@ class StepModule(nn.Module):
             self.ops.attend_decode,
             self.ops.write_cache,
             self.ops.reads_visible,
-            self._needs.by_itself,
+            SlotKeys.of(rows_of_groups, self.spec.batch_size, has_blocks=self.spec.kv_block_size is not None)
+            if self._needs.by_itself
+            else None,
         )
         convolutions = SlotConvolutions(self.kv_cache, *_joined(slot_writes))
         return attention, convolutions, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)

@@ -45,13 +45,20 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     return spec
 
 
-def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> None:
-    """Raises ValueError where a model's own code needs a slot for each row, and the cache is to have blocks."""
-    if config.kv_block_size is not None and CacheNeeds.of(model).by_itself:
+def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> bool:
+    """Whether all layers gather their blocks in each step, as a model's own code has no other way.
+
+    Raises:
+        ValueError: they do, and blocks are to attend where they lie.
+    """
+    if config.kv_block_size is None or not CacheNeeds.of(model).by_itself:
+        return False
+    if config.blocks_in_place:
         raise ValueError(
-            f"{type(model).__name__} attends by code of its own, over whole slots, and kv_block_size={config.kv_block_size} "
-            f"asks for blocks; leave it and kv_cache_tokens out"
+            f"{type(model).__name__} attends by code of its own, over slots, and on target={config.target!r} blocks attend where "
+            f"they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
         )
+    return True
 
 
 class _NoProducts(TorchFunctionMode):
