@@ -7,6 +7,7 @@ By the operator and its shapes, not by the model: whatever calls it gets the for
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.mean.dim] = _mean
     table[torch.ops.aten.mean.default] = _mean
     table[torch.ops.aten.topk.default] = top_k
+    table[torch.ops.aten.index_put.default] = put_where
     return program.run_decompositions(table)
 
 
@@ -65,3 +67,20 @@ def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         indices.append(index)
         scores = torch.where(chosen, -_BEYOND, scores)
     return torch.cat(values, dim), torch.cat(indices, dim).to(torch.int64)
+
+
+def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """`x[mask] = values` as a selection, where all places of a mask get the same; torch-xla would look for the places one by one.
+
+    Returns:
+        NotImplemented for other indices than one mask, and where each place gets a value of its own.
+    """
+    mask = indices[0]
+    if accumulate or len(indices) != 1 or mask is None or mask.dtype != torch.bool:
+        return NotImplemented
+    kept = x.dim() - mask.dim()
+    if values.dim() == kept + 1 and values.shape[0] == 1:
+        values = values.squeeze(0)
+    if values.dim() > kept:
+        return NotImplemented
+    return torch.where(mask.view(*mask.shape, *[1] * kept), values, x)

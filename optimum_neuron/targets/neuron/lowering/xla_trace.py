@@ -17,7 +17,7 @@ from .. import sampler
 from ..kernels.kernel import KERNEL_CALL
 from ..kernels.node import KERNEL
 from ..kernels.registry import KERNELS
-from . import hlo
+from . import complex_pairs, hlo
 
 
 # Over all dimensions where none is named; torch-xla takes that for none.
@@ -49,6 +49,8 @@ class _Tracer(torch.fx.Interpreter):
             return _collective(target, args, self._world_size)
         if target is KERNEL:
             return _kernel_call(*args)
+        if complex_pairs.has_pairs(target, args):
+            return complex_pairs.compute(target, args, kwargs)
         if target is sampler.SAMPLE:
             with torch.device(self._device):  # of the tensors that it makes
                 return sampler.written_out(self._gather_columns, *args)
@@ -112,7 +114,15 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
 
 
 # An operator without a kernel of torch-xla's may be made of others that have one.
-_KERNELS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_KERNELS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+# These are made of others that have none.
+_COMPUTED_ELSEWHERE = frozenset({
+    torch.ops.aten.cummin.default, torch.ops.aten.frexp.Tensor, torch.ops.aten.linalg_lstsq.default,
+    torch.ops.aten.logcumsumexp.default, torch.ops.aten.median.dim, torch.ops.aten.mode.default,
+    torch.ops.aten.nanmedian.dim,
+})  # fmt: skip
+# By a mask they look for its places.
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 def _check_operators(program: ExportedProgram) -> None:
@@ -120,12 +130,28 @@ def _check_operators(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
             continue
-        name = node.target.name()
-        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS):
+        if not _has_lowering(node):
             raise ValueError(
                 f"{node.target} of {_module_path(node) or 'the step'} has no lowering to HLO; use target='cpu', or express it "
                 f"in other operators"
             )
+
+
+def _has_lowering(node: torch.fx.Node) -> bool:
+    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        return True
+    if complex_pairs.takes(node):
+        return complex_pairs.computes(node)
+    if node.target in _COMPUTED_ELSEWHERE:
+        return False
+    if node.target in _INDEXED and any(map(_is_mask, cast(Sequence[Any], node.args[1]))):
+        return False
+    name = cast(torch._ops.OpOverload, node.target).name()
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS)
+
+
+def _is_mask(index: torch.fx.Node | None) -> bool:
+    return index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def _module_path(node: torch.fx.Node) -> str:

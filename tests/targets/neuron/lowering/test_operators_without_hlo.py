@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch-xla cannot lower is written otherwise or refused in a sentence: by itself it would end the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import python_process
+from lowered import lower_function
+from torch import Tensor
+
+from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering.decompositions import put_where
+from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
+
+
+X = torch.linspace(-1, 1, 12).view(4, 3)
+put = torch.ops.aten.index_put.default
+
+
+# What models write as `x[mask] = value`: one for all places, or a row for all rows.
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: put(x, [x > 0], torch.tensor(7.0)),
+        lambda x: put(x, [x > 0], torch.tensor([7.0])),
+        lambda x: put(x, [x[:, 0] > 0], torch.tensor([5.0, 6.0, 7.0])),
+        lambda x: put(x, [x[:, 0] > 0], torch.tensor([[5.0, 6.0, 7.0]])),
+        lambda x: put(x, [x[:, 0] > 0], torch.tensor(7.0)),
+    ],
+)
+def test_what_is_written_where_a_mask_says_is_a_selection(
+    function: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    graph = lower_function(function, [X])
+    assert "scatter" not in {each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo))}
+    (tmp_path / "function.hlo").write_bytes(graph.hlo)
+    program = HloProgram(tmp_path / "function.hlo", graph.io)
+    (found,) = program.run([X.to(program.device)])
+    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), X)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "accumulate"),
+    [
+        ([X > 0], X[X > 0], False),  # a value of its own for each place
+        ([X[:, 0] > 0], torch.ones(2, 3), False),
+        ([X > 0], torch.tensor(1.0), True),
+        ([torch.tensor([1])], torch.tensor(1.0), False),
+        ([None, torch.tensor([True, False, True])], torch.tensor(1.0), False),
+        ([X[:, 0] > 0, torch.tensor([1])], torch.tensor(1.0), False),
+    ],
+)
+def test_other_writes_are_left_as_they_are(indices: list[Tensor | None], values: Tensor, accumulate: bool) -> None:
+    assert put_where(X, indices, values, accumulate) is NotImplemented
+
+
+# In a process of its own, which must not end early.
+REFUSED = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from lowered import lower_function
+X = torch.linspace(-1, 1, 12).view(4, 3)
+put = torch.ops.aten.index_put.default
+functions = [
+    lambda x: put(x, [x[:, 0] > 0, torch.tensor([1])], torch.tensor(1.0)),
+    lambda x: put(x, [x > 0], torch.tensor(1.0), True),
+    lambda x: put(x, [(x > 0).to(torch.uint8)], torch.tensor(1.0)),
+    lambda x: x.median(0).values,
+    lambda x: x.nanmedian(0).values,
+    lambda x: x.cummin(0).values,
+    lambda x: x.logcumsumexp(0),
+    torch.exp2,
+    torch.lgamma,
+    lambda x: torch.hypot(x, x),
+    lambda x: torch.fmax(x, x),
+    lambda x: torch.linalg.qr(x)[0],
+    lambda x: torch.linalg.det(x[:3]),
+]
+for function in functions:
+    try:
+        lower_function(function, [X])
+        print("lowered")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_no_operator_of_these_ends_the_process() -> None:
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
+    process = python_process(REFUSED, *folders)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    lines = output.splitlines()
+    assert len(lines) == 13
+    for line in lines:
+        assert (
+            line.startswith("aten.") and "of the step has no lowering to HLO; use target='cpu', or express it" in line
+        )
