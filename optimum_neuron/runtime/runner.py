@@ -18,7 +18,7 @@ from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
 from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
-from ..targets import AheadExecutable, Executable
+from ..targets import AheadExecutable, Executable, HasOtherGraphs
 from .block_tables import BlockTables
 from .process import OwnProcess
 from .step_checks import StepChecks
@@ -164,13 +164,19 @@ class GraphRunner:
             )
 
     def warm_up(self) -> None:
-        """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow."""
+        """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow.
+
+        So are the first of those that only some requests need: samplers, log-probabilities, copies of slots.
+        """
         self.process.check()
         if self._warm:
             return
         self._warm = True
         for graph in self.family:
             self.executable.run(graph.name, self._fill(graph, (), None)[0])
+        if isinstance(self.executable, HasOtherGraphs):
+            for name, inputs in self.executable.idle_inputs().items():
+                self.executable.run(name, inputs)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
         """A step without decode rows."""

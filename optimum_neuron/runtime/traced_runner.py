@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..artifacts.artifact import Artifact
 from ..graphs.family import rows_needed
 from ..graphs.spec import GraphSpec
-from ..targets import Executable, TellsOperators
+from ..targets import Executable, HasOtherGraphs, TellsOperators
 from .profile import Profile
 from .runner import GraphRunner
 from .step_tensors import Chunk, DecodeRows, StepOutput
@@ -61,6 +61,9 @@ class TracedExecutable:
             began = self._trace.span("operators", operator, began)
 
         return executable.run_by_operators(graph, inputs, ended)
+
+    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        return self._executable.idle_inputs() if isinstance(self._executable, HasOtherGraphs) else {}
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         start = now()

@@ -13,7 +13,7 @@ from .rank_options import IN_ENVIRONMENT, RankOptions
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -68,6 +68,14 @@ class TellsOperators(Protocol):
 
     def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
         """As `Executable.run`; `ended` is called with each operator's name as it ends."""
+
+
+@runtime_checkable
+class HasOtherGraphs(Protocol):
+    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots apart from them."""
+
+    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        """By the name of each such graph the inputs with which `Executable.run` changes no state."""
 
 
 class AheadExecutable(Executable, Protocol):

@@ -15,6 +15,7 @@ from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
 from .draws import draws
+from .idle import idle_inputs
 from .load_plan import slot_copy_inputs
 
 
@@ -73,7 +74,8 @@ class HloExecutable:
         self._weights = {name: weights[name].to(device) for name in needed}
         self._states = {name: state.to(device) for name, state in states.items()}
         self._calls = {name: program.io.names("input") for name, program in programs.items()} | dict(calls)
-        self._draws = draws(calls, {name: program.io for name, program in programs.items()})
+        described = {name: program.io for name, program in programs.items()}
+        self._draws, self._idle = draws(calls, described), idle_inputs(described, calls)
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
@@ -101,6 +103,9 @@ class HloExecutable:
             else:
                 self._states[output.alias_of] = result
         return outputs
+
+    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        return self._idle
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))

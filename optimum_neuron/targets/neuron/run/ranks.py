@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, cast
@@ -26,6 +26,7 @@ from ..rank.plan import HALVES
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
 from .draws import Draw, draws
+from .idle import idle_inputs
 from .interpreter import Interpreter
 from .load_plan import LoadPlan, slot_copy_inputs
 from .rank_plan import rank_plan
@@ -191,6 +192,9 @@ class RankedExecutable:
         for shared, tensor in zip(self._tensors.inputs[half][graph], inputs, strict=True):
             if shared is not None:
                 shared.copy_(tensor)
+
+    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        return idle_inputs(self._plan.graphs, self._plan.calls)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
