@@ -26,6 +26,7 @@ from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -95,7 +96,7 @@ def test_a_check_can_be_profiled(
     artifact, folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target=target), tmp_path / "profile"
     assert check(artifact, "--profile", folder) == 0
     told = read_trace(folder)
-    graphs = {*json.loads((artifact / MANIFEST_NAME).read_text())["graphs"], "copy_slot"}
+    graphs = {*json.loads((artifact / MANIFEST_NAME).read_text())["graphs"], COPY_SLOT, *SAMPLERS.values()}
     assert set(told.names("graphs")) == graphs and told.facts["target"] == target
     assert f"profile in {folder}: trace.json" in capsys.readouterr().err
     captured = {path.name.partition("_vnc")[0] for path in folder.glob("device/*/*.ntff")}
