@@ -20,6 +20,7 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.experts import ExpertsCall
 from optimum_neuron.graphs.interface import AttentionCall
+from optimum_neuron.graphs.owned_blocks import OwnedBlocks
 from optimum_neuron.targets.neuron.certificate.document import Certificate
 from optimum_neuron.targets.neuron.expert_forms import all_experts, gather
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
@@ -85,6 +86,23 @@ def test_decode_rows_get_by_the_kernel_what_they_get_without_it(broken: bool, wi
     found = attention_block_tkg.attend_decodes(none)(call, rows, query, keys, values, key, value)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     assert found.isfinite().all()
+
+
+def test_rows_of_a_cache_of_blocks_are_not_read_as_slots() -> None:
+    """The kernel reads row i of a cache, where row i of a step need not be."""
+    keys, values = torch.randn(5, 2, 256, 16), torch.randn(5, 2, 256, 16)
+    query, key, value = torch.randn(2, 6, 1, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    call = AttentionCall(0, query, key, value, scaling=0.3, sliding_window=None, softcap=None, sinks=None)
+    positions, numbers = torch.tensor([[3], [100]], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
+    owned = OwnedBlocks(positions, numbers, numbers, numbers[:, None])
+    without = torch.zeros(1)
+    attend = attention_block_tkg.attend_decodes(lambda *_: without)
+    for rows, by_kernel in (
+        (AttentionRows(positions, None, 256), True),
+        (AttentionRows(positions, numbers, 256), False),
+        (AttentionRows(positions, None, 256, owned=owned), False),
+    ):
+        assert (attend(call, rows, query, keys, values, key, value) is not without) == by_kernel
 
 
 def test_decode_attention_around_the_kernel_is_certified_and_gives_the_tokens_of_the_model(
