@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import python_process
+from architectures.models import graph_model
+from helpers import export_tiny, python_process
 from lowered import lower_function
 from torch import Tensor
 
@@ -56,6 +57,17 @@ def test_what_is_written_where_a_mask_says_is_a_selection(
 )
 def test_other_writes_are_left_as_they_are(indices: list[Tensor | None], values: Tensor, accumulate: bool) -> None:
     assert put_where(X, indices, values, accumulate) is NotImplemented
+
+
+def test_experts_whose_shapes_follow_the_routing_are_refused_before_anything_is_lowered(tmp_path: Path) -> None:
+    graph_model("dbrx", torch.float32).save_pretrained(tmp_path / "checkpoint")
+    told = (
+        r"DbrxForCausalLM cannot be exported for target='hlo': what transformer\.blocks\.0\.ffn\.experts computes depends on the "
+        r"values of tensors .*; target='eager' runs it"
+    )
+    with pytest.raises(ValueError, match=told):
+        export_tiny(tmp_path / "checkpoint", tmp_path / "out", target="hlo")
+    assert not (tmp_path / "out").exists()
 
 
 # In a process of its own, which must not end early.
