@@ -70,10 +70,19 @@ def test_what_follows_from_sums_token_by_token_is_computed_of_a_part_and_gathere
     assert ("all-gather", 1, TOKENS, WIDTH) in shapes and ("add", 1, TOKENS, WIDTH) not in shapes
 
 
-def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at() -> None:
+def needed_whole_within(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """What two layers read of all tokens, and what follows of it where tokens are split."""
+    first = torch.relu(all_reduce(x, RANKS)) * scale
+    second = torch.tanh(first)
+    return (second + all_reduce(first @ one, RANKS) + all_reduce(second @ other, RANKS)) @ one
+
+
+@pytest.mark.parametrize("function", [block, needed_whole_within])
+def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at(function: Callable[..., Tensor]) -> None:
     graphs = {
-        name: lower_function(block, inputs(), RANKS, sums) for name, sums in (("whole", WHOLE), ("split", SPLIT))
+        name: lower_function(function, inputs(), RANKS, sums) for name, sums in (("whole", WHOLE), ("split", SPLIT))
     }
+    assert is_split(graphs["split"].hlo) and not is_split(graphs["whole"].hlo)
     x, *weights = inputs()
     runs = [
         Given(name, dict(zip(graphs[name].io.names("input"), (tokens, *weights), strict=True)))
@@ -100,9 +109,30 @@ def other_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor
     return normed(all_reduce(x, RANKS) + x, scale) @ one
 
 
+def number_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return normed(all_reduce(x, RANKS) + x.sum(-1, keepdim=True), scale) @ one
+
+
+def computed_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return normed(all_reduce(x, RANKS) + torch.tanh(x), scale) @ one
+
+
+def tokens_in_one_dimension(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return normed(all_reduce(x, RANKS) + torch.tanh(x.flatten()).view(x.shape), scale) @ one
+
+
 @pytest.mark.parametrize(
     ("function", "tokens"),
-    [(block, TOKENS - 1), (block, RANKS), (used_whole, TOKENS), (reduced_over_tokens, TOKENS), (other_tokens, TOKENS)],
+    [
+        (block, TOKENS - 1),
+        (block, RANKS),
+        (used_whole, TOKENS),
+        (reduced_over_tokens, TOKENS),
+        (other_tokens, TOKENS),
+        (number_of_each_token, TOKENS),
+        (computed_of_each_token, TOKENS),
+        (tokens_in_one_dimension, TOKENS),
+    ],
 )
 def test_sums_stay_whole_where_tokens_cannot_be_split_or_nothing_is_saved(
     function: Callable[..., Tensor], tokens: int
@@ -141,6 +171,25 @@ def test_sums_in_float32_are_gathered_in_the_type_of_the_model() -> None:
     cost, size = sum_cost(graph.hlo, graph.io), TOKENS * WIDTH
     assert cost is not None and cost.form == "split"
     assert cost.forms.whole.sent == 4 * size and cost.forms.split.sent == 2 * size + size
+
+
+def test_sums_stay_whole_where_their_results_would_be_gathered_in_a_wider_type() -> None:
+    def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return normed(all_reduce(x, RANKS).float(), scale.float()) @ one.float()
+
+    graph = lower_function(function, inputs(dtype=torch.bfloat16), RANKS, SPLIT)
+    assert collectives(graph) == {"all-reduce": 1}
+
+
+def test_what_is_gathered_for_one_reader_serves_all_that_follows_from_it() -> None:
+    """The conversion is of no use to gather; without it nothing is saved by computing the other on parts."""
+
+    def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        stream = torch.relu(all_reduce(x, RANKS))
+        return stream.float() @ one.float() + (torch.tanh(stream) @ other).float()
+
+    graph = lower_function(function, inputs(dtype=torch.bfloat16), RANKS, SPLIT)
+    assert collectives(graph) == {"reduce-scatter": 1, "all-gather": 1}
 
 
 def layer(tokens: int, width: int = 4096) -> tuple[list[int], list[int], Counter[int]]:
@@ -197,6 +246,15 @@ def test_what_is_executed_of_a_large_model_can_be_split_as_its_artifact_can() ->
         small = _smaller(config)
         assert small.batch_size <= batch and small.prefill_chunk_size <= 128
         assert (batch - small.batch_size) % ranks == (chunk - small.prefill_chunk_size) % ranks == 0
+
+
+def test_what_is_executed_of_a_large_model_has_tokens_in_its_chunks_whatever_ranks_share() -> None:
+    """Of chunks that many rows leave so little room for that no number of tokens divides as the artifact's."""
+    config = tiny_config(
+        target="trn2", tensor_parallel_size=8, batch_size=64, ctx_batch_size=64, prefill_chunk_size=16,
+        sequence_length=4096, context_buckets=(4096,),
+    )  # fmt: skip
+    assert _smaller(config).prefill_chunk_size == 7
 
 
 def test_the_kinds_of_an_artifact_s_graphs_that_are_split_are_those_of_the_largest(tmp_path: Path) -> None:
