@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Artifacts with blocks through all that a caller can do with a model: what fits is answered as by slots, all else is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import VOCAB, artifact_runner, export_tiny, random_tokens
+from tampering import MANIFEST, read_json
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.engine.request import Request
+from optimum_neuron.engine.step import RequestFailedError
+
+
+SIZES = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
+BLOCKS = SIZES | {"kv_block_size": 64, "kv_cache_tokens": 256}  # 4 blocks for 3 rows
+GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+def folders(
+    request: pytest.FixtureRequest, sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"slots": SIZES, "blocks": BLOCKS}
+    return {
+        name: export_tiny(sharp_checkpoints["llama"], folder / name, **sizes[name], target=request.param)
+        for name in sizes
+    }
+
+
+@pytest.fixture(scope="module")
+def slots(folders: dict[str, Path]) -> Any:
+    return NeuronModelForCausalLM.from_pretrained(folders["slots"])
+
+
+@pytest.fixture(scope="module")
+def blocks(folders: dict[str, Path]) -> Any:
+    return NeuronModelForCausalLM.from_pretrained(folders["blocks"])
+
+
+@pytest.fixture
+def alone(slots: Any) -> Callable[[Request], list[int]]:
+    """What slots give a request that nobody is served beside."""
+
+    def answer(request: Request) -> list[int]:
+        with slots.serve() as service:
+            return list(service.submit(request))
+
+    return answer
+
+
+def ids(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(random_tokens(count, seed)).long()[None]
+
+
+def request(name: object, prompt: int | list[int], new: int, **options: Any) -> Request:
+    tokens = random_tokens(prompt, seed=int(str(name))) if isinstance(prompt, int) else prompt
+    return Request(request_id=str(name), prompt_token_ids=tokens, max_new_tokens=new, **options)
+
+
+def check_free(model: Any) -> None:
+    """All blocks can be had again: a request that takes all of them is served."""
+    with model.serve() as service:
+        assert len(list(service.submit(request(99, 200, 57)))) == 57
+        assert service._engine.scheduler.slots.used == 0
+        service._engine.scheduler.slots.check()
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(256, 1), (255, 2), (200, 57), (64, 1), (65, 64), (64, 65), (1, 256)])
+def test_what_takes_all_blocks_or_ends_with_one_is_answered_as_by_slots(
+    slots: Any, blocks: Any, prompt: int, new: int
+) -> None:
+    options = {"max_new_tokens": new, "generation_config": GREEDY}
+    expected = slots.generate(ids(prompt), **options)
+    assert torch.equal(blocks.generate(ids(prompt), **options), expected)
+    served = blocks.generate_batch([ids(prompt)[0].tolist()], **options)
+    assert next(iter(served.values())).generated_tokens == expected[0, prompt:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "new", "words"),
+    [
+        ([ids(257)], 1, "prompt of 257 tokens does not fit sequence_length=256"),
+        ([ids(256)], 2, "256 tokens and 2 new tokens do not fit sequence_length=256; lower max_new_tokens to 1"),
+        ([ids(129)] * 2, 1, "2 rows of 129, 129 tokens take 384 tokens of the cache in blocks of 64"),
+        ([ids(60)] * 3, 66, "3 rows of 125, 125, 125 tokens take 384 tokens .* kv_cache_tokens=256"),
+        ([ids(20)] * 4, 1, "4 rows .* do not fit batch_size=3"),
+        ([torch.full((1, 5), VOCAB)], 3, f"{VOCAB}"),
+        ([torch.full((1, 5), -7)], 3, "-7"),
+    ],
+)
+def test_rows_that_never_fit_are_refused_before_anything_runs(
+    blocks: Any, rows: list[torch.Tensor], new: int, words: str
+) -> None:
+    blocks.runner.reset_all()
+    calls = blocks.runner.graph_calls.copy()
+    with pytest.raises(ValueError, match=words) as caught:
+        blocks.generate(torch.cat(rows), max_new_tokens=new, generation_config=GREEDY)
+    assert "\n" not in str(caught.value) and blocks.runner.graph_calls == calls
+    assert not blocks.runner.tables.counts.any() and not blocks.runner.lengths.any()
+
+
+def test_of_a_batch_only_what_never_fits_has_an_error(slots: Any, blocks: Any) -> None:
+    good = [random_tokens(count, seed=count).tolist() for count in (100, 3, 200)]
+    inputs = [good[0], [], good[1], [5] * 257, [VOCAB], [-1], good[2]]
+    found = list(
+        blocks.generate_batch(inputs, GenerationConfig(do_sample=False, eos_token_id=None), max_new_tokens=50).values()
+    )
+    expected = slots.generate_batch(good, GenerationConfig(do_sample=False, eos_token_id=None), max_new_tokens=50)
+    assert [bool(each.error) for each in found] == [False, True, False, True, True, True, False]
+    assert all("\n" not in each.error for each in found if each.error)
+    answers = [each.generated_tokens for each in found if not each.error]
+    assert answers == [each.generated_tokens for each in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beam search is not supported"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported"),
+        ({"past_key_values": object()}, "past_key_values"),
+    ],
+)
+def test_what_copies_or_crops_a_cache_is_refused(blocks: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        blocks.generate(ids(9), max_new_tokens=4, generation_config=GREEDY, **options)
+    check_free(blocks)
+
+
+def test_several_sequences_of_a_prompt_and_a_forward_pass_have_the_bits_of_slots(slots: Any, blocks: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 60, "num_return_sequences": 2, "do_sample": True, "temperature": 1.5}
+    found = []
+    for model in (slots, blocks):
+        torch.manual_seed(4)
+        found.append(model.generate(ids(60), pad_token_id=0, **options))
+    assert torch.equal(*found)
+    assert torch.equal(slots(ids(200)).logits, blocks(ids(200)).logits)
+    assert not blocks.runner.tables.counts.any()
+
+
+def test_an_end_token_in_the_middle_of_a_block_frees_it(slots: Any, blocks: Any) -> None:
+    prompts = torch.cat([ids(60, seed) for seed in range(2)])
+    free = slots.generate(prompts, max_new_tokens=60, generation_config=GREEDY)
+    end = int(free[0, 60 + 7])
+    config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
+    expected = slots.generate(prompts, max_new_tokens=60, generation_config=config)
+    assert torch.equal(blocks.generate(prompts, max_new_tokens=60, generation_config=config), expected)
+    check_free(blocks)
+
+
+class Breaks(LogitsProcessor):
+    """Makes the scores of one request NaN, or raises, once it has so many tokens."""
+
+    def __init__(self, length: int, *, raises: bool) -> None:
+        self.length, self.raises = length, raises
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.length:
+            return scores
+        if self.raises:
+            raise KeyError("a processor's own fault")
+        return torch.full_like(scores, torch.nan)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("length", [60, 128, 150])
+def test_a_request_that_fails_gives_its_blocks_to_the_others(
+    blocks: Any, alone: Callable[[Request], list[int]], raises: bool, length: int
+) -> None:
+    bad = request(
+        5, 60, 150, processors=LogitsProcessorList([Breaks(length, raises=raises)]), eos_token_ids=frozenset()
+    )
+    good = [request(number, 60, 100) for number in range(5)]
+    with blocks.serve() as service:
+        broken = service.submit(bad)
+        streams = [service.submit(each) for each in good]
+        assert [list(each) for each in streams] == [alone(each) for each in good]
+        with pytest.raises(RequestFailedError, match="request '5' failed: no token could be chosen"):
+            list(broken)
+    check_free(blocks)
+
+
+def test_two_long_prompts_at_once_are_both_answered(blocks: Any, alone: Callable[[Request], list[int]]) -> None:
+    requests = [request(number, 200, 57) for number in range(4)]
+    with blocks.serve() as service:
+        streams = [service.submit(each) for each in requests]
+        assert [list(stream) for stream in streams] == [alone(each) for each in requests]
+        assert service._engine.scheduler.slots.used == 0
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_those_who_share_a_prefix_go_on_when_one_of_them_is_cancelled(
+    blocks: Any, alone: Callable[[Request], list[int]], owner: int
+) -> None:
+    shared = random_tokens(130, seed=1).tolist()
+    requests = [request(number, [*shared, 7 + number], 60) for number in range(3)]
+    with blocks.serve() as service:
+        streams = [service.submit(each) for each in requests]
+        next(streams[owner])
+        streams[owner].abort()
+        for number, stream in enumerate(streams):
+            tokens = list(stream)
+            if number != owner:
+                assert tokens == alone(requests[number])
+        assert service._engine.statistics.prefix_hit_tokens >= 128
+    check_free(blocks)
+
+
+def test_cancellations_under_load_lose_no_block_and_no_token(
+    blocks: Any, alone: Callable[[Request], list[int]]
+) -> None:
+    """Every third request is cancelled: waiting, in its prompt, decoding, and while others give blocks back."""
+    rng = np.random.default_rng(0)
+    shared = random_tokens(60, seed=3).tolist()
+    requests = [
+        request(number, [*shared[: rng.integers(0, 60)], *random_tokens(rng.integers(1, 20), number)], 120)
+        for number in range(15)
+    ]
+
+    def read(service: Any, each: Request) -> list[int]:
+        stream = service.submit(each)
+        cut = int(each.request_id) % 3 == 0
+        tokens = []
+        if cut and int(each.request_id) % 2:
+            stream.abort()
+        for token in stream:
+            tokens.append(token)
+            if cut and len(tokens) > 6 * int(each.request_id):
+                stream.abort()
+                return tokens
+        return tokens
+
+    with blocks.serve() as service, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda each: read(service, each), requests))
+        assert service._engine.statistics.preemptions
+    for each, tokens in zip(requests, found, strict=True):
+        whole = alone(each)
+        assert tokens == (whole[: len(tokens)] if int(each.request_id) % 3 == 0 else whole)
+    check_free(blocks)
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_a_service_that_closes_under_load_ends_all_and_leaves_the_model_whole(
+    slots: Any, blocks: Any, finish: bool
+) -> None:
+    service = blocks.serve()
+    streams = [service.submit(request(number, 60, 120)) for number in range(6)]
+    next(streams[0])
+    service.close(finish=finish)
+    for stream in streams:
+        tokens = list(stream)
+        assert stream.finish_reason == "length" if finish or len(tokens) == 119 else "abort"
+    options = {"max_new_tokens": 57, "generation_config": GREEDY}
+    assert torch.equal(blocks.generate(ids(200), **options), slots.generate(ids(200), **options))
+
+
+def test_a_saved_model_is_the_same_model(blocks: Any, tmp_path: Path) -> None:
+    blocks.save_pretrained(tmp_path / "saved")
+    again = NeuronModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.neuron_config == blocks.neuron_config and again.neuron_config.kv_blocks == 4
+    options = {"max_new_tokens": 40, "generation_config": GREEDY}
+    assert torch.equal(again.generate(ids(100), **options), blocks.generate(ids(100), **options))
+
+
+@pytest.mark.parametrize("value", [0, -64, 48, 96, 2**40, 10**400, "64", 64.0, True, [64], None])
+@pytest.mark.parametrize("name", ["kv_block_size", "kv_cache_tokens"])
+def test_a_changed_cache_is_refused_in_a_sentence(
+    folders: dict[str, Path], tmp_path: Path, name: str, value: Any
+) -> None:
+    path = Path(shutil.copytree(folders["blocks"], tmp_path / "artifact"))
+    manifest = read_json(path / MANIFEST)
+    manifest["config"][name] = value
+    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(ValueError, match=MANIFEST) as caught:
+        artifact_runner(path)
+    assert "\n" not in str(caught.value)
