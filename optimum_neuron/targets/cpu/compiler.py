@@ -104,6 +104,8 @@ def _common_key(job: CompileJob) -> dict[str, Any]:
         "model_config": json.loads((job.folder / "config.json").read_text(encoding="utf-8")),
         "model": job.model.to_dict(),
         "dtype": job.config.dtype,
+        # Of a cache of blocks, a graph's own spec does not tell them: what takes padding is as long as the artifact's largest step.
+        "states": [asdict(state) for state in state_specs(job.config, job.model)],
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in [*code, *sources]],
         "versions": [torch.__version__, transformers.__version__, safetensors.__version__, platform.python_version()],
     }

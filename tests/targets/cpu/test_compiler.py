@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else(
         again = export_tiny(tiny_checkpoint, tmp_path / turn, target="cpu")
         assert folder_bytes(again / "graphs") == before
     assert compiled == GRAPHS[:1]
+
+
+def test_decode_graphs_over_blocks_are_those_of_an_artifact_with_as_much_room_for_padding(
+    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"kv_block_size": 64, "sequence_length": 128, "context_buckets": (128,), "target": "cpu"}
+    for name, chunk_size, decode_graphs in (("small", 8, 1), ("small again", 12, 0), ("large", 32, 1)):
+        compiled.clear()
+        path = export_tiny(tiny_checkpoint, tmp_path / name, prefill_chunk_size=chunk_size, **sizes)
+        assert sum(graph.startswith("token_generation") for graph in compiled) == decode_graphs, name
+        assert artifact_runner(path).config.prefill_chunk_size == chunk_size
 
 
 def test_a_plan_is_the_same_bytes_whenever_it_is_made(
