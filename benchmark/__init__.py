@@ -3,10 +3,10 @@
 
     python -m benchmark.generate               generate() against transformers
     python -m benchmark.generate.competing     the same beside a process that takes a core
-    python -m benchmark.generate.decode        a decode step, by live rows and by context
+    python -m benchmark.generate.decode        a decode step, by live rows, context and block size
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
-    python -m benchmark.serving.blocks         the engine: blocks against slots of the same memory
+    python -m benchmark.serving.blocks         engine and vLLM: blocks against slots of the same memory
     python -m benchmark.http.serve             servers, driven by vLLM's own client
     python -m benchmark.vllm.overhead          where the time of vLLM's steps goes
     python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages

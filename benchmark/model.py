@@ -54,8 +54,10 @@ def export(model: str, config: NeuronConfig, folder: Path) -> Export:
     return Export(path, seconds, "cached" if not compiled else "cold" if compiled >= graphs else "partial")
 
 
-def serving_config(slots: int, longest: int, chunk_size: int, dtype: str, chunk_rows: int = 1) -> NeuronConfig:
-    """Sizes of an artifact for this CPU that serves requests of up to `longest` tokens."""
+def serving_config(
+    slots: int, longest: int, chunk_size: int, dtype: str, chunk_rows: int = 1, **others: Any
+) -> NeuronConfig:
+    """Sizes of an artifact for this CPU that serves requests of up to `longest` tokens, and other fields of its config."""
     return NeuronConfig(
         batch_size=slots,
         sequence_length=-(-longest // 256) * 256,
@@ -63,6 +65,7 @@ def serving_config(slots: int, longest: int, chunk_size: int, dtype: str, chunk_
         ctx_batch_size=chunk_rows,
         dtype=dtype,
         target="cpu",
+        **others,
     )
 
 

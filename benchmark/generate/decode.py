@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step of this runtime costs: for rows that are live among more slots, and as the context grows.
+"""What a decode step of this runtime costs: for rows that are live among more slots, as the context grows, and over blocks.
 
-A step of one row in an artifact of many slots should cost what it costs in an artifact of one, and a longer context what its keys
-and values take to be read. All cases take turns, round after round, on a cache of zeros: what it holds changes no time.
+A step of one row in an artifact of many slots should cost what it costs in an artifact of one, a longer context what its keys
+and values take to be read, and rows whose keys and values lie in blocks all over the cache what they cost in slots. All cases take
+turns, round after round, on a cache of zeros: what it holds changes no time.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ examples:
 """
 # Of the cases that vary the number of rows.
 ROWS_CONTEXT = 256
+# Of those that vary the size of a block.
+BLOCKS_ROWS, BLOCKS_CONTEXT = 8, 1000
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of `rows` live rows, each with `context` tokens in the cache, in an artifact of `slots`."""
+    """A step of `rows` live rows, each with `context` tokens in the cache, in an artifact of `slots`, or of blocks of `block` tokens."""
 
     slots: int
     rows: int
     context: int
+    block: int | None = None
 
 
 def parse_arguments() -> Namespace:
@@ -59,6 +63,8 @@ def parse_arguments() -> Namespace:
     add_option(
         what, "--contexts", **several, metavar="TOKENS", default=[128, 1024, 2048, 4096, 8000], help=contexts_help
     )
+    blocks_help = f"tokens of a block, beside slots, of {BLOCKS_ROWS} rows behind {BLOCKS_CONTEXT:,} tokens each"
+    add_option(what, "--block-sizes", **several, metavar="TOKENS", default=[64, 128, 256, 512], help=blocks_help)
     add_option(what, "--steps", type=positive, metavar="STEPS", default=24, help="of a turn")
     add_option(what, "--rounds", type=positive, metavar="ROUNDS", default=7, help="of all cases in turn")
     add_file_options(parser)
@@ -77,7 +83,7 @@ def main() -> int:
         warn_if_busy()
         read = measure_limits().read
         with artifacts_folder(args.artifacts) as folder:
-            rows, contexts = measure(args.model or default_model(), args, folder)
+            rows, contexts, blocks = measure(args.model or default_model(), args, folder)
         report = {
             "benchmark": "decode",
             "dtype": args.dtype,
@@ -85,13 +91,16 @@ def main() -> int:
             "bytes_read_per_s": read,
             "rows": rows_table(rows),
             "contexts": contexts_table(contexts, read),
+            "blocks": blocks_table(blocks),
         }
         publish(json.dumps(report), args.json)
     return 0
 
 
-def measure(model: str, args: Namespace, folder: Path) -> tuple[dict[Case, float], dict[Case, tuple[float, float]]]:
-    """Milliseconds of a step for each number of rows, and for each context with the bytes of its keys and values."""
+def measure(
+    model: str, args: Namespace, folder: Path
+) -> tuple[dict[Case, float], dict[Case, tuple[float, float]], dict[Case, float]]:
+    """Milliseconds of a step for each number of rows, for each context with the bytes of its keys and values, and for each block size."""
     by_slots = {slots: load(model, args, slots, ROWS_CONTEXT, folder) for slots in args.slots}
     cases = [Case(slots, rows, ROWS_CONTEXT) for slots in args.slots for rows in sorted({1, slots})]
     rows = in_turn([(case, by_slots[case.slots].runner) for case in cases], args)
@@ -100,15 +109,27 @@ def measure(model: str, args: Namespace, folder: Path) -> tuple[dict[Case, float
     contexts = in_turn([(Case(1, 1, context), one.runner) for context in args.contexts], args)
     token = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in one.artifact.model.layers)
     token_bytes = token * (2 if args.dtype == "bfloat16" else 4)
-    return rows, {case: (ms, token_bytes * (case.context + args.steps / 2)) for case, ms in contexts.items()}
+    sized = {case: (ms, token_bytes * (case.context + args.steps / 2)) for case, ms in contexts.items()}
+    by_block = {
+        block: load(model, args, BLOCKS_ROWS, BLOCKS_CONTEXT, folder, block) for block in (None, *args.block_sizes)
+    }
+    cases = [Case(BLOCKS_ROWS, BLOCKS_ROWS, BLOCKS_CONTEXT, block) for block in by_block]
+    return rows, sized, in_turn([(case, by_block[case.block].runner) for case in cases], args)
 
 
-def load(model: str, args: Namespace, slots: int, context: int, folder: Path) -> NeuronModelForCausalLM:
-    """An artifact whose slots hold all steps behind a context."""
+def load(
+    model: str, args: Namespace, slots: int, context: int, folder: Path, block: int | None = None
+) -> NeuronModelForCausalLM:
+    """An artifact whose slots, or as many blocks of `block` tokens, hold all steps behind a context."""
+    from dataclasses import replace
+
     from ..model import export
     from ..systems import artifact_config, load_ours
 
     config = artifact_config(args.dtype, "cpu", slots, context + args.steps)
+    if block is not None:
+        length = -(-config.sequence_length // block) * block
+        config = replace(config, kv_block_size=block, sequence_length=length, context_buckets=(length,))
     loaded: NeuronModelForCausalLM = load_ours(export(model, config, folder).path).model
     return loaded
 
@@ -135,6 +156,11 @@ def turn(runner: GraphRunner, case: Case, steps: int) -> float:
     token_ids, uniforms = np.ones(slots, dtype=np.int32), np.zeros(slots, dtype=np.float32)
     params = np.tile(np.array(GREEDY, dtype=np.float32), (slots, 1))
     runner.reset_all()
+    if case.block is not None:
+        sizes = runner.config
+        places = np.random.default_rng(0).permutation(sizes.kv_blocks).reshape(slots, sizes.blocks_per_row)
+        for slot, blocks in enumerate(places):
+            runner.assign(slot, 0, blocks.tolist())
     runner.lengths[active] = case.context
     start = time.perf_counter()
     for _ in range(steps):
@@ -168,6 +194,17 @@ def contexts_table(contexts: dict[Case, tuple[float, float]], read: float) -> li
         table.add_row(f"{case.context:,}", f"{ms:.2f}", f"{more:.2f}", f"{least:.2f}", f"{ratio:.2f}" if ratio else "")
     console().print(table)
     return results
+
+
+def blocks_table(blocks: dict[Case, float]) -> list[dict[str, object]]:
+    """Prints and returns what blocks cost over slots."""
+    slots = next(iter(blocks.values()))
+    title = f"A decode step of {BLOCKS_ROWS} rows behind {BLOCKS_CONTEXT:,} tokens each"
+    table = make_table(title, ("cache",), ("ms", "times slots'"))
+    for case, ms in blocks.items():
+        table.add_row(f"blocks of {case.block}" if case.block else "slots", f"{ms:.2f}", f"{ms / slots:.2f}")
+    console().print(table)
+    return [{"block": case.block, "ms": ms, "times_slots": ms / slots} for case, ms in blocks.items()]
 
 
 if __name__ == "__main__":

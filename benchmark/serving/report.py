@@ -28,13 +28,16 @@ class Results:
     """All results of one run.
 
     Attributes:
+        benchmark: the command that made them.
         numbers: by scenario and system, medians over the rounds.
         padding: by scenario and system, the share of chunk tokens that were padding, and the calls of each graph.
         traces: of the last round, by scenario and system.
         other_cores: cores that other processes kept busy, by scenario.
         steps: median times of the last round's steps, as the simulation's `--calibration` takes them.
+        ratios: what the command compares, by what it calls it.
     """
 
+    benchmark: str
     model: str
     options: dict[str, Any]
     machine: dict[str, Any]
@@ -43,20 +46,22 @@ class Results:
     workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
     other_cores: dict[str, float | None] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
     traces: dict[str, dict[str, Trace]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: str, args: Namespace) -> Results:
+    def of(cls, benchmark: str, checkpoint: str, args: Namespace) -> Results:
         options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        return cls(Path(checkpoint).name, options, describe_machine())
+        return cls(benchmark, Path(checkpoint).name, options, describe_machine())
 
-    def measure(self, scenario: str, workload: Workload, servers: Sequence[Server]) -> None:
-        """Lets each server run the workload once to warm up and then, round after round, all in turn."""
+    def measure(
+        self, scenario: str, workload: Workload, servers: Sequence[Server], warm_up: Workload | None = None
+    ) -> None:
+        """Lets each server run the workload, or what warms it up, once and then, round after round, all in turn."""
         rounds: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
         self.traces[scenario] = {}
         repeats = self.options["repeats"]
-        ours = next(server for server in servers if isinstance(server, OurServer))
-        vocab_size = ours.model.artifact.model.vocab_size
+        vocab_size = servers[0].vocab_size
         # As servers do: or else the collector looks through all that was loaded, in the middle of a step.
         gc.collect()
         gc.freeze()
@@ -66,11 +71,13 @@ class Results:
                 # Each round begins with another system: what runs after a slow one finds colder caches.
                 for server in [*servers[number % len(servers) :], *servers[: number % len(servers)]]:
                     prompts = PromptSource(vocab_size, self.options["seed"] + number)
-                    trace = server.serve(workload.jobs(prompts))
+                    served = workload if number or warm_up is None else warm_up
+                    trace = server.serve(served.jobs(prompts))
                     advance(server.name)
                     if number:
                         rounds[server.name].append(workload.results(trace))
                     self.traces[scenario][server.name] = trace
+        gc.unfreeze()
         self.other_cores[scenario] = others.cores()
         for server in servers:
             if isinstance(server, OurServer):
@@ -78,27 +85,15 @@ class Results:
         self.workloads[scenario] = asdict(workload)
         self.numbers[scenario] = {name: _medians(results) for name, results in rounds.items()}
         self.padding[scenario] = {
-            name: _padding(trace.counters) for name, trace in self.traces[scenario].items() if trace.counters
+            name: _padding(trace.counters)
+            for name, trace in self.traces[scenario].items()
+            if "prompt_tokens" in trace.counters
         }
-
-    def ratios(self) -> dict[str, float]:
-        """What mixed steps are worth in the scenario stall; empty without it."""
-        found = self.numbers.get("stall", {})
-        if "mixed" not in found:
-            return {}
-        mixed = found["mixed"]
-        ratios = {"mixed ITL p99 / decode-only ITL": mixed["itl_p99_ms"] / mixed["decode_itl_ms"]}
-        for name, other in found.items():
-            if name != "mixed":
-                ratios[f"mixed TTFT / {name} TTFT"] = mixed["ttft_ms"] / other["ttft_ms"]
-                ratios[f"mixed tok/s / {name} tok/s"] = mixed["tok_s"] / other["tok_s"]
-                ratios[f"{name} ITL max / mixed ITL max"] = other["itl_max_ms"] / mixed["itl_max_ms"]
-        return ratios
 
     def to_json(self) -> str:
         """One line."""
         fields = {key: value for key, value in vars(self).items() if key != "traces"}
-        return json.dumps({"benchmark": "stall", **fields, "ratios": self.ratios()}, default=str)
+        return json.dumps(fields, default=str)
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -137,18 +132,17 @@ def print_tables(results: Results) -> None:
     )
     for scenario, systems in results.numbers.items():
         sizes = ", ".join(f"{key} {value}" for key, value in results.workloads[scenario].items())
-        names = [
-            name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " ")
-            for name in next(iter(systems.values()))
-        ]
-        table = make_table(f"{scenario}: {sizes}", ("system",), (*names, "padding"))
+        names = list(dict.fromkeys(name for numbers in systems.values() for name in numbers))
+        titles = [name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " ") for name in names]
+        table = make_table(f"{scenario}: {sizes}", ("system",), (*titles, "padding"))
         for system, numbers in systems.items():
             padding = results.padding[scenario].get(system)
             share = f"{padding['padded_share']:.0%}" if padding else ""
-            table.add_row(system, *(f"{value:,.1f}" for value in numbers.values()), share)
+            cells = [f"{numbers[name]:,.1f}" if name in numbers else "" for name in names]
+            table.add_row(system, *cells, share)
         out.print(table)
-    table = make_table("What mixed steps are worth", ("ratio",), ("",))
-    for name, value in results.ratios().items():
+    table = make_table("What it is worth", ("ratio",), ("",))
+    for name, value in results.ratios.items():
         table.add_row(name, f"{value:.2f}")
     if table.rows:
         out.print(table)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -19,9 +19,16 @@ from .workloads import Job, Trace
 
 
 class Server(Protocol):
-    """Serves a workload to its end."""
+    """Serves a workload to its end.
+
+    Attributes:
+        vocab_size: tokens that its model knows.
+    """
 
     name: str
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def serve(self, jobs: Sequence[Job]) -> Trace: ...
 
@@ -34,6 +41,10 @@ class OurServer:
     model: NeuronModelForCausalLM
     options: SchedulerOptions
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.artifact.model.vocab_size
+
     def serve(self, jobs: Sequence[Job]) -> Trace:
         self._run([Job("warm", jobs[0].prompt, 8, lambda trace, now: True)])  # another system had the caches meanwhile
         return self._run(jobs)
@@ -41,13 +52,14 @@ class OurServer:
     def _run(self, jobs: Sequence[Job]) -> Trace:
         runner = self.model.runner
         runner.graph_calls.clear()
-        engine = Engine(runner, self.options, vocab_size=self.model.artifact.model.vocab_size)
-        trace, waiting = Trace(), list(jobs)
+        engine = Engine(runner, self.options, vocab_size=self.vocab_size)
+        trace, waiting, sent = Trace(rows=self.model.neuron_config.batch_size), list(jobs), list[Job]()
         while waiting or engine.has_work:
             now = time.perf_counter()
             for job in [job for job in waiting if job.due(trace, now)]:
                 waiting.remove(job)
                 trace.submitted[job.name] = now
+                sent.append(job)
                 engine.add_request(
                     Request(request_id=job.name, prompt_token_ids=job.prompt, max_new_tokens=job.new_tokens)
                 )
@@ -59,8 +71,17 @@ class OurServer:
                 trace.steps.append((step.graph.kind, start, end))
             for event in events:
                 trace.tokens.setdefault(event.request_id, []).append(end)
+            sent = [job for job in sent if trace.count(job.name) < job.new_tokens]
+            _note_cache(trace, engine, sent)
         trace.counters = asdict(engine.statistics) | {"graph_calls": dict(runner.graph_calls)}
         return trace
+
+
+def _note_cache(trace: Trace, engine: Engine, live: Iterable[Job]) -> None:
+    """Adds what requests have of the cache behind a step, and what they fill of it."""
+    states = [engine.scheduler.state(job.name) for job in live]
+    trace.taken_tokens += engine.scheduler.slots.used * engine.config.block_length
+    trace.filled_tokens += sum(state.cached for state in states if state.slot is not None)
 
 
 @dataclass
@@ -79,6 +100,10 @@ class TransformersServer:
     slots: int
     cache_tokens: int
     page: int = 128
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.vocab_size)
 
     def serve(self, jobs: Sequence[Job]) -> Trace:
         config = ContinuousBatchingConfig(

@@ -102,7 +102,7 @@ def run(args: Namespace, folder: Path) -> Results:
     from .workloads import Users
 
     checkpoint = args.model or default_model()
-    results = Results.of(checkpoint, args)
+    results = Results.of("stall", checkpoint, args)
     if set(args.scenarios) & {"stall", "users", "behind"}:
         measure_policies(results, checkpoint, args, folder)
     if "packing" in args.scenarios:
@@ -129,6 +129,7 @@ def measure_policies(results: Results, checkpoint: str, args: Namespace, folder:
         peers = [TransformersServer("transformers", loaded, tokens, args.slots, args.slots * longest)]
     if "stall" in args.scenarios:
         results.measure("stall", stall, [*ours, *peers])
+        results.ratios = worth_of_mixed_steps(results.numbers["stall"])
     if "users" in args.scenarios:
         users = Users(args.users, args.requests, args.long_prompt // 6, args.long_prompt // 32)
         results.measure("users", users, [*ours, *peers])
@@ -140,6 +141,20 @@ def measure_policies(results: Results, checkpoint: str, args: Namespace, folder:
         ]
         fewer = Stall(args.slots - 2, args.short_prompt, args.long_prompt, 16, 96, 16)
         results.measure("behind", Behind(fewer, 6, 0.15), servers)
+
+
+def worth_of_mixed_steps(systems: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Ratios of the scenario stall between the policy mixed and the others; empty without it."""
+    if "mixed" not in systems:
+        return {}
+    mixed = systems["mixed"]
+    ratios = {"mixed ITL p99 / decode-only ITL": mixed["itl_p99_ms"] / mixed["decode_itl_ms"]}
+    for name, other in systems.items():
+        if name != "mixed":
+            ratios[f"mixed TTFT / {name} TTFT"] = mixed["ttft_ms"] / other["ttft_ms"]
+            ratios[f"mixed tok/s / {name} tok/s"] = mixed["tok_s"] / other["tok_s"]
+            ratios[f"{name} ITL max / mixed ITL max"] = other["itl_max_ms"] / mixed["itl_max_ms"]
+    return ratios
 
 
 def packing_servers(checkpoint: str, args: Namespace, folder: Path) -> list[OurServer]:

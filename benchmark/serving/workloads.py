@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,18 @@ class Trace:
         tokens: when each token of a request came.
         steps: kind, start and end of each step, where the system tells.
         counters: the system's own statistics.
+        rows: requests that can generate at once, where the system has such a limit.
+        taken_tokens, filled_tokens: of the cache, that requests have and that hold something, both summed over steps, where the system
+            tells.
     """
 
     submitted: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, list[float]] = field(default_factory=dict)
     steps: list[tuple[str, float, float]] = field(default_factory=list)
     counters: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    taken_tokens: int = 0
+    filled_tokens: int = 0
 
     def count(self, request_id: str) -> int:
         """Tokens of a request so far."""
@@ -42,10 +48,36 @@ class Trace:
         end = max(times[-1] for times in self.tokens.values())
         return sum(map(len, self.tokens.values())) / (end - min(self.submitted.values()))
 
-    def full_throughput(self) -> float:
-        """New tokens per second while there was always somebody to come: until the last request was handed over."""
-        start, stop = min(self.submitted.values()), max(self.submitted.values())
-        return sum(time <= stop for times in self.tokens.values() for time in times) / (stop - start)
+    def queued(self) -> tuple[float, float]:
+        """From when as many requests have begun as there are rows to when the last one is handed over: all rows are asked for.
+
+        Raises:
+            ValueError: the last one is handed over before.
+        """
+        begun = sorted(times[0] for times in self.tokens.values())
+        start, stop = begun[min(self.rows, len(begun)) - 1], max(self.submitted.values())
+        if start >= stop:
+            raise ValueError(
+                f"the last of {len(self.submitted)} requests came before {self.rows} rows were taken: have more requests"
+            )
+        return start, stop
+
+    def while_queued(self) -> dict[str, float]:
+        """New tokens per second in that time, and requests that were generating, on average."""
+        start, stop = self.queued()
+        spans = [min(times[-1], stop) - max(times[0], start) for times in self.tokens.values()]
+        tokens = sum(start < time <= stop for times in self.tokens.values() for time in times)
+        return {
+            "tok_s": tokens / (stop - start),
+            "generating": sum(span for span in spans if span > 0) / (stop - start),
+        }
+
+    def cache(self) -> dict[str, float]:
+        """How often requests gave their part of the cache back, and the share of it that held nothing, in percent."""
+        found = {"preempted": float(self.counters["preemptions"])} if "preemptions" in self.counters else {}
+        if self.taken_tokens:
+            found["unfilled_percent"] = 100 * (1 - self.filled_tokens / self.taken_tokens)
+        return found
 
     def gaps(self, names: Sequence[str], start: float, stop: float) -> list[float]:
         """Seconds between two tokens of a request, for all gaps that overlap the window."""
@@ -130,9 +162,28 @@ class Stall:
         }
 
 
+class _Answered:
+    """Counts requests that have all of their tokens, once for each moment.
+
+    Args:
+        tokens: by name of a request.
+    """
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._moment: tuple[int, float] | None = None
+        self._count = 0
+
+    def count(self, trace: Trace, now: float) -> int:
+        if self._moment != (id(trace), now):
+            self._moment = id(trace), now
+            self._count = sum(len(times) == self._tokens.get(name) for name, times in trace.tokens.items())
+        return self._count
+
+
 @dataclass(frozen=True)
 class Users:
-    """Users who each send the next request when their last one is finished.
+    """Users who each send the next request when their last one is answered, out of one list of requests.
 
     Attributes:
         tail: sigma of lognormal distributions of both lengths, whose medians are `prompt` and `new_tokens`; 0: within a fifth of them.
@@ -158,27 +209,26 @@ class Users:
     def jobs(self, prompts: PromptSource) -> list[Job]:
         lengths = [self._lengths(prompts) for _ in range(self.requests)]
 
-        def job(number: int) -> Job:
-            prompt, new_tokens = lengths[number]
-            return Job(str(number), prompts.draw(prompt), new_tokens, due(number - self.users))
+        answered = _Answered({str(number): new_tokens for number, (_, new_tokens) in enumerate(lengths)})
 
-        def due(before: int) -> Callable[[Trace, float], bool]:
-            if before < 0:
-                return _at_once
-            return lambda trace, now: trace.count(str(before)) == lengths[before][1]
+        def due(number: int) -> Callable[[Trace, float], bool]:
+            """Whoever of the users is free sends the next one: none of them has sent all of his before the others have."""
+            return lambda trace, now: number < self.users + answered.count(trace, now)
 
-        return [job(number) for number in range(self.requests)]
+        return [
+            Job(str(number), prompts.draw(prompt), new_tokens, due(number))
+            for number, (prompt, new_tokens) in enumerate(lengths)
+        ]
 
     def results(self, trace: Trace) -> dict[str, float]:
-        """Times in ms over all requests."""
+        """Times in ms over all requests; of lengths with a tail, as long as all rows are asked for: a long one may end alone."""
         ttft = np.array([trace.ttft(name) for name in trace.tokens]) * 1e3
-        gaps = np.concatenate([np.diff(times) for times in trace.tokens.values()]) * 1e3
-        return {
-            "ttft_ms": float(ttft.mean()),
-            "ttft_p99_ms": float(np.quantile(ttft, 0.99)),
-            **_pauses(gaps),
-            "tok_s": trace.full_throughput() if self.tail else trace.throughput(),  # a long one may end alone
-        }
+        first = {"ttft_ms": float(ttft.mean()), "ttft_p99_ms": float(np.quantile(ttft, 0.99))}
+        if not self.tail:
+            gaps = np.concatenate([np.diff(times) for times in trace.tokens.values()]) * 1e3
+            return {**first, **_pauses(gaps), "tok_s": trace.throughput()}
+        gaps = np.array(trace.gaps(list(trace.tokens), *trace.queued())) * 1e3
+        return {**first, **_pauses(gaps), **trace.while_queued(), **trace.cache()}
 
 
 @dataclass(frozen=True)
