@@ -117,6 +117,7 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
 _KERNELS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 # These are made of others that have none.
 _COMPUTED_ELSEWHERE = frozenset({
+    torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default,
     torch.ops.aten.cummin.default, torch.ops.aten.frexp.Tensor, torch.ops.aten.linalg_lstsq.default,
     torch.ops.aten.logcumsumexp.default, torch.ops.aten.median.dim, torch.ops.aten.mode.default,
     torch.ops.aten.nanmedian.dim,
