@@ -18,6 +18,10 @@ TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
+WALKING_TARGETS: tuple[str, ...] = ()
+# Tokens of a block of a recurrence, at most: within one, work grows with its square; between two, the state is read and written.
+LARGEST_SCAN_BLOCK = 64
 
 # As many as servers of OpenAI's API tell of.
 MOST_LOGPROBS = 20
@@ -254,6 +258,16 @@ class NeuronConfig:
     def chunk_sizes(self) -> tuple[int, ...]:
         """All compiled chunk sizes, ascending; the last one is `prefill_chunk_size`."""
         return (*self.prefill_chunk_buckets, self.prefill_chunk_size)
+
+    @property
+    def scan_block(self) -> int | None:
+        """Tokens of a block in which recurrences are computed: a power of two, no more than a chunk has, one for all graphs.
+
+        None where the target walks token by token.
+        """
+        if self.target in WALKING_TARGETS:
+            return None
+        return min(LARGEST_SCAN_BLOCK, max(2, 1 << (self.prefill_chunk_size.bit_length() - 1)))
 
     @property
     def block_length(self) -> int:

@@ -20,7 +20,8 @@ from .convolution import state_of
 from .interface import AttentionCall
 from .masks import CausalMask, UnsupportedModelError, Window
 from .owned_blocks import OwnedBlocks, sees
-from .spec import ConvolutionState, LayerCache
+from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
+from .spec import ConvolutionState, LayerCache, RecurrentState
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -44,12 +45,13 @@ class LayerCalls:
 
 
 @dataclass
-class LayerRecorder:
-    """Attention and convolution backend that learns what each layer keeps from one pass of the model."""
+class LayerRecorder(LayerOfScan):
+    """Backend of attention, convolutions and recurrences that learns what each layer keeps from one pass of the model."""
 
     by_itself: bool = False
     layers: list[LayerCache] = field(default_factory=list)
     convolutions: list[ConvolutionState] = field(default_factory=list)
+    recurrences: list[RecurrentState] = field(default_factory=list)
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -67,6 +69,10 @@ class LayerRecorder:
             raise UnsupportedModelError(f"layer {layer_idx} keeps inputs of several convolutions in one place")
         self.convolutions.append(state)
         return inputs
+
+    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
+        self.recurrences.append(recurrence_of(*self.number(), call))
+        return torch.zeros_like(call.value)
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
         if not self.by_itself:

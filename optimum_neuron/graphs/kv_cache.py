@@ -20,7 +20,8 @@ from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers `key_<layer>`, `value_<layer>` and `conv_<layer>_<index>`, zeroed."""
+    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `conv_<layer>_<index>`, and of recurrences `state_<layer>_<index>`,
+    `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
@@ -35,6 +36,16 @@ class KVCache(nn.Module):
     def convolution(self, layer_idx: int, index: int) -> Tensor:
         """`[batch_size + 1, past, channels]`, what a convolution keeps: the buffer itself."""
         return getattr(self, f"conv_{layer_idx}_{index}")
+
+    @property
+    def scanned_tokens(self) -> Tensor | None:
+        """`[batch_size + 1]` int32, how many tokens of each slot came in chunks (ScanRows); None without recurrences."""
+        return getattr(self, "scanned", None)
+
+    def recurrence(self, layer_idx: int, index: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a recurrence keeps, the buffers themselves: state, anchor and tail (ScanState)."""
+        state = getattr(self, f"state_{layer_idx}_{index}")
+        return state, *(getattr(self, f"{name}_{layer_idx}_{index}", None) for name in ("anchor", "tail"))
 
 
 def write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:

@@ -4,7 +4,7 @@
 Three kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
 their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
 that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. A third
-kind has the cache keep the inputs of its convolutions (see convolution.py).
+kind has the cache keep the inputs of its convolutions (see convolution.py), and the states of recurrences (recurrence.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
 from .layer_index import plain_index
+from .masks import UnsupportedModelError
+from .recurrence import RecurrenceBackend
+from .recurrent_functions import NAMES, LastState
 
 
 class KeyStore(Protocol):
@@ -38,14 +41,22 @@ class StepCache:
             positions. Others get 0: they are given positions.
         keys: of a model that attends by itself; None where the attention interface stores keys and values.
         convolutions: compute those whose inputs the cache keeps.
+        recurrences: compute those whose states it keeps, and are told which layer asks.
     """
 
     is_compileable = False
 
-    def __init__(self, before: Tensor | None, keys: KeyStore | None, convolutions: ConvolutionBackend) -> None:
+    def __init__(
+        self,
+        before: Tensor | None,
+        keys: KeyStore | None,
+        convolutions: ConvolutionBackend,
+        recurrences: RecurrenceBackend,
+    ) -> None:
         self._before = before
         self._keys = keys
         self._convolutions = convolutions
+        self._recurrences = recurrences
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
         return 0 if self._before is None else self._before
@@ -62,6 +73,8 @@ class StepCache:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Never, for a layer's code: it then hands over all inputs, whatever their number."""
+        if layer_idx is not None:
+            self._recurrences.enter(layer_idx)
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -73,7 +86,16 @@ class StepCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> ConvolutionInput:
+        self._recurrences.enter(layer_idx)
         return ConvolutionInput(conv_states, partial(self._convolutions.convolve, plain_index(layer_idx), state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: LastState, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> LastState:
+        if not isinstance(recurrent_states, LastState):
+            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        self._recurrences.leave(layer_idx)
+        return recurrent_states
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,8 @@ class CacheNeeds:
     Attributes:
         by_itself: its attention is its own code, which takes all keys and values from the cache.
         counts: an attention layer asks for the number of tokens before.
-        convolves: a layer has it keep the inputs of a convolution, and none has it keep the state of a recurrence.
+        convolves: a layer has it keep the inputs of a convolution, or the state of a recurrence, and all that keep such a state
+            compute it by functions that a step replaces.
     """
 
     by_itself: bool
@@ -92,11 +115,18 @@ class CacheNeeds:
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheNeeds:
-        used = {name for module in model.modules() for name in _names(module)}
-        convolves = "update_conv_state" in used and "update_recurrent_state" not in used
-        return cls(_attends_by_itself(model), _counts_tokens(model), convolves)
+        used = [set(_names(module)) for module in model.modules()]
+        convolves = any("update_conv_state" in names for names in used)
+        others = any("update_recurrent_state" in names and not names & NAMES for names in used)
+        return cls(_attends_by_itself(model), _counts_tokens(model), convolves and not others)
 
-    def cache(self, position_ids: Tensor, keys: KeyStore, convolutions: ConvolutionBackend) -> StepCache | None:
+    def cache(
+        self,
+        position_ids: Tensor,
+        keys: KeyStore,
+        convolutions: ConvolutionBackend,
+        recurrences: RecurrenceBackend,
+    ) -> StepCache | None:
         """What a step passes as `past_key_values`: None where nothing is asked for.
 
         Args:
@@ -105,12 +135,23 @@ class CacheNeeds:
         if not (self.by_itself or self.counts or self.convolves):
             return None
         before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if self.counts else None
-        return StepCache(before, keys if self.by_itself else None, convolutions)
+        return StepCache(before, keys if self.by_itself else None, convolutions, recurrences)
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """How a model's forward pass calls its cache: models without attention have a name of their own."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
 def keeps_convolution(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep the inputs of a convolution."""
     return "update_conv_state" in _names(module)
+
+
+def keeps_recurrence(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep the state of a recurrence."""
+    return "update_recurrent_state" in _names(module)
 
 
 def _attends_by_itself(model: nn.Module) -> bool:

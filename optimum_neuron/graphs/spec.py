@@ -73,6 +73,23 @@ class ConvolutionState:
 
 
 @dataclass(frozen=True)
+class RecurrentState:
+    """What a recurrence keeps per slot, in float32: a state `[heads, key_dim, value_dim]`, and what the target needs beside it.
+
+    Attributes:
+        index: which of the layer's recurrences.
+        width: numbers of a token that change the state.
+    """
+
+    layer_idx: int
+    index: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the graphs of one model have in common: found by running the model once, not read from its config.
 
@@ -84,12 +101,13 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerCache, ...]
     convolutions: tuple[ConvolutionState, ...] = ()
+    recurrences: tuple[RecurrentState, ...] = ()
     num_embeddings: int = field(kw_only=True)
 
     @property
     def reuses_prefixes(self) -> bool:
         """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
-        return not self.convolutions
+        return not self.convolutions and not self.recurrences
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -99,6 +117,8 @@ class ModelSpec:
         }
         if self.convolutions:
             data["convolutions"] = [asdict(state) for state in self.convolutions]
+        if self.recurrences:
+            data["recurrences"] = [asdict(state) for state in self.recurrences]
         return data
 
     @classmethod
@@ -107,6 +127,7 @@ class ModelSpec:
             data["vocab_size"],
             tuple(LayerCache(**layer) for layer in data["layers"]),
             tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
+            tuple(RecurrentState(**state) for state in data.get("recurrences", ())),
             num_embeddings=data.get("num_embeddings", data["vocab_size"]),
         )
 
@@ -269,9 +290,15 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     """All that requests keep, as state tensors.
 
     Per attention layer, keys and values `[kv_blocks + trash_blocks, kv_heads, block_length, head_dim]`, which are
-    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per convolution `[batch_size + 1, past, channels]`.
+    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per convolution `[batch_size + 1, past, channels]`;
+    per recurrence, in float32, `[batch_size + 1, heads, key_dim, value_dim]`; where the target computes in blocks, once more, with a
+    tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows).
     """
-    return (*_layer_states(config, model.layers), *_convolution_states(config, model.convolutions))
+    return (
+        *_layer_states(config, model.layers),
+        *_convolution_states(config, model.convolutions),
+        *_recurrent_states(config, model.recurrences),
+    )
 
 
 def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
@@ -285,3 +312,16 @@ def _convolution_states(config: NeuronConfig, convolutions: Iterable[Convolution
     for state in convolutions:
         shape = (config.batch_size + 1, state.past, state.channels)
         yield TensorSpec(f"kv_cache.conv_{state.layer_idx}_{state.index}", shape, config.dtype)
+
+
+def _recurrent_states(config: NeuronConfig, recurrences: tuple[RecurrentState, ...]) -> Iterable[TensorSpec]:
+    slots, block = config.batch_size + 1, config.scan_block
+    for state in recurrences:
+        number = f"{state.layer_idx}_{state.index}"
+        shape = (slots, state.heads, state.key_dim, state.value_dim)
+        yield TensorSpec(f"kv_cache.state_{number}", shape, "float32")
+        if block is not None:
+            yield TensorSpec(f"kv_cache.anchor_{number}", shape, "float32")
+            yield TensorSpec(f"kv_cache.tail_{number}", (slots, block, state.width), "float32")
+    if recurrences and block is not None:
+        yield TensorSpec("kv_cache.scanned", (slots,), "int32")

@@ -19,12 +19,14 @@ from .convolution import SlotConvolutions
 from .experts import routing, set_experts
 from .interface import attending
 from .kv_cache import KVCache, block_indices, write_indices
-from .model_cache import CacheNeeds
+from .model_cache import CacheNeeds, cache_keyword
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
+from .recurrence import SCAN_KINDS, ScanRows, SlotScans, scanning
+from .recurrent_functions import set_recurrences
 from .scores import Scores
 from .slot_keys import SlotKeys
-from .spec import DECODE, GraphSpec, TensorSpec
+from .spec import CHUNK, DECODE, GraphSpec, TensorSpec
 
 
 class RowGroup(NamedTuple):
@@ -81,17 +83,19 @@ class StepModule(nn.Module):
         self.spec = spec
         self._needs = CacheNeeds.of(model)
         set_experts(model)
+        set_recurrences(model)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
         groups = row_groups(self.spec, inputs)
-        attention, convolutions, output_rows, actual = self._plan(groups)
+        attention, slot_writes, output_rows, actual = self._plan(groups)
         logits = self._logits(
             torch.cat([self._ids(name, group).flatten() for name, group in groups]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
             output_rows,
             attention,
-            convolutions,
+            SlotConvolutions(self.kv_cache, *slot_writes),
+            self._scans(groups, slot_writes),
             actual,
         )
         outputs, start = [], 0
@@ -107,8 +111,10 @@ class StepModule(nn.Module):
     def _ids(self, name: str, group: RowGroup) -> Tensor:
         return group.input_ids if self.chosen is None or name != DECODE else self.chosen.fill(group.input_ids)
 
-    def _plan(self, groups: list[tuple[str, RowGroup]]) -> tuple[CachedAttention, SlotConvolutions, Tensor, Tensor]:
-        """What tokens attend, convolve and are written to, which token of each row reaches lm_head, and which are real."""
+    def _plan(
+        self, groups: list[tuple[str, RowGroup]]
+    ) -> tuple[CachedAttention, tuple[Tensor, Tensor], Tensor, Tensor]:
+        """What tokens attend to, their slots and positions, which token of each row reaches lm_head, and which are real."""
         slot_writes, block_writes, rows_of_groups, last_tokens, actual_tokens, offset = [], [], [], [], [], 0
         for name, group in groups:
             rows, tokens = group.input_ids.shape
@@ -139,8 +145,21 @@ class StepModule(nn.Module):
             if self._needs.by_itself
             else None,
         )
-        convolutions = SlotConvolutions(self.kv_cache, *_joined(slot_writes))
-        return attention, convolutions, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
+        output_rows = self.ops.output_rows(torch.cat(last_tokens))
+        return attention, _joined(slot_writes), output_rows, torch.cat(actual_tokens)
+
+    def _scans(self, groups: list[tuple[str, RowGroup]], slot_writes: tuple[Tensor, Tensor]) -> SlotScans:
+        by_name = dict(groups)
+        decode, chunk = by_name.get(DECODE), by_name.get(CHUNK)
+        rows = ScanRows(
+            *slot_writes,
+            decode=None if decode is None else decode.position_ids[:, 0],
+            chunk=None if chunk is None else chunk.position_ids,
+            actual=None if chunk is None else actual_tokens_mask(chunk.position_ids),
+            chunk_slots=None if chunk is None else chunk.seq_ids,
+            scanned=self.kv_cache.scanned_tokens,
+        )
+        return SlotScans(self.kv_cache, rows, {kind: getattr(self.ops, kind) for kind in SCAN_KINDS})
 
     def _block_indices(self, group: RowGroup, actual: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
         if group.write_blocks is None or self.spec.kv_block_size is None:
@@ -156,6 +175,7 @@ class StepModule(nn.Module):
         output_rows: Tensor,
         attention: CachedAttention,
         convolutions: SlotConvolutions,
+        scans: SlotScans,
         actual: Tensor,
     ) -> Tensor:
         """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
@@ -167,10 +187,10 @@ class StepModule(nn.Module):
         keeps = accepts(self.model, "logits_to_keep", by_name=True)
         if keeps:
             kwargs["logits_to_keep"] = output_rows
-        cache = self._needs.cache(position_ids, attention, convolutions)
+        cache = self._needs.cache(position_ids, attention, convolutions, scans)
         if cache is not None:
-            kwargs["past_key_values"] = cache
-        with attending(attention), routing(self.ops.experts, actual):
+            kwargs[cache_keyword(self.model)] = cache
+        with attending(attention), scanning(scans), routing(self.ops.experts, actual):
             logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
         return (logits if keeps else logits[output_rows]).float()
 

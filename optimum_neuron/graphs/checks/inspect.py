@@ -19,8 +19,10 @@ from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
 from ..interface import attending
 from ..masks import UnsupportedModelError
-from ..model_cache import CacheNeeds
+from ..model_cache import CacheNeeds, cache_keyword
 from ..one_thread import one_thread
+from ..recurrence import scanning
+from ..recurrent_functions import set_recurrences
 from ..spec import ModelSpec
 from ..step import accepts
 from .parity import check_layers, check_result, comparable
@@ -80,18 +82,20 @@ def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, t
         token_id: what it runs on, at position 0.
     """
     needs = CacheNeeds.of(model)
-    recorder = LayerRecorder(needs.by_itself)
+    recorder = LayerRecorder(by_itself=needs.by_itself)
     set_experts(model)
+    set_recurrences(model)
     token, position = torch.full((1, 1), token_id, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    cache = needs.cache(position[0], recorder, recorder)
+    cache = needs.cache(position[0], recorder, recorder, recorder)
     if cache is not None:
-        kwargs["past_key_values"] = cache
+        kwargs[cache_keyword(model)] = cache
     kwargs |= {"input_ids": token, "position_ids": position, "use_cache": False}
-    with torch.inference_mode(), attending(recorder), routing(no_experts), _NoProducts():
+    with torch.inference_mode(), attending(recorder), scanning(recorder), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
-    return ModelSpec(vocab_size, tuple(recorder.layers), tuple(recorder.convolutions), num_embeddings=vocab_size)
+    kept = tuple(recorder.layers), tuple(recorder.convolutions), tuple(recorder.recurrences)
+    return ModelSpec(vocab_size, *kept, num_embeddings=vocab_size)
 
 
 def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:

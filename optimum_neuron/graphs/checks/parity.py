@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ...config import NeuronConfig
+from ...config import LARGEST_SCAN_BLOCK, NeuronConfig
 from ...errors import first_line
 from ..experts import EXPERTS_NAME, set_experts
 from ..interface import set_implementation
@@ -28,6 +29,10 @@ from ..step import StepModule, example_inputs
 # Enough tokens for chunks of several sizes, few enough for the largest models; whose logits are compared.
 _PROMPT, _CHUNK, _LENGTH = 7, 4, 16
 _OUTPUTS = (2, 4, 5, 6)
+# Of recurrences: a prompt that is longer than their blocks and ends by one token many times, which no product of keys may
+# overflow on; in two chunks that end within blocks, and a token behind them.
+_LONG_START, _LONG_CUT, _LONG_PROMPT = 6, 47, LARGEST_SCAN_BLOCK + 8
+_LONG_OUTPUTS = (_LONG_CUT - 1, _LONG_PROMPT - 2, _LONG_PROMPT - 1)
 _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 # Differences of logits are parts of their range over the vocabulary. Below these nothing more is asked; above, a difference
 # may be so many times what rounding makes of the same model. Measured in a hundred tiny architectures: at most 1.2 times,
@@ -40,12 +45,13 @@ _WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name_
 
 def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Raises UnsupportedModelError where a layer keeps other state than was seen, or attends elsewhere."""
-    convolving = {state.layer_idx for state in spec.convolutions}
+    convolving = {state.layer_idx for state in (*spec.convolutions, *spec.recurrences)}
     state = _other_state(model, convolving)
     expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     attending = (expected or 0) - len(convolving - {layer.layer_idx for layer in spec.layers})
-    # A layer may attend several times, but all that attend must do so equally often.
-    if not spec.layers or attending < 1 or len(spec.layers) % attending:
+    # A layer may attend several times, but all that attend must do so equally often. None does where all are recurrences.
+    nowhere = not spec.layers and attending == 0 and spec.recurrences
+    if not nowhere and (not spec.layers or attending < 1 or len(spec.layers) % attending):
         raise UnsupportedModelError(
             f"{len(spec.layers)} attention calls were seen for num_hidden_layers={expected}; "
             f"{state or 'its layers attend or keep state in code of their own, which sees no cache and no mask of a step'}"
@@ -55,10 +61,10 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _other_state(model: PreTrainedModel, convolving: set[int]) -> str | None:
-    """What transformers' own cache of this model holds beside keys and values, and beside the inputs of convolutions.
+    """What transformers' own cache of this model holds beside keys and values, inputs of convolutions and states of recurrences.
 
     Args:
-        convolving: layers that keep such inputs, of a model that keeps the state of no recurrence.
+        convolving: layers that keep such inputs and states, which were seen.
     """
     try:
         layers = DynamicCache(config=model.config).layers
@@ -85,6 +91,8 @@ def _ranges(numbers: list[int]) -> str:
 def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) -> None:
     """Compares a prompt in chunks, among neighbors, with transformers' own attention over the whole prompt.
 
+    A model with recurrences is compared on a second prompt, which is longer than their blocks.
+
     Models without data and models that a target has changed are not compared.
 
     Args:
@@ -97,6 +105,8 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
         return
     try:
         _compare(model, spec)
+        if spec.recurrences:
+            _compare_long(model, spec)
     except UnsupportedModelError as error:
         if not by_itself:
             raise
@@ -122,10 +132,7 @@ def _compare(model: PreTrainedModel, spec: ModelSpec) -> None:
             expected = reference()
         if not expected.isfinite().all():
             raise UnsupportedModelError(_cause_of_nonsense(model))
-        difference = float(_differences(found, expected).median())
-        if difference <= _NEGLIGIBLE[model.dtype]:
-            return
-        tolerance = max(_NEGLIGIBLE[model.dtype], _TIMES_ROUNDING * _rounding(model, reference, expected))
+        difference, tolerance = _compared(model, reference, found, expected)
         if difference <= tolerance:
             return
         leaked = _differences(_step_logits(model, spec, prompt, another), found)
@@ -133,6 +140,31 @@ def _compare(model: PreTrainedModel, spec: ModelSpec) -> None:
     raise UnsupportedModelError(
         f"it {cause}: logits differ by {difference:.1g} of their range from those of transformers' own attention"
     )
+
+
+def _compare_long(model: PreTrainedModel, spec: ModelSpec) -> None:
+    first, *_, repeated = start = _tokens(min(spec.vocab_size, spec.num_embeddings), seed=3)[:_LONG_START]
+    prompt = torch.cat([start, repeated.expand(_LONG_PROMPT - len(start))])
+    neighbor = first.expand(_LONG_PROMPT)
+    with torch.inference_mode():
+        found = _long_logits(model, spec, prompt, neighbor)
+        reference: Callable[[], Tensor] = partial(_own_logits, model, prompt, outputs=_LONG_OUTPUTS)
+        difference, tolerance = _compared(model, reference, found, reference())
+    if difference > tolerance:
+        raise UnsupportedModelError(
+            f"it computes a recurrence otherwise over {_LONG_PROMPT} tokens in chunks than at once: logits differ by "
+            f"{difference:.1g} of their range from those of transformers' own code"
+        )
+
+
+def _compared(
+    model: PreTrainedModel, reference: Callable[[], Tensor], found: Tensor, expected: Tensor
+) -> tuple[float, float]:
+    """By how much logits differ, and by how much they may; rounding is measured only where it matters."""
+    difference, tolerance = float(_differences(found, expected).median()), _NEGLIGIBLE[model.dtype]
+    if difference > tolerance:
+        tolerance = max(tolerance, _TIMES_ROUNDING * _rounding(model, reference, expected))
+    return difference, tolerance
 
 
 def _rounding(model: PreTrainedModel, reference: Callable[[], Tensor], expected: Tensor) -> float:
@@ -221,7 +253,9 @@ def _tokens(vocab_size: int, seed: int) -> Tensor:
     return torch.randint(vocab_size // 8, vocab_size - vocab_size // 8, (_PROMPT,), generator=generator)
 
 
-def _own_logits(model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None) -> Tensor:
+def _own_logits(
+    model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None, outputs: tuple[int, ...] = _OUTPUTS
+) -> Tensor:
     """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
     ours = model.config._attn_implementation
     set_implementation(model, "eager")
@@ -232,7 +266,7 @@ def _own_logits(model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | N
     finally:
         set_implementation(model, ours)
         set_experts(model, EXPERTS_NAME)
-    return logits[list(_OUTPUTS)].float()
+    return logits[list(outputs)].float()
 
 
 def _step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:
@@ -248,6 +282,18 @@ def _step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighb
     return torch.stack(outputs)
 
 
+def _long_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:
+    """Logits after the tokens `_LONG_OUTPUTS` of a prompt in slot 1, which another request had before."""
+    graphs = _graphs(model, spec, LARGEST_SCAN_BLOCK, 2 * LARGEST_SCAN_BLOCK)
+    texts = (neighbor, neighbor)
+    prefill, decode = graphs["chunked_prefill"], graphs["token_generation"]
+    prefill(*_inputs(prefill.spec, texts, {}, (1, 0, _LONG_START)))
+    texts, last = (neighbor, prompt), _LONG_PROMPT - 1
+    ends = [_inputs(prefill.spec, texts, {}, (1, *each)) for each in ((0, _LONG_CUT), (_LONG_CUT, last))]
+    outputs = [prefill(*inputs)[0][0] for inputs in ends]
+    return torch.stack([*outputs, decode(*_inputs(decode.spec, texts, {1: last}, None))[0][1]])
+
+
 def _whole_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor) -> Tensor:
     """The same of steps that take the prompt alone and in one chunk."""
     graph = _graphs(model, spec, 2 * _CHUNK)["chunked_prefill"]
@@ -255,11 +301,13 @@ def _whole_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor) -> Te
     return torch.stack([graph(*inputs)[0][0] for inputs in ends])
 
 
-def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int) -> dict[GraphKind, StepModule]:
+def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int, length: int = _LENGTH) -> dict[GraphKind, StepModule]:
     config = NeuronConfig(
-        batch_size=2, sequence_length=_LENGTH, prefill_chunk_size=chunk, on_device_sampling=False, dtype="float32"
+        batch_size=2, sequence_length=length, prefill_chunk_size=chunk, on_device_sampling=False, dtype="bfloat16"
     )
-    cache = KVCache(state_specs(config, spec)).to(dtype=model.dtype)
+    dtype = str(model.dtype).removeprefix("torch.")
+    states = state_specs(config, spec)
+    cache = KVCache(replace(state, dtype=dtype) if state.dtype == config.dtype else state for state in states)
     return {graph.kind: StepModule(model, cache, graph, EAGER_OPS) for graph in graph_specs(config)}
 
 
