@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
+from .recurrence import running_backend
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -85,7 +86,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
     call = AttentionCall(
-        layer_idx=plain_index(module.layer_idx),
+        layer_idx=_layer_idx(module),
         query=query,
         key=key,
         value=value,
@@ -98,6 +99,15 @@ def _attention(
     if backend is None:
         raise UnsupportedModelError("it does not pass keyword arguments on to its attention layers")
     return backend.attend(call).contiguous(), None  # some models view it
+
+
+def _layer_idx(module: Any) -> int:
+    """A layer's own number; of attention that several layers share, the one that it was given for its cache."""
+    number = plain_index(module.layer_idx)
+    backend = running_backend()
+    if (number is None or number < 0) and backend is not None and backend.layer_idx is not None:
+        return backend.layer_idx
+    return number
 
 
 def _window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:

@@ -23,7 +23,7 @@ from .convolution import ConvolutionBackend, ConvolutionInput
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
 from .recurrence import RecurrenceBackend
-from .recurrent_functions import NAMES, LastState
+from .recurrent_functions import LastState
 
 
 class KeyStore(Protocol):
@@ -69,6 +69,7 @@ class StepCache:
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self._recurrences.enter(layer_idx)
         return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -105,8 +106,7 @@ class CacheNeeds:
     Attributes:
         by_itself: its attention is its own code, which takes all keys and values from the cache.
         counts: an attention layer asks for the number of tokens before.
-        convolves: a layer has it keep the inputs of a convolution, or the state of a recurrence, and all that keep such a state
-            compute it by functions that a step replaces.
+        convolves: a layer has it keep the inputs of a convolution or the state of a recurrence.
     """
 
     by_itself: bool
@@ -115,10 +115,9 @@ class CacheNeeds:
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheNeeds:
-        used = [set(_names(module)) for module in model.modules()]
-        convolves = any("update_conv_state" in names for names in used)
-        others = any("update_recurrent_state" in names and not names & NAMES for names in used)
-        return cls(_attends_by_itself(model), _counts_tokens(model), convolves and not others)
+        used = {name for module in model.modules() for name in _names(module)}
+        convolves = bool(used & {"update_conv_state", "update_recurrent_state"})
+        return cls(_attends_by_itself(model), _counts_tokens(model), convolves)
 
     def cache(
         self,

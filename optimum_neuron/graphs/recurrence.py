@@ -128,7 +128,13 @@ Scan = Callable[[ScanCall, ScanRows, ScanState], Tensor]
 
 
 class RecurrenceBackend(Protocol):
-    """Computes the recurrences of a model's forward pass."""
+    """Computes the recurrences of a model's forward pass.
+
+    Attributes:
+        layer_idx: the layer that asked its cache last; None before the first.
+    """
+
+    layer_idx: int | None
 
     def enter(self, layer_idx: Any) -> None:
         """A layer's code has asked its cache for something: what it computes next is this layer's."""

@@ -124,14 +124,13 @@ _OURS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "mamba_selective_scan": _selective_scan,
 }
-NAMES = frozenset(_OURS)
 
 
 def set_recurrences(model: nn.Module) -> None:
     """Has the files that a model's modules are from call our functions, where a step runs."""
     for name in {type(module).__module__ for module in model.modules()}:
         members = vars(sys.modules[name])
-        for function in NAMES & members.keys():
+        for function in _OURS.keys() & members.keys():
             if not hasattr(members[function], "_without_step"):
                 members[function] = _in_steps(members[function], _OURS[function])
 

@@ -159,8 +159,8 @@ def in_float64(call: ScanCall) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_cut_neighbor_slot_or_earlier_owner_changes_a_bit(kind: str, shape: str) -> None:
     tokens, rows, block = SHAPES[shape]
-    total, most = 37, tokens * rows
-    call, another = text(kind, total), text(kind, 200, seed=5)
+    total, most = 26, tokens * rows
+    call, another = text(kind, total), text(kind, 160, seed=5)
     steps = Steps(kind, tokens, rows, block)
     expected = steps.prefill(1, call, whole(total, most))
     kept = steps.states(1)
@@ -228,7 +228,8 @@ def test_one_token_three_hundred_times_is_close_to_float64(kind: str) -> None:
     call = rows_of(ScanCall(one.query, one.key, one.value, decay, beta, one.rates), torch.zeros(300, dtype=torch.long))
     steps = Steps(kind, 96, 1, 64)
     found, expected = steps.prefill(0, call, [96, 96, 96, 12]), in_float64(call)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
+    scale = max(float(one.value.abs().max()), float(expected.abs().max()))
+    assert float((found - expected).abs().max()) < 1e-6 * scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
