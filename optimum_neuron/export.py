@@ -25,6 +25,7 @@ from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import check_blocks, inspect_model
 from .graphs.checks.rope_length import check_text_length, keep_frequencies
+from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .runtime import golden
@@ -116,6 +117,7 @@ def export_model(
     _warn_of_host_sampling(loaded, config)
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
+        check_tables(loaded, config.sequence_length)
         check_text_length(loaded, config.sequence_length)
         _warn_of_gathered_blocks(loaded, config, spec)
         keep_frequencies(loaded)

@@ -19,6 +19,7 @@ from . import kv_cache
 from .convolution import state_of
 from .interface import AttentionCall
 from .masks import CausalMask, UnsupportedModelError, Window
+from .own_scores import BiasMask
 from .owned_blocks import OwnedBlocks, sees
 from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
 from .spec import ConvolutionState, LayerCache, RecurrentState
@@ -49,6 +50,7 @@ class LayerRecorder(LayerOfScan):
     """Backend of attention, convolutions and recurrences that learns what each layer keeps from one pass of the model."""
 
     by_itself: bool = False
+    biased: bool = False
     layers: list[LayerCache] = field(default_factory=list)
     convolutions: list[ConvolutionState] = field(default_factory=list)
     recurrences: list[RecurrentState] = field(default_factory=list)
@@ -74,7 +76,9 @@ class LayerRecorder(LayerOfScan):
         self.recurrences.append(recurrence_of(*self.number(), call))
         return torch.zeros_like(call.value)
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        if self.biased:
+            return BiasMask(mask, dtype)
         if not self.by_itself:
             return None
         mask.visible_window()
@@ -169,6 +173,7 @@ class CachedAttention:
         attend_decode: how decode rows attend without what the step writes; None: as the others.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         all_slots: of a model that attends by itself, what it attends over.
+        biased: the model's own code adds a bias to its scores, and maybe to its mask.
     """
 
     cache: kv_cache.KVCache
@@ -180,6 +185,7 @@ class CachedAttention:
     write_cache: CacheWrite
     reads_visible: ReadsVisible
     all_slots: AllSlots | None = None
+    biased: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
@@ -193,7 +199,9 @@ class CachedAttention:
         self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
         return self.all_slots.read(*states)
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        if self.biased:
+            return BiasMask(mask, dtype)
         return None if self.all_slots is None else self.all_slots.bias(mask, dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -248,13 +256,32 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     broken = kv_cache.broken(keys)
     kept = group.seen(call.sliding_window) & (broken == 0)
     values = select_columns(values, kept)
+    added = None
+    if call.column_bias is not None:
+        added = added_bias(call.column_bias, group.position_ids, 0, group.context_length)
     if call.softcap is None and call.sinks is None:
         # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
-        bias = torch.where(visible, broken[:, None], -torch.inf)
+        bias = torch.where(visible, broken[:, None], -torch.inf)[:, None]
+        bias = bias if added is None else bias + added
         output = _fused(query, select_columns(keys, kept), values, bias, call.scaling)
     else:
-        output = _explicit(query, keys, values, visible, call)
+        output = _explicit(query, keys, values, visible, added, call)
     return output.unflatten(2, (heads // kv_heads, tokens)).flatten(1, 2).transpose(1, 2)
+
+
+def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Tensor:
+    """What is added to scores, less what a token's own column gets: small where weights are large, whatever the position.
+
+    Args:
+        table: `[heads, columns]`.
+        position_ids: `[rows, tokens]`; an idle row has -1.
+
+    Returns:
+        `[rows, heads, tokens, stop - start]` float32, of these columns.
+    """
+    table, places = table.float(), position_ids.clamp(min=0)
+    own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
+    return table[:, None, start:stop] - own[..., None]
 
 
 def select_columns(states: Tensor, kept: Tensor) -> Tensor:
@@ -266,13 +293,19 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
 
     Args:
-        bias: `[rows, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
+        bias: `[rows, 1 or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
     """
-    bias = bias.to(query.dtype)[:, None].repeat(1, 1, query.shape[2] // bias.shape[1], 1)
+    bias, kv_heads = bias.to(query.dtype), keys.shape[1]
+    if bias.shape[1] == 1:
+        bias = bias.repeat(1, 1, query.shape[2] // bias.shape[2], 1)
+    else:
+        bias = bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
 
-def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call: AttentionCall) -> Tensor:
+def _explicit(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, added: Tensor | None, call: AttentionCall
+) -> Tensor:
     """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS); scores and softmax in float32."""
     rows, kv_heads, _, _ = query.shape
     tokens = visible.shape[1]
@@ -280,6 +313,8 @@ def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
+    if added is not None:
+        scores = scores + added.unflatten(1, (kv_heads, -1))
     scores = torch.where(visible[:, None, None], scores, MASKED)
     if call.sinks is None:
         return torch.softmax(scores, dim=-1).to(values.dtype).flatten(2, 3) @ values

@@ -35,15 +35,16 @@ class AttentionBackend(Protocol):
 class StepBackend(AttentionBackend, Protocol):
     """One that also serves models that attend by themselves."""
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
-        """A mask as a tensor to add to scores, for a model that attends by itself; None for others."""
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        """A mask as a model gets it that attends by itself, in general a tensor to add to scores; None for others."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads.
 
-    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk.
+    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. `column_bias [heads, columns]` is
+    added to the scores of a key by its column, which is its position; a number that all keys of a query have more changes nothing.
     """
 
     layer_idx: int
@@ -54,6 +55,7 @@ class AttentionCall:
     sliding_window: Window
     softcap: float | None
     sinks: Tensor | None
+    column_bias: Tensor | None = None
 
 
 _backends: ContextVar[StepBackend] = ContextVar("attention backend of the running forward pass")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model gets as `past_key_values` where its code needs one: a view of the step's cache.
 
-Three kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
+Four kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
 their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
-that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. A third
+that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. Of those that
+add a bias to their scores, the operators are read instead (see own_scores.py). A fourth
 kind has the cache keep the inputs of its convolutions (see convolution.py), and the states of recurrences (recurrence.py).
 """
 
@@ -13,24 +14,34 @@ import inspect
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
+from .interface import AttentionBackend
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
+from .own_scores import ScoreKeys
 from .recurrence import RecurrenceBackend
 from .recurrent_functions import LastState
+
+
+# What layers that add a bias to their scores in code of their own call it where they take it.
+BIASES = frozenset({"alibi", "position_bias"})
 
 
 class KeyStore(Protocol):
     """Where a model that attends by itself puts the keys and values of a step."""
 
-    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         """Takes those of the step's tokens, returns those of all that a token may see under the step's mask."""
+
+
+class ModelBackend(AttentionBackend, KeyStore, Protocol):
+    """Serves models of all kinds."""
 
 
 class StepCache:
@@ -38,7 +49,8 @@ class StepCache:
 
     Args:
         before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
-            positions. Others get 0: they are given positions.
+            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0: they
+            are given positions.
         keys: of a model that attends by itself; None where the attention interface stores keys and values.
         convolutions: compute those whose inputs the cache keeps.
         recurrences: compute those whose states it keeps, and are told which layer asks.
@@ -48,7 +60,7 @@ class StepCache:
 
     def __init__(
         self,
-        before: Tensor | None,
+        before: Tensor | int,
         keys: KeyStore | None,
         convolutions: ConvolutionBackend,
         recurrences: RecurrenceBackend,
@@ -59,7 +71,7 @@ class StepCache:
         self._recurrences = recurrences
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
-        return 0 if self._before is None else self._before
+        return self._before
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Nobody reads them: masks are made from positions."""
@@ -68,7 +80,7 @@ class StepCache:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
         self._recurrences.enter(layer_idx)
         return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
 
@@ -101,46 +113,80 @@ class StepCache:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What of a cache a model's code asks for.
+    """What of a cache a model's code asks for, and how it numbers positions.
 
     Attributes:
         by_itself: its attention is its own code, which takes all keys and values from the cache.
+        biased: its attention is its own code, which adds a bias to scores, and is read as a call of attention.
         counts: an attention layer asks for the number of tokens before.
+        numbers: so does its decoder, which takes no positions and numbers tokens from there on.
         convolves: a layer has it keep the inputs of a convolution or the state of a recurrence.
+        first_position: the number of a text's first token, where the model makes positions of token ids: those behind padding's.
+        keyword: how the model's forward pass calls it: models without attention have a name of their own.
     """
 
     by_itself: bool
+    biased: bool
     counts: bool
+    numbers: bool
     convolves: bool
+    first_position: int = 0
+    keyword: str = "past_key_values"
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheNeeds:
         used = {name for module in model.modules() for name in _names(module)}
-        convolves = bool(used & {"update_conv_state", "update_recurrent_state"})
-        return cls(_attends_by_itself(model), _counts_tokens(model), convolves)
+        own, biased = _attends_by_itself(model), any(BIASES & _parameters(module) for module in model.modules())
+        takes = inspect.signature(model.forward).parameters
+        return cls(
+            by_itself=own and not biased,
+            biased=own and biased,
+            counts=_counts_tokens(model),
+            numbers=not own and _numbers_tokens(model),
+            convolves=bool(used & {"update_conv_state", "update_recurrent_state"}),
+            first_position=_first_position(model),
+            keyword="cache_params" if "cache_params" in takes else "past_key_values",
+        )
 
-    def cache(
+    def arguments(
         self,
         position_ids: Tensor,
-        keys: KeyStore,
+        backend: ModelBackend,
         convolutions: ConvolutionBackend,
         recurrences: RecurrenceBackend,
-    ) -> StepCache | None:
-        """What a step passes as `past_key_values`: None where nothing is asked for.
+        columns: int,
+    ) -> dict[str, Any]:
+        """What a step passes to the model beside token ids.
 
         Args:
-            position_ids: `[tokens]`.
+            position_ids: `[tokens]`, from 0 on.
+            columns: tokens of the longest text, whatever the step's context is.
         """
-        if not (self.by_itself or self.counts or self.convolves):
+        numbers = position_ids + self.first_position if self.first_position else position_ids
+        arguments: dict[str, Any] = {"position_ids": numbers[None]}
+        cache = self._cache(position_ids, backend, convolutions, recurrences, columns)
+        if cache is not None:
+            arguments[self.keyword] = cache
+        if self.numbers:  # nobody reads it: a mask that there is not would be made from the number of tokens before
+            arguments["attention_mask"] = torch.ones((1, len(position_ids)), dtype=torch.int32)
+        return arguments
+
+    def _cache(
+        self,
+        position_ids: Tensor,
+        backend: ModelBackend,
+        convolutions: ConvolutionBackend,
+        recurrences: RecurrenceBackend,
+        columns: int,
+    ) -> StepCache | None:
+        """None where nothing is asked for."""
+        if self.biased:
+            return StepCache(columns - len(position_ids), ScoreKeys(backend, columns), convolutions, recurrences)
+        if not (self.by_itself or self.counts or self.numbers or self.convolves):
             return None
-        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if self.counts else None
-        return StepCache(before, keys if self.by_itself else None, convolutions, recurrences)
-
-
-def cache_keyword(model: nn.Module) -> str:
-    """How a model's forward pass calls its cache: models without attention have a name of their own."""
-    parameters = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in parameters else "past_key_values"
+        asked = self.counts or self.numbers
+        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
+        return StepCache(before, backend if self.by_itself else None, convolutions, recurrences)
 
 
 def keeps_convolution(module: nn.Module) -> bool:
@@ -166,6 +212,27 @@ def _attends_by_itself(model: nn.Module) -> bool:
 
 def _counts_tokens(model: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") and "get_seq_length" in _names(module) for module in model.modules())
+
+
+def _numbers_tokens(model: nn.Module) -> bool:
+    """Whether no module with parts takes positions, and one asks for the number of tokens before."""
+    modules = [module for module in model.modules() if list(module.children())]
+    return not any("position_ids" in _parameters(module) for module in modules) and any(
+        "get_seq_length" in _names(module) for module in modules
+    )
+
+
+def _first_position(model: nn.Module) -> int:
+    """As transformers' `create_position_ids_from_input_ids` numbers tokens, where a module that takes positions falls back to it."""
+    for module in model.modules():
+        names, padding = _names(module), getattr(module, "padding_idx", None)
+        if "create_position_ids_from_input_ids" in names and isinstance(padding, int):
+            return padding + 1 if "position_ids" in _parameters(module) else 0
+    return 0
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from .convolution import SlotConvolutions
 from .experts import routing, set_experts
 from .interface import attending
 from .kv_cache import KVCache, block_indices, write_indices
-from .model_cache import CacheNeeds, cache_keyword
+from .model_cache import CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
 from .recurrence import SCAN_KINDS, ScanRows, SlotScans, scanning
@@ -144,6 +144,7 @@ class StepModule(nn.Module):
             SlotKeys.of(rows_of_groups, self.spec.batch_size, has_blocks=self.spec.kv_block_size is not None)
             if self._needs.by_itself
             else None,
+            self._needs.biased,
         )
         output_rows = self.ops.output_rows(torch.cat(last_tokens))
         return attention, _joined(slot_writes), output_rows, torch.cat(actual_tokens)
@@ -187,11 +188,9 @@ class StepModule(nn.Module):
         keeps = accepts(self.model, "logits_to_keep", by_name=True)
         if keeps:
             kwargs["logits_to_keep"] = output_rows
-        cache = self._needs.cache(position_ids, attention, convolutions, scans)
-        if cache is not None:
-            kwargs[cache_keyword(self.model)] = cache
+        kwargs |= self._needs.arguments(position_ids, attention, convolutions, scans, self.spec.sequence_length)
         with attending(attention), scanning(scans), routing(self.ops.experts, actual):
-            logits = self.model(input_ids=input_ids[None], position_ids=position_ids[None], **kwargs).logits[0]
+            logits = self.model(input_ids=input_ids[None], **kwargs).logits[0]
         return (logits if keeps else logits[output_rows]).float()
 
     def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:

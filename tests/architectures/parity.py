@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from configs import EXPERT_COUNTS, VOCAB, tiny_config
 from helpers import artifact_runner, decode_rows, export_tiny
 from huggingface_hub.errors import StrictDataclassError
+from sharp import sharpen
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -155,22 +155,6 @@ def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(value)
         else:
             yield key, value
-
-
-@torch.no_grad()
-def sharpen(model: PreTrainedModel) -> None:
-    """Weights with which attention and routing decide: freshly made ones attend to all tokens alike."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() < 2:
-            parameter += 0.2 * noise
-        elif id(parameter) in embeddings:
-            parameter.copy_(noise)
-        else:
-            query = any(part in name for part in ("q_proj", "q_b_proj", "query", "qkv", "Wqkv", "c_attn"))
-            parameter.copy_(noise * (2.0 if query else 1.0) / parameter.shape[-1] ** 0.5)
 
 
 def tokens(count: int, seed: int) -> np.ndarray:

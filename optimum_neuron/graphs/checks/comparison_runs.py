@@ -14,6 +14,7 @@ from ...config import LARGEST_SCAN_BLOCK, NeuronConfig
 from ..experts import EXPERTS_NAME, set_experts
 from ..interface import set_implementation
 from ..kv_cache import KVCache
+from ..model_cache import CacheNeeds
 from ..ops import EAGER_OPS
 from ..spec import GraphKind, GraphSpec, ModelSpec, graph_specs, state_specs
 from ..step import StepModule, example_inputs
@@ -46,7 +47,9 @@ def own_logits(
 ) -> Tensor:
     """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
     ours = model.config._attn_implementation
-    set_implementation(model, "eager")
+    # Code that adds a bias to its scores may do so otherwise where torch attends, as it does by default.
+    by_torch = CacheNeeds.of(model).biased and getattr(model, "_supports_sdpa", False)
+    set_implementation(model, "sdpa" if by_torch else "eager")
     set_experts(model, "eager")
     try:
         positions = {} if position_ids is None else {"position_ids": position_ids}

@@ -19,7 +19,7 @@ from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
 from ..interface import attending
 from ..masks import UnsupportedModelError
-from ..model_cache import CacheNeeds, cache_keyword
+from ..model_cache import CacheNeeds
 from ..one_thread import one_thread
 from ..recurrence import scanning
 from ..recurrent_functions import set_recurrences
@@ -74,23 +74,29 @@ def _zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return input.new_zeros((*input.shape[:-1], weight.shape[0]))
 
 
-def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, token_id: int = 0) -> ModelSpec:
+def look_at(
+    model: PreTrainedModel,
+    call: Callable[..., Any] | None = None,
+    *,
+    token_id: int = 0,
+    position: int = 0,
+    sequence_length: int = 1,
+) -> ModelSpec:
     """Runs a token with attention, experts and linear layers that only look on: what each layer keeps, and the vocabulary's size.
 
     Args:
         call: runs the model; by default the model itself.
-        token_id: what it runs on, at position 0.
+        token_id, position: what it runs on, and where.
+        sequence_length: of the texts that it is to take.
     """
     needs = CacheNeeds.of(model)
-    recorder = LayerRecorder(by_itself=needs.by_itself)
+    recorder = LayerRecorder(by_itself=needs.by_itself, biased=needs.biased)
     set_experts(model)
     set_recurrences(model)
-    token, position = torch.full((1, 1), token_id, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    cache = needs.cache(position[0], recorder, recorder, recorder)
-    if cache is not None:
-        kwargs[cache_keyword(model)] = cache
-    kwargs |= {"input_ids": token, "position_ids": position, "use_cache": False}
+    kwargs |= needs.arguments(positions[0], recorder, recorder, recorder, sequence_length)
+    kwargs |= {"input_ids": token, "use_cache": False}
     with torch.inference_mode(), attending(recorder), scanning(recorder), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]

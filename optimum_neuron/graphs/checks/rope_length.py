@@ -62,7 +62,8 @@ def _position_calls(model: PreTrainedModel) -> list[tuple[str, Callable[[Tensor]
 
     def note(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        calls.append((name, partial(_replay, module, bound)))
+        if isinstance(bound.arguments.get("position_ids"), Tensor):
+            calls.append((name, partial(_replay, module, bound)))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, name), with_kwargs=True)

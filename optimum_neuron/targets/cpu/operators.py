@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...graphs.attention import AttentionRows, attend_cache
 from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
+from .plan.encode import SOFTMAX_BLOCK
 
 
 NAMESPACE = "optimum_neuron_cpu"
@@ -25,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, "
-    "int sliding_window, float softcap, Tensor? sinks) -> Tensor"
+    "int sliding_window, float softcap, Tensor? sinks, Tensor? column_bias) -> Tensor"
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
@@ -43,6 +44,7 @@ def _attended(
     sliding_window: int,
     softcap: float,
     sinks: Tensor | None,
+    column_bias: Tensor | None,
 ) -> Tensor:
     rows, heads, tokens, dim = query.shape
     return query.new_empty((rows, tokens, heads, dim))
@@ -98,8 +100,17 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tens
         window or 0,
         call.softcap or 0.0,
         sinks,
+        None if call.column_bias is None else _in_blocks(call.column_bias, group, keys),
     )
     return output
+
+
+def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
+    """A table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
+    per_row = group.blocks.shape[1] if group.blocks is not None and group.blocks.dim() == 2 else 1
+    width = -(-keys.shape[2] * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+    table = column_bias[:, :width].float()
+    return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
 
 
 def _write_cache(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:

@@ -31,7 +31,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 4
+FORMAT = 5
 _FILE = record(
     {
         "format": whole(1),

@@ -197,6 +197,7 @@ class Kernels:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         *,
+        column_bias: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
         rows, heads, tokens, dim = query.shape
@@ -207,6 +208,7 @@ class Kernels:
             tensors.optional(slots),
             tensors(positions),
             tensors.optional(sinks),
+            tensors.optional(column_bias),
             tensors(output),
             scaling,
             window,

@@ -67,6 +67,7 @@ bool run(Pool& pool, const Memory& memory, const AttendStep& step, int64_t token
   call.blocks = memory.as<const int32_t>(step.blocks);
   call.positions = memory.as<const int32_t>(step.positions);
   call.sinks = memory.as<const float>(step.sinks);
+  call.columnBias = memory.as<const float>(step.columnBias);
   if (of > 1) {  // of several rows, the last one that has a live token is computed whole
     call.rows = (tokens + call.tokens - 1) / call.tokens;
     call.tokens = std::min(call.tokens, tokens);
@@ -152,7 +153,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 3; }
+int64_t step_interface() { return 4; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

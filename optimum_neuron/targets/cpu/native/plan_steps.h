@@ -45,7 +45,7 @@ struct ExpertsStep {
 
 struct AttendStep {
   AttendCall call;
-  Place query, keys, values, output, blocks, positions, sinks;
+  Place query, keys, values, output, blocks, positions, sinks, columnBias;
 };
 
 struct SelectStep {
@@ -182,12 +182,13 @@ Step readAttend(Reader& reader) {
   AttendCall& call = step.call;
   call.type = reader.type();
   for (Place* place :
-       {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks}) {
+       {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks,
+        &step.columnBias}) {
     *place = reader.place();
   }
   for (int64_t* size :
        {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheBlocks,
-        &call.perRow, &call.window,
+        &call.perRow, &call.biasColumns, &call.window,
         &call.rowStride, &call.headStride, &call.tokenStride}) {
     *size = reader.word();
   }

@@ -100,12 +100,14 @@ def _place(value: Stored) -> Operand:
 
 
 def lower_attend(builder: PlanBuilder, node: Node) -> bool:
-    query, keys, values, blocks, positions, scaling, window, softcap, sinks = arguments(node)
+    query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias = arguments(node)
     asked = builder.stored(query)
     if asked.layout.stride(-1) != 1:
         asked = builder.contiguous_copy(asked)
     cache = [builder.stored(each) for each in (keys, values)]
-    indices = [None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks)]
+    indices = [
+        None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks, column_bias)
+    ]
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     assert indices[1] is not None
     builder.emit(
@@ -116,6 +118,7 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
             indices[0],
             indices[1],
             indices[2],
+            indices[3],
             _place(output),
             float(scaling),
             int(window),

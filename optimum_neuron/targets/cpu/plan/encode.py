@@ -36,7 +36,7 @@ _KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Selec
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
 # Columns that the kernel of attention takes at a time, which lie in one block: kBlock of native/attention_call.h.
-_SOFTMAX_BLOCK = 64
+SOFTMAX_BLOCK = 64
 _SAMPLING_PARAMS = 4
 
 
@@ -247,7 +247,7 @@ class _Encoder:
         _require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
         table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
         per_row = table[1] if len(table) == 2 else 1
-        even = per_row == 1 or columns % _SOFTMAX_BLOCK == 0
+        even = per_row == 1 or columns % SOFTMAX_BLOCK == 0
         _require(
             table in ((rows,), (rows, per_row)) and even, f"its rows have {list(table)} blocks of {columns} columns"
         )
@@ -259,7 +259,21 @@ class _Encoder:
         yield from self._contiguous(step.blocks, "int32", table)
         yield from self._contiguous(step.positions, "int32", (rows, tokens))
         yield from self._contiguous(step.sinks, "float32", (heads,))
-        yield from (rows, heads, tokens, dim, kv_heads, columns, blocks, per_row, step.window, *query.strides[:3])
+        width = -(-columns * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+        yield from self._contiguous(step.column_bias, "float32", (heads, width))
+        yield from (
+            rows,
+            heads,
+            tokens,
+            dim,
+            kv_heads,
+            columns,
+            blocks,
+            per_row,
+            width,
+            step.window,
+            *query.strides[:3],
+        )
         yield from (_bits(step.scaling, integer=False), _bits(step.softcap, integer=False))
 
     def select(self, step: Select) -> Iterator[int]:

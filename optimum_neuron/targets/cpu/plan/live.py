@@ -288,7 +288,7 @@ def _attend(step: Attend) -> _Form | None:
     stride = by_token if tokens > 1 else by_row
     query = replace(step.query, shape=(count, heads, dim), strides=(stride, by_head, by_element))
     output = replace(step.output, shape=(count, heads * dim), strides=(heads * dim, 1))
-    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks]
+    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks, step.column_bias]
     return _Form(step, [(output, (0,))], [(query, 0)], rest)
 
 

@@ -189,7 +189,8 @@ class Attend:
     """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`.
 
     `positions [rows, tokens]` and `blocks [rows, n]`, or `[rows]`, are int32, `sinks [heads]` float32. `blocks` are those of each
-    row, in order; without them, row i has block i.
+    row, in order; without them, row i has block i. `column_bias [heads, n]` float32 has a number for each column that a row may have,
+    up to a whole number of the kernel's blocks.
     """
 
     query: Operand
@@ -198,6 +199,7 @@ class Attend:
     blocks: Operand | None
     positions: Operand
     sinks: Operand | None
+    column_bias: Operand | None
     output: Operand
     scaling: float
     window: int
