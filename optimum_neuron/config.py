@@ -77,6 +77,8 @@ class NeuronConfig:
             tokens with theirs. Default: they cannot.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
+        long_frequencies: of a model whose rotary frequencies change where a text grows long (LongRoPE), all texts get those of long
+            ones, as in vLLM. Default: those of short ones, and no text is longer than they are for.
         kernels: of the SDK, which stand for operators of the graphs where layers are of a kind that they compute. Default: none,
             as none of them was run yet.
         target: where the graphs run.
@@ -101,6 +103,7 @@ class NeuronConfig:
     top_logprobs: int | None = None
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
+    long_frequencies: bool = False
     kernels: tuple[str, ...] = ()
     target: str = "auto"
 
@@ -109,7 +112,7 @@ class NeuronConfig:
             _check_size(name, getattr(self, name))
         if self.mixed_step is None:
             object.__setattr__(self, "mixed_step", self.batch_size > 1)
-        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce"):
+        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._check_logprobs()

@@ -24,7 +24,7 @@ from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import check_blocks, inspect_model
-from .graphs.checks.rope_length import check_text_length, keep_frequencies
+from .graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
 from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
@@ -118,6 +118,8 @@ def export_model(
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
         check_tables(loaded, config.sequence_length)
+        if config.long_frequencies:
+            take_long_frequencies(loaded, config.sequence_length)
         check_text_length(loaded, config.sequence_length)
         _warn_of_gathered_blocks(loaded, config, spec)
         keep_frequencies(loaded)
