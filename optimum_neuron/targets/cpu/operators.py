@@ -30,6 +30,10 @@ _library.define(
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? rate, Tensor(a!) state, Tensor slots, "
+    "Tensor positions) -> Tensor"
+)
 _library.define("output_rows(Tensor rows) -> Tensor")
 _library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
 
@@ -58,6 +62,19 @@ def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) ->
     return x.new_empty((*index.shape, weight.shape[1]))
 
 
+def _walked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    return torch.empty_like(value)
+
+
 def _marked(rows: Tensor) -> Tensor:
     return torch.empty_like(rows)
 
@@ -70,6 +87,7 @@ _SHAPES: dict[str, Any] = {
     "attend": _attended,
     "write_cache": _written,
     "expert_linear": _projected,
+    "walk": _walked,
     "output_rows": _marked,
     "sample": _chosen,
 }

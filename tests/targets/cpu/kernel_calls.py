@@ -41,6 +41,7 @@ from optimum_neuron.targets.cpu.plan.program import (
     Select,
     Step,
     TorchCall,
+    Walk,
     WriteCache,
 )
 
@@ -231,6 +232,24 @@ class Kernels:
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
         self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+    def walk(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor | None,
+        state: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded(value.shape, torch.float32)
+        before = [tensors(each) for each in (query, key, value, decay)]
+        after = [tensors(each) for each in (state, slots, positions, output)]
+        self.run(Walk(*before, tensors.optional(rate), *after), tensors)
+        check_guards(output)
+        return output
 
     def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
         tensors, output = Tensors(), guarded((len(logits),), torch.int32)

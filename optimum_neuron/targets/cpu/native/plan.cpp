@@ -105,6 +105,21 @@ bool run(Pool& pool, const Memory& memory, const SampleStep& step, int64_t token
   return true;
 }
 
+bool run(Pool& pool, const Memory& memory, const WalkStep& step, int64_t tokens, int64_t of) {
+  WalkCall call = step.call;
+  call.query = memory.as<const float>(step.query);
+  call.key = memory.as<const float>(step.key);
+  call.value = memory.as<const float>(step.value);
+  call.decay = memory.as<const float>(step.decay);
+  call.rate = memory.as<const float>(step.rate);
+  call.slots = memory.as<const int32_t>(step.slots);
+  call.positions = memory.as<const int32_t>(step.positions);
+  call.state = memory.as<float>(step.state);
+  call.output = memory.as<float>(step.output);
+  call.tokens = call.tokens / of * tokens;
+  return walk(pool, call);
+}
+
 // A step, and of which tokens it may leave out the last; all of them where it has none.
 struct Entry {
   int64_t first, count;
@@ -117,7 +132,7 @@ struct Plan {
 
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
   static constexpr Step (*kReaders[])(Reader&) = {readMap,    readLinears, readExperts,
-                                                  readAttend, readSelect,  readWrite, readSample};
+                                                  readAttend, readSelect,  readWrite, readSample, readWalk};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {

@@ -13,7 +13,7 @@ from .builder import PlanBuilder, arguments
 from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
 from .pointwise import aten
-from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, WriteCache
+from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
 from .values import Stored, operand
 
 
@@ -143,6 +143,18 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     target = builder.resting(cache)
     builder.before_writing(target.memory)
     builder.emit(WriteCache(_place(target), _place(new), block_numbers, column_numbers))
+    return True
+
+
+def lower_walk(builder: PlanBuilder, node: Node) -> bool:
+    query, key, value, decay, rate, state, slots, positions = arguments(node)
+    taken = [None if each is None else _contiguous(builder, each) for each in (query, key, value, decay, rate)]
+    slot_numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    target = builder.resting(state)
+    builder.before_writing(target.memory)
+    builder.emit(Walk(*taken, _place(target), slot_numbers, columns, _place(output)))  # type: ignore[arg-type]
+    builder.values[node] = output
     return True
 
 

@@ -29,6 +29,7 @@ from .program import (
     Step,
     Tokens,
     TorchCall,
+    Walk,
     WriteCache,
 )
 from .row_calls import can_end_early, row_operands
@@ -268,6 +269,9 @@ def _form(step: Step) -> _Form | None:
         return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], [step.weight, step.bias])
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
+    if isinstance(step, Walk):
+        reads = [step.query, step.key, step.value, step.decay, step.rate, step.slots, step.positions]
+        return _Form(step, [(step.output, (0,))], [(each, 0) for each in reads if each is not None], [step.state])
     if isinstance(step, Sample):
         return _Form(step, [(step.output, (0,))], [(each, 0) for each in (step.logits, step.params, step.uniforms)])
     if isinstance(step, Attend):

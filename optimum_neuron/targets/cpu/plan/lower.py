@@ -24,6 +24,7 @@ from .calls import (
     lower_output_rows,
     lower_sample,
     lower_select,
+    lower_walk,
     lower_write_cache,
     store,
 )
@@ -43,6 +44,7 @@ _CALLS: dict[Any, Any] = {
     _OWN.expert_linear.default: lower_experts,
     _OWN.output_rows.default: lower_output_rows,
     _OWN.sample.default: lower_sample,
+    _OWN.walk.default: lower_walk,
     aten.linear.default: lower_linear,
     aten.embedding.default: lower_select,
     aten.index_select.default: lower_select,

@@ -237,6 +237,26 @@ class WriteCache:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """A recurrence, token by token: `S = decay * S; d = value, or rate * (value - key @ S); S += outer(key, d); output = query @ S`.
+
+    `query`, `key [tokens, key_heads, key_dim]`, `value`, `output [tokens, heads, value_dim]`, `decay [tokens, heads, 1 or key_dim]`,
+    `rate [tokens, heads]` and `state [slots + 1, heads, key_dim, value_dim]` are float32; `slots`, `positions [tokens]` int32.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    decay: Operand
+    rate: Operand | None
+    state: Operand
+    slots: Operand
+    positions: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """The on-device sampler: from `logits [rows, vocab]`, `params [rows, 4]` and `uniforms [rows]` to int32 `output [rows]`."""
 
@@ -265,7 +285,7 @@ class TorchCall:
     tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | Sample | TorchCall
+Step = Map | Linears | Experts | Attend | Select | WriteCache | Walk | Sample | TorchCall
 
 
 @dataclass(frozen=True)
