@@ -19,7 +19,7 @@ KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
-WALKING_TARGETS: tuple[str, ...] = ()
+WALKING_TARGETS: tuple[str, ...] = ("cpu",)
 # Tokens of a block of a recurrence, at most: within one, work grows with its square; between two, the state is read and written.
 LARGEST_SCAN_BLOCK = 64
 

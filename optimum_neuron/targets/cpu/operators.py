@@ -16,6 +16,7 @@ from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
+from ...graphs.recurrence import ScanCall, ScanRows, ScanState
 from .plan.encode import SOFTMAX_BLOCK
 
 
@@ -31,8 +32,8 @@ _library.define(
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
-    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? rate, Tensor(a!) state, Tensor slots, "
-    "Tensor positions) -> Tensor"
+    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? share, Tensor? rates, Tensor(a!) state, "
+    "Tensor slots, Tensor positions) -> Tensor"
 )
 _library.define("output_rows(Tensor rows) -> Tensor")
 _library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
@@ -67,7 +68,8 @@ def _walked(
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    rate: Tensor | None,
+    share: Tensor | None,
+    rates: Tensor | None,
     state: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -149,6 +151,23 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
 
 
+def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
+    """A drop-in for the scans of StepOps that takes each slot's state on token by token, in place."""
+    decay = call.decay if call.rates is not None else call.decay.exp()
+    outputs: Tensor = getattr(torch.ops, NAMESPACE).walk(
+        call.query,
+        call.key,
+        call.value,
+        decay if decay.dim() == 3 else decay[..., None],
+        call.beta,
+        call.rates,
+        state.current,
+        rows.slots,
+        rows.positions,
+    )
+    return outputs
+
+
 def _output_rows(rows: Tensor) -> Tensor:
     """Tells a plan which tokens reach the model's head: what no other token's rows need can be left out."""
     marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
@@ -166,6 +185,9 @@ OPS = StepOps(
     write_cache=_write_cache,
     reads_visible=is_taken,
     experts=_grouped_experts,
+    delta_rule=_walk,
+    state_space_scan=_walk,
+    selective_scan=_walk,
     sample=_sample,
     output_rows=_output_rows,
 )

@@ -239,7 +239,8 @@ class Kernels:
         key: Tensor,
         value: Tensor,
         decay: Tensor,
-        rate: Tensor | None,
+        share: Tensor | None,
+        rates: Tensor | None,
         state: Tensor,
         slots: Tensor,
         positions: Tensor,
@@ -247,7 +248,7 @@ class Kernels:
         tensors, output = Tensors(), guarded(value.shape, torch.float32)
         before = [tensors(each) for each in (query, key, value, decay)]
         after = [tensors(each) for each in (state, slots, positions, output)]
-        self.run(Walk(*before, tensors.optional(rate), *after), tensors)
+        self.run(Walk(*before, tensors.optional(share), tensors.optional(rates), *after), tensors)
         check_guards(output)
         return output
 

@@ -111,7 +111,8 @@ bool run(Pool& pool, const Memory& memory, const WalkStep& step, int64_t tokens,
   call.key = memory.as<const float>(step.key);
   call.value = memory.as<const float>(step.value);
   call.decay = memory.as<const float>(step.decay);
-  call.rate = memory.as<const float>(step.rate);
+  call.share = memory.as<const float>(step.share);
+  call.rates = memory.as<const float>(step.rates);
   call.slots = memory.as<const int32_t>(step.slots);
   call.positions = memory.as<const int32_t>(step.positions);
   call.state = memory.as<float>(step.state);

@@ -61,7 +61,7 @@ struct WriteStep {
 
 struct WalkStep {
   WalkCall call;
-  Place query, key, value, decay, rate, slots, positions, state, output;
+  Place query, key, value, decay, share, rates, slots, positions, state, output;
 };
 
 struct SampleStep {
@@ -233,8 +233,8 @@ Step readWalk(Reader& reader) {
   WalkStep step{};
   WalkCall& call = step.call;
   for (Place* place :
-       {&step.query, &step.key, &step.value, &step.decay, &step.rate, &step.slots, &step.positions, &step.state,
-        &step.output}) {
+       {&step.query, &step.key, &step.value, &step.decay, &step.share, &step.rates, &step.slots, &step.positions,
+        &step.state, &step.output}) {
     *place = reader.place();
   }
   for (int64_t* size :

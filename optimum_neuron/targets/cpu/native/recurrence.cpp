@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attend_state.h"
 #include "range.h"
 #include "simd.h"
 
@@ -65,30 +66,35 @@ bool findSegments(const WalkCall& call, Live& live, char* seen) {
   return true;
 }
 
+// By what a state decays: a number, one of each row, or of each element, from its rate and the column's step.
+enum class Decay { kOne, kPerRow, kByRates };
+
 // Some columns of a head's state, walked over the tokens of a segment.
-template <bool Delta, bool PerRow>
+template <bool Delta, Decay Kind>
 class Walker {
  public:
-  Walker(const WalkCall& call, int64_t head, int64_t column, float* state)
+  // Memory of `floats(call)`.
+  Walker(const WalkCall& call, int64_t head, int64_t column, float* memory)
       : call_(call),
         head_(head),
         keyHead_(head * call.keyHeads / call.heads),
         column_(column),
         width_(std::min(kColumns, call.valueDim - column)),
-        state_(state) {}
+        state_(memory),
+        rates_(memory + call.keyDim * kColumns) {
+    if constexpr (Kind == Decay::kByRates) {
+      readRows(call.rates + column, rates_);
+    }
+  }
+
+  static int64_t floats(const WalkCall& call) { return call.keyDim * kColumns * (Kind == Decay::kByRates ? 2 : 1); }
 
   void run(const Segment& segment, const int32_t* tokens) {
     float* own = call_.state + (segment.slot * call_.heads + head_) * call_.keyDim * call_.valueDim + column_;
     if (call_.positions[tokens[0]] == 0) {
       std::fill_n(state_, call_.keyDim * kColumns, 0.0f);
     } else {
-      for (int64_t i = 0; i < call_.keyDim; ++i) {
-        Columns row;
-        load(own + i * call_.valueDim, row);
-        UNROLL for (int j = 0; j < kVectors; ++j) {
-          storeVec(state_ + i * kColumns + j * kLanes, row[j]);
-        }
-      }
+      readRows(own, state_);
     }
     for (int64_t t = 0; t < segment.count; ++t) {
       step(tokens[t]);
@@ -99,6 +105,17 @@ class Walker {
   }
 
  private:
+  // This walker's columns of all rows of a matrix [keyDim, valueDim].
+  void readRows(const float* from, float* to) const {
+    for (int64_t i = 0; i < call_.keyDim; ++i) {
+      Columns row;
+      load(from + i * call_.valueDim, row);
+      UNROLL for (int j = 0; j < kVectors; ++j) {
+        storeVec(to + i * kColumns + j * kLanes, row[j]);
+      }
+    }
+  }
+
   // Columns behind the last one are zero, and nobody reads what becomes of them.
   INLINE void load(const float* from, Columns& columns) const {
     alignas(64) float padded[kColumns];
@@ -136,7 +153,20 @@ class Walker {
     const float* key = call_.key + keyPlace * call_.keyDim;
     const float* decays = call_.decay + place * call_.decays;
     const Vec common = broadcast(decays[0]);
-    const auto decay = [&](int64_t row) { return PerRow ? broadcast(decays[row]) : common; };
+    Columns steps;
+    if constexpr (Kind == Decay::kByRates) {
+      load(decays + column_, steps);
+      UNROLL for (int j = 0; j < kVectors; ++j) {
+        steps[j] = steps[j] * kLog2E;
+      }
+    }
+    const auto decay = [&](int64_t row, int j) {
+      if constexpr (Kind == Decay::kByRates) {
+        return exp2(loadVec(rates_ + row * kColumns + j * kLanes) * steps[j]);
+      } else {
+        return Kind == Decay::kPerRow ? broadcast(decays[row]) : common;
+      }
+    };
     Columns added;
     load(call_.value + place * call_.valueDim + column_, added);
     if constexpr (Delta) {
@@ -145,12 +175,12 @@ class Walker {
         const Vec own = broadcast(key[row]);
         UNROLL for (int j = 0; j < kVectors; ++j) {
           const Vec before = loadVec(state_ + row * kColumns + j * kLanes);
-          sums[j] = fma(PerRow ? before * decay(row) : before, own, sums[j]);
+          sums[j] = fma(Kind == Decay::kPerRow ? before * decay(row, j) : before, own, sums[j]);
         }
       });
-      const Vec rate = broadcast(call_.rate[place]);
+      const Vec share = broadcast(call_.share[place]);
       UNROLL for (int j = 0; j < kVectors; ++j) {
-        added[j] = (added[j] - (PerRow ? known[j] : known[j] * common)) * rate;
+        added[j] = (added[j] - (Kind == Decay::kPerRow ? known[j] : known[j] * common)) * share;
       }
     }
     Columns result;
@@ -158,7 +188,7 @@ class Walker {
       const Vec own = broadcast(key[row]), asked = broadcast(query[row]);
       UNROLL for (int j = 0; j < kVectors; ++j) {
         float* p = state_ + row * kColumns + j * kLanes;
-        const Vec now = fma(own, added[j], loadVec(p) * decay(row));
+        const Vec now = fma(own, added[j], loadVec(p) * decay(row, j));
         storeVec(p, now);
         sums[j] = fma(now, asked, sums[j]);
       }
@@ -172,23 +202,24 @@ class Walker {
 
   const WalkCall& call_;
   const int64_t head_, keyHead_, column_, width_;
-  float* const state_;
+  float *const state_, *const rates_;
 };
 
-template <bool Delta, bool PerRow>
+template <bool Delta, Decay Kind>
 void walkAll(Pool& pool, const WalkCall& call, const Live& live) {
   const int64_t blocks = divideUp(call.valueDim, kColumns), perSegment = call.heads * blocks;
-  const int64_t parts = live.count * perSegment, bytes = call.keyDim * kColumns * sizeof(float);
+  const int64_t parts = live.count * perSegment;
+  const int64_t bytes = Walker<Delta, Kind>::floats(call) * sizeof(float);
   const int64_t tokens = live.count ? live.segments[live.count - 1].first + live.segments[live.count - 1].count : 0;
   const int64_t tasks = std::min(parts, tokens * perSegment * call.keyDim * kColumns / kTaskGrain + 1);
   pool.run(tasks, [&](int64_t task, int worker) {
-    float* state = static_cast<float*>(pool.scratch(worker, bytes));
+    float* memory = static_cast<float*>(pool.scratch(worker, bytes));
     const Range own = part(parts, task, tasks);
     for (int64_t i = own.begin; i < own.end; ++i) {
       // The last segments first: those of chunks, which take longest.
       const Segment& segment = live.segments[live.count - 1 - i / perSegment];
       const int64_t head = i % perSegment / blocks, column = i % blocks * kColumns;
-      Walker<Delta, PerRow>(call, head, column, state).run(segment, live.tokens + segment.first);
+      Walker<Delta, Kind>(call, head, column, memory).run(segment, live.tokens + segment.first);
     }
   });
 }
@@ -209,10 +240,12 @@ bool walk(Pool& pool, const WalkCall& call) {
     }
   }
   const bool perRow = call.decays > 1;
-  if (call.rate) {
-    perRow ? walkAll<true, true>(pool, call, live) : walkAll<true, false>(pool, call, live);
+  if (call.rates) {
+    walkAll<false, Decay::kByRates>(pool, call, live);
+  } else if (call.share) {
+    perRow ? walkAll<true, Decay::kPerRow>(pool, call, live) : walkAll<true, Decay::kOne>(pool, call, live);
   } else {
-    perRow ? walkAll<false, true>(pool, call, live) : walkAll<false, false>(pool, call, live);
+    perRow ? walkAll<false, Decay::kPerRow>(pool, call, live) : walkAll<false, Decay::kOne>(pool, call, live);
   }
   return true;
 }

@@ -147,8 +147,8 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
 
 
 def lower_walk(builder: PlanBuilder, node: Node) -> bool:
-    query, key, value, decay, rate, state, slots, positions = arguments(node)
-    taken = [None if each is None else _contiguous(builder, each) for each in (query, key, value, decay, rate)]
+    *inputs, state, slots, positions = arguments(node)
+    taken = [None if each is None else _contiguous(builder, each) for each in inputs]
     slot_numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     target = builder.resting(state)

@@ -337,13 +337,16 @@ class _Encoder:
         slots, heads, key_dim, value_dim = step.state.shape
         tokens, key_heads, _ = step.key.shape
         decays = step.decay.shape[2]
-        fits = key_heads > 0 and heads % key_heads == 0 and decays in (1, key_dim)
+        allowed = (1, key_dim) if step.rates is None else (value_dim,)
+        fits = key_heads > 0 and heads % key_heads == 0 and decays in allowed
+        _require(step.rates is None or step.share is None, "its recurrence has shares and rates")
         _require(fits, f"its recurrence has {heads} heads, {key_heads} of keys, and {decays} decays of {key_dim} rows")
         for keys in (step.query, step.key):
             yield from self._contiguous(keys, "float32", (tokens, key_heads, key_dim))
         yield from self._contiguous(step.value, "float32", (tokens, heads, value_dim))
         yield from self._contiguous(step.decay, "float32", (tokens, heads, decays))
-        yield from self._contiguous(step.rate, "float32", (tokens, heads))
+        yield from self._contiguous(step.share, "float32", (tokens, heads))
+        yield from self._contiguous(step.rates, "float32", (key_dim, value_dim))
         for indices in (step.slots, step.positions):
             yield from self._contiguous(indices, "int32", (tokens,))
         yield from self._contiguous(step.state, "float32", (slots, heads, key_dim, value_dim))

@@ -270,8 +270,10 @@ def _form(step: Step) -> _Form | None:
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
     if isinstance(step, Walk):
-        reads = [step.query, step.key, step.value, step.decay, step.rate, step.slots, step.positions]
-        return _Form(step, [(step.output, (0,))], [(each, 0) for each in reads if each is not None], [step.state])
+        reads = [step.query, step.key, step.value, step.decay, step.share, step.slots, step.positions]
+        return _Form(
+            step, [(step.output, (0,))], [(each, 0) for each in reads if each is not None], [step.rates, step.state]
+        )
     if isinstance(step, Sample):
         return _Form(step, [(step.output, (0,))], [(each, 0) for each in (step.logits, step.params, step.uniforms)])
     if isinstance(step, Attend):

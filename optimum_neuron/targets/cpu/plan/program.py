@@ -238,17 +238,19 @@ class WriteCache:
 
 @dataclass(frozen=True)
 class Walk:
-    """A recurrence, token by token: `S = decay * S; d = value, or rate * (value - key @ S); S += outer(key, d); output = query @ S`.
+    """A recurrence, token by token: `S = decay * S; d = value, or share * (value - key @ S); S += outer(key, d); output = query @ S`.
 
     `query`, `key [tokens, key_heads, key_dim]`, `value`, `output [tokens, heads, value_dim]`, `decay [tokens, heads, 1 or key_dim]`,
-    `rate [tokens, heads]` and `state [slots + 1, heads, key_dim, value_dim]` are float32; `slots`, `positions [tokens]` int32.
+    `share [tokens, heads]` and `state [slots + 1, heads, key_dim, value_dim]` are float32; `slots`, `positions [tokens]` int32.
+    With `rates [key_dim, value_dim]`, a state decays by `exp(rates * decay)`, of `decay [tokens, heads, value_dim]`.
     """
 
     query: Operand
     key: Operand
     value: Operand
     decay: Operand
-    rate: Operand | None
+    share: Operand | None
+    rates: Operand | None
     state: Operand
     slots: Operand
     positions: Operand
