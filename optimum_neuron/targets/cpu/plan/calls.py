@@ -43,6 +43,24 @@ def lower_linear(builder: PlanBuilder, node: Node) -> bool:
     return True
 
 
+def lower_matmul(builder: PlanBuilder, node: Node) -> bool:
+    """`weight @ x`, of `x [inputs, tokens]` or `[1, inputs, tokens]`: a linear layer of tokens that stand in columns."""
+    weight, source = _parameter(builder, node, 0), arguments(node)[1]
+    fake = builder.fake(source)
+    columns = fake.dim() == 2 or (fake.dim() == 3 and fake.shape[0] == 1)
+    if weight is None or weight.layout.dim() != 2 or not weight.layout.is_contiguous() or not columns:
+        return False
+    if fake.dtype not in _LINEAR_DTYPES or fake.dtype != weight.layout.dtype:
+        return False
+    value = builder.stored(source)
+    x = Stored(value.memory, value.layout.transpose(-1, -2))
+    x = x if _row_stride(x.layout) is not None else builder.contiguous_copy(x)
+    output = builder.allocate((*x.layout.shape[:-1], weight.layout.shape[0]), fake.dtype)
+    builder.emit(Linears(_as_rows(x), (Layer(_place(weight), None, _as_rows(output)),)))
+    builder.values[node] = Stored(output.memory, output.layout.transpose(-1, -2))
+    return True
+
+
 def _is_linear(builder: PlanBuilder, node: Node) -> bool:
     if node.target is not aten.linear.default or node not in builder.live:
         return False
@@ -225,6 +243,21 @@ def _contiguous_or_none(builder: PlanBuilder, node: Node) -> Operand | None:
     if value.layout.is_contiguous():
         return _place(value)
     return _place(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
+
+
+def lower_repeat(builder: PlanBuilder, node: Node) -> bool:
+    """`repeat_interleave` by a number along a dimension."""
+    source, repeats, *rest = arguments(node)
+    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    value = builder.stored(source)
+    if not isinstance(repeats, int) or dim is None or value.layout.dtype not in REGISTER_DTYPES:
+        return False
+    after = dim % value.layout.dim() + 1
+    sizes = [-1] * (value.layout.dim() + 1)
+    sizes[after] = repeats
+    copied = builder.contiguous_copy(Stored(value.memory, value.layout.unsqueeze(after).expand(sizes)))
+    builder.values[node] = Stored(copied.memory, copied.layout.flatten(after - 1, after))
+    return True
 
 
 def lower_cat(builder: PlanBuilder, node: Node) -> bool:
