@@ -206,7 +206,7 @@ def format_version(model: dict[str, Any]) -> int:
     """The oldest version whose readers can honour the artifact of a model, given as its manifest has it."""
     if model.get("recurrences"):
         return 3
-    return 2 if model.get("convolutions") else 1
+    return 2 if model.get("convolutions") or model.get("selections") else 1
 
 
 def is_graph_file(name: str) -> bool:

@@ -12,6 +12,7 @@ from ..config import TARGETS, NeuronConfig
 from ..graphs.spec import (
     ConvolutionState,
     GraphSpec,
+    KeySelection,
     LayerCache,
     ModelSpec,
     RecurrentState,
@@ -39,6 +40,7 @@ _MODEL = record(
     {
         "convolutions": listed(_sizes(ConvolutionState)),
         "recurrences": listed(_sizes(RecurrentState)),
+        "selections": listed(_sizes(KeySelection)),
         "num_embeddings": whole(1),
     },
     closed=True,

@@ -9,7 +9,7 @@ whatever chunk it came in and whoever its neighbours are. What it does not see i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from . import kv_cache
 from .convolution import state_of
+from .index_keys import AskedKeys, KeySource
 from .interface import AttentionCall
 from .masks import CausalMask, UnsupportedModelError, Window
 from .own_scores import BiasMask
 from .owned_blocks import OwnedBlocks, sees
 from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
-from .spec import ConvolutionState, LayerCache, RecurrentState
+from .spec import ConvolutionState, KeySelection, LayerCache, RecurrentState
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -47,13 +48,14 @@ class LayerCalls:
 
 @dataclass
 class LayerRecorder(LayerOfScan):
-    """Backend of attention, convolutions and recurrences that learns what each layer keeps from one pass of the model."""
+    """Backend of attention, convolutions, recurrences and selections that learns what each layer keeps from one pass of the model."""
 
     by_itself: bool = False
     biased: bool = False
     layers: list[LayerCache] = field(default_factory=list)
     convolutions: list[ConvolutionState] = field(default_factory=list)
     recurrences: list[RecurrentState] = field(default_factory=list)
+    selections: list[KeySelection] = field(default_factory=list)
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -75,6 +77,11 @@ class LayerRecorder(LayerOfScan):
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
         self.recurrences.append(recurrence_of(*self.number(), call))
         return torch.zeros_like(call.value)
+
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        if any(each.layer_idx == layer_idx for each in self.selections):
+            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
+        return AskedKeys(lambda count: self.selections.append(KeySelection(layer_idx, keys.shape[1], count)))
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
         if self.biased:
@@ -215,14 +222,24 @@ class CachedAttention:
             stop = start + group.position_ids.numel()
             key, value = (each[start:stop] for each in states)
             assert self.attend_decode is not None
-            outputs.append(self.attend_decode(call, group, self._query(call, group, start), keys, values, key, value))
+            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            outputs.append(self.attend_decode(own, group, query, keys, values, key, value))
             start = stop
         self._write(states, keys, values)
         for group in self.groups[len(apart) :]:
-            outputs.append(self.attend_cache(call, group, self._query(call, group, start), keys, values))
+            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            outputs.append(self.attend_cache(own, group, query, keys, values))
             start += group.position_ids.numel()
         flat = [output.flatten(0, 1) for output in outputs]
         return torch.cat(flat)[None] if len(flat) > 1 else flat[0][None]
+
+    @staticmethod
+    def _call_of(call: AttentionCall, group: AttentionRows, start: int) -> AttentionCall:
+        """The call of a group: what a layer selected, for its tokens alone."""
+        if call.selected is None:
+            return call
+        own = call.selected[start : start + group.position_ids.numel()]
+        return replace(call, selected=own.unflatten(0, group.position_ids.shape))
 
     @staticmethod
     def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
@@ -252,7 +269,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     kv_heads = keys.shape[1]
     # The query heads of one kv head become query tokens: keys and values are never repeated.
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
-    visible = group.visible(call.sliding_window)
+    visible = selected_of(call, group.visible(call.sliding_window))
     broken = kv_cache.broken(keys)
     kept = group.seen(call.sliding_window) & (broken == 0)
     values = select_columns(values, kept)
@@ -282,6 +299,13 @@ def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Te
     table, places = table.float(), position_ids.clamp(min=0)
     own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
     return table[:, None, start:stop] - own[..., None]
+
+
+def selected_of(call: AttentionCall, visible: Tensor, start: int = 0) -> Tensor:
+    """Of `visible [rows, tokens, columns]`, columns from `start` on, those that the layer attends to."""
+    if call.selected is None:
+        return visible
+    return visible & call.selected[..., start : start + visible.shape[-1]]
 
 
 def select_columns(states: Tensor, kept: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from .index_keys import selection_of
 from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
 from .recurrence import running_backend
@@ -43,8 +44,10 @@ class StepBackend(AttentionBackend, Protocol):
 class AttentionCall:
     """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads.
 
-    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. `column_bias [heads, columns]` is
-    added to the scores of a key by its column, which is its position; a number that all keys of a query have more changes nothing.
+    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. Of that `selected` leaves some, in
+    the call of a layer `[tokens, columns]`, in that of a group of rows `[rows, tokens, columns]`; None leaves all.
+    `column_bias [heads, columns]` is added to the scores of a key by its column, which is its position; a number that all keys of a
+    query have more changes nothing.
     """
 
     layer_idx: int
@@ -56,6 +59,12 @@ class AttentionCall:
     softcap: float | None
     sinks: Tensor | None
     column_bias: Tensor | None = None
+    selected: Tensor | None = None
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether each token attends to all that it sees, which kernels take for granted."""
+        return self.selected is None
 
 
 _backends: ContextVar[StepBackend] = ContextVar("attention backend of the running forward pass")
@@ -87,6 +96,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
+    selection = selection_of(others.values())
     call = AttentionCall(
         layer_idx=_layer_idx(module),
         query=query,
@@ -96,6 +106,7 @@ def _attention(
         sliding_window=_window(module, attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux,
+        selected=None if selection is None else selection.selected,
     )
     backend = attention_backend or _backends.get(None)
     if backend is None:

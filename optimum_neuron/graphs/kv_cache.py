@@ -20,8 +20,8 @@ from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `conv_<layer>_<index>`, and of recurrences `state_<layer>_<index>`,
-    `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`."""
+    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, and of recurrences
+    `state_<layer>_<index>`, `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
@@ -32,6 +32,10 @@ class KVCache(nn.Module):
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, the buffers themselves."""
         return getattr(self, f"key_{layer_idx}"), getattr(self, f"value_{layer_idx}")
+
+    def index_keys(self, layer_idx: int) -> Tensor | None:
+        """`[blocks, 1, block_length, dim]`, the keys by which a layer selects: the buffer itself; None where it selects nothing."""
+        return getattr(self, f"index_{layer_idx}", None)
 
     def convolution(self, layer_idx: int, index: int) -> Tensor:
         """`[batch_size + 1, past, channels]`, what a convolution keeps: the buffer itself."""

@@ -5,7 +5,8 @@ Four kinds of models do. Some ask it how many tokens came before, to number posi
 their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
 that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. Of those that
 add a bias to their scores, the operators are read instead (see own_scores.py). A fourth
-kind has the cache keep the inputs of its convolutions (see convolution.py), and the states of recurrences (recurrence.py).
+kind has the cache keep the inputs of its convolutions (see convolution.py), the states of recurrences (recurrence.py), or keys by which
+it selects keys (index_keys.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
+from .index_keys import IndexBackend, IndexKeys
 from .interface import AttentionBackend
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
@@ -44,34 +46,33 @@ class ModelBackend(AttentionBackend, KeyStore, Protocol):
     """Serves models of all kinds."""
 
 
-class StepCache:
-    """The part of transformers' cache interface that decoders use.
+@dataclass(frozen=True)
+class Backends:
+    """Who computes what of a forward pass.
 
-    Args:
-        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
-            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0: they
-            are given positions.
-        keys: of a model that attends by itself; None where the attention interface stores keys and values.
-        convolutions: compute those whose inputs the cache keeps.
-        recurrences: compute those whose states it keeps, and are told which layer asks.
+    Attributes:
+        attention: attends, and takes the keys and values of a model that attends by itself.
+        convolutions: computes those whose inputs the cache keeps.
+        recurrences: computes those whose states it keeps, and is told which layer asks.
+        index: keeps index keys.
     """
+
+    attention: ModelBackend
+    convolutions: ConvolutionBackend
+    recurrences: RecurrenceBackend
+    index: IndexBackend
+
+
+class IndexCache:
+    """The part of transformers' cache interface that layers use which select keys."""
 
     is_compileable = False
 
-    def __init__(
-        self,
-        before: Tensor | int,
-        keys: KeyStore | None,
-        convolutions: ConvolutionBackend,
-        recurrences: RecurrenceBackend,
-    ) -> None:
-        self._before = before
-        self._keys = keys
-        self._convolutions = convolutions
-        self._recurrences = recurrences
+    def __init__(self, index: IndexBackend) -> None:
+        self._index = index
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
-        return self._before
+        return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Nobody reads them: masks are made from positions."""
@@ -79,6 +80,33 @@ class StepCache:
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
+        return key, value
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> IndexKeys:
+        return IndexKeys.kept(self._index, plain_index(layer_idx), indexer_key_states)
+
+
+class StepCache(IndexCache):
+    """The part that decoders use.
+
+    Args:
+        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
+            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0: they
+            are given positions.
+        keys: of a model that attends by itself; None where the attention interface stores keys and values.
+    """
+
+    def __init__(self, before: Tensor | int, keys: KeyStore | None, backends: Backends) -> None:
+        super().__init__(backends.index)
+        self._before = before
+        self._keys = keys
+        self._convolutions = backends.convolutions
+        self._recurrences = backends.recurrences
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        return self._before
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
         self._recurrences.enter(layer_idx)
@@ -121,6 +149,7 @@ class CacheNeeds:
         counts: an attention layer asks for the number of tokens before.
         numbers: so does its decoder, which takes no positions and numbers tokens from there on.
         convolves: a layer has it keep the inputs of a convolution or the state of a recurrence.
+        indexes: a layer has it keep index keys.
         first_position: the number of a text's first token, where the model makes positions of token ids: those behind padding's.
         keyword: how the model's forward pass calls it: models without attention have a name of their own.
     """
@@ -130,6 +159,7 @@ class CacheNeeds:
     counts: bool
     numbers: bool
     convolves: bool
+    indexes: bool
     first_position: int = 0
     keyword: str = "past_key_values"
 
@@ -144,18 +174,12 @@ class CacheNeeds:
             counts=_counts_tokens(model),
             numbers=not own and _numbers_tokens(model),
             convolves=bool(used & {"update_conv_state", "update_recurrent_state"}),
+            indexes="update_indexer" in used,
             first_position=_first_position(model),
             keyword="cache_params" if "cache_params" in takes else "past_key_values",
         )
 
-    def arguments(
-        self,
-        position_ids: Tensor,
-        backend: ModelBackend,
-        convolutions: ConvolutionBackend,
-        recurrences: RecurrenceBackend,
-        columns: int,
-    ) -> dict[str, Any]:
+    def arguments(self, position_ids: Tensor, backends: Backends, columns: int) -> dict[str, Any]:
         """What a step passes to the model beside token ids.
 
         Args:
@@ -164,29 +188,22 @@ class CacheNeeds:
         """
         numbers = position_ids + self.first_position if self.first_position else position_ids
         arguments: dict[str, Any] = {"position_ids": numbers[None]}
-        cache = self._cache(position_ids, backend, convolutions, recurrences, columns)
+        cache = self._cache(position_ids, backends, columns)
         if cache is not None:
             arguments[self.keyword] = cache
         if self.numbers:  # nobody reads it: a mask that there is not would be made from the number of tokens before
             arguments["attention_mask"] = torch.ones((1, len(position_ids)), dtype=torch.int32)
         return arguments
 
-    def _cache(
-        self,
-        position_ids: Tensor,
-        backend: ModelBackend,
-        convolutions: ConvolutionBackend,
-        recurrences: RecurrenceBackend,
-        columns: int,
-    ) -> StepCache | None:
+    def _cache(self, position_ids: Tensor, backends: Backends, columns: int) -> StepCache | None:
         """None where nothing is asked for."""
         if self.biased:
-            return StepCache(columns - len(position_ids), ScoreKeys(backend, columns), convolutions, recurrences)
-        if not (self.by_itself or self.counts or self.numbers or self.convolves):
+            return StepCache(columns - len(position_ids), ScoreKeys(backends.attention, columns), backends)
+        if not (self.by_itself or self.counts or self.numbers or self.convolves or self.indexes):
             return None
         asked = self.counts or self.numbers
         before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
-        return StepCache(before, backend if self.by_itself else None, convolutions, recurrences)
+        return StepCache(before, backends.attention if self.by_itself else None, backends)
 
 
 def keeps_convolution(module: nn.Module) -> bool:
@@ -197,6 +214,11 @@ def keeps_convolution(module: nn.Module) -> bool:
 def keeps_recurrence(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep the state of a recurrence."""
     return "update_recurrent_state" in _names(module)
+
+
+def selects_keys(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep index keys, by which it selects keys."""
+    return "update_indexer" in _names(module)
 
 
 def _attends_by_itself(model: nn.Module) -> bool:

@@ -90,6 +90,24 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
+class KeySelection:
+    """A layer that attends to the keys that it selects: it keeps an index key per token, where some may be left out.
+
+    Attributes:
+        key_dim: of an index key.
+        always: so many keys are all attended to, whatever their scores.
+    """
+
+    layer_idx: int
+    key_dim: int
+    always: int
+
+    def selects(self, config: NeuronConfig) -> bool:
+        """Whether a token of these graphs may see more keys than it attends to."""
+        return self.always < config.sequence_length
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the graphs of one model have in common: found by running the model once, not read from its config.
 
@@ -102,6 +120,7 @@ class ModelSpec:
     layers: tuple[LayerCache, ...]
     convolutions: tuple[ConvolutionState, ...] = ()
     recurrences: tuple[RecurrentState, ...] = ()
+    selections: tuple[KeySelection, ...] = ()
     num_embeddings: int = field(kw_only=True)
 
     @property
@@ -119,6 +138,8 @@ class ModelSpec:
             data["convolutions"] = [asdict(state) for state in self.convolutions]
         if self.recurrences:
             data["recurrences"] = [asdict(state) for state in self.recurrences]
+        if self.selections:
+            data["selections"] = [asdict(selection) for selection in self.selections]
         return data
 
     @classmethod
@@ -128,6 +149,7 @@ class ModelSpec:
             tuple(LayerCache(**layer) for layer in data["layers"]),
             tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
             tuple(RecurrentState(**state) for state in data.get("recurrences", ())),
+            tuple(KeySelection(**selection) for selection in data.get("selections", ())),
             num_embeddings=data.get("num_embeddings", data["vocab_size"]),
         )
 
@@ -290,12 +312,14 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     """All that requests keep, as state tensors.
 
     Per attention layer, keys and values `[kv_blocks + trash_blocks, kv_heads, block_length, head_dim]`, which are
-    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per convolution `[batch_size + 1, past, channels]`;
+    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per layer that selects keys, its index keys, as those of
+    one head; per convolution `[batch_size + 1, past, channels]`;
     per recurrence, in float32, `[batch_size + 1, heads, key_dim, value_dim]`; where the target computes in blocks, once more, with a
     tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows).
     """
     return (
         *_layer_states(config, model.layers),
+        *_index_states(config, model.selections),
         *_convolution_states(config, model.convolutions),
         *_recurrent_states(config, model.recurrences),
     )
@@ -306,6 +330,13 @@ def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterabl
         for role, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             shape = (config.kv_blocks + config.trash_blocks, layer.kv_heads, config.block_length, dim)
             yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)
+
+
+def _index_states(config: NeuronConfig, selections: Iterable[KeySelection]) -> Iterable[TensorSpec]:
+    for each in selections:
+        if each.selects(config):
+            shape = (config.kv_blocks + config.trash_blocks, 1, config.block_length, each.key_dim)
+            yield TensorSpec(f"kv_cache.index_{each.layer_idx}", shape, config.dtype)
 
 
 def _convolution_states(config: NeuronConfig, convolutions: Iterable[ConvolutionState]) -> Iterable[TensorSpec]:

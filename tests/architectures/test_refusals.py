@@ -103,7 +103,7 @@ def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
         ("roformer", "ignores position_ids and counts the tokens of a call"),
         ("cpmant", "attends by code of its own, which adds Tensor"),
         ("inkling_text", "calls attention with position_bias="),
-        ("deepseek_v32", "computes with its attention mask"),
+        ("git", "computes with its attention mask"),
         ("minimax", r"keeps more than keys and values in layers 1, 3: state of a recurrence, a convolution"),
         ("zaya", "layer 0 keeps the state of a recurrence of its own"),
         ("minimax_m3_vl_text", r"keeps more than keys and values in layers 1, 3.*selection of keys"),

@@ -19,7 +19,7 @@ from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
 from ..interface import attending
 from ..masks import UnsupportedModelError
-from ..model_cache import CacheNeeds
+from ..model_cache import Backends, CacheNeeds
 from ..one_thread import one_thread
 from ..recurrence import scanning
 from ..recurrent_functions import set_recurrences
@@ -63,6 +63,22 @@ def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> bool:
     return True
 
 
+def check_selections(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> list[int]:
+    """The layers that select keys of which none can be left out here: a text has no more than they attend to anyway.
+
+    Raises:
+        ValueError: some layers do select, and blocks are to attend where they lie.
+    """
+    selecting = [each.layer_idx for each in spec.selections if each.selects(config)]
+    if selecting and config.blocks_in_place:
+        raise ValueError(
+            f"{len(selecting)} layers of {type(model).__name__} select {min(each.always for each in spec.selections)} keys of up to "
+            f"sequence_length={config.sequence_length}, and on target={config.target!r} blocks attend where they lie, all of them; "
+            f"leave out kv_block_size={config.kv_block_size} and kv_cache_tokens, or lower sequence_length"
+        )
+    return [each.layer_idx for each in spec.selections if each.layer_idx not in selecting]
+
+
 class _NoProducts(TorchFunctionMode):
     """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
 
@@ -95,13 +111,20 @@ def look_at(
     set_recurrences(model)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    kwargs |= needs.arguments(positions[0], recorder, recorder, recorder, sequence_length)
+    backends = Backends(recorder, recorder, recorder, recorder)
+    kwargs |= needs.arguments(positions[0], backends, sequence_length)
     kwargs |= {"input_ids": token, "use_cache": False}
     with torch.inference_mode(), attending(recorder), scanning(recorder), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
-    kept = tuple(recorder.layers), tuple(recorder.convolutions), tuple(recorder.recurrences)
-    return ModelSpec(vocab_size, *kept, num_embeddings=vocab_size)
+    return ModelSpec(
+        vocab_size,
+        tuple(recorder.layers),
+        tuple(recorder.convolutions),
+        tuple(recorder.recurrences),
+        tuple(recorder.selections),
+        num_embeddings=vocab_size,
+    )
 
 
 def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,16 +28,19 @@ from .comparison_runs import (
     step_logits,
     whole_logits,
 )
+from .few_keys import few_keys
 
 
+# Of a layer that selects keys: fewer than the prompt has.
+_FEW_KEYS = 3
 _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 # Differences of logits are parts of their range over the vocabulary. Below these nothing more is asked; above, a difference
 # may be so many times what rounding makes of the same model. Measured in a hundred tiny architectures: at most 1.2 times,
 # 2.4 in deep models with routed experts; what is left out makes 5.8 times and more, in bfloat16.
 _NEGLIGIBLE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 _TIMES_ROUNDING, _DRAWS = 4.0, 3
-# By name: not every version of transformers has the last, of layers that store nothing.
-_WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer")
+# By name: not every version of transformers has the last two, of layers that store nothing, and that store index keys.
+_WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer", "DynamicIndexedLayer")
 
 # Types of layers that transformers' cache has an empty place for.
 _WITHOUT_ATTENTION = ("mlp", "moe")
@@ -63,7 +67,7 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
-    """What transformers' own cache of this model holds beside keys and values, inputs of convolutions and states of recurrences.
+    """What transformers' own cache of this model holds beside keys and values, index keys, inputs of convolutions and states of recurrences.
 
     Args:
         keeping: layers that keep such inputs and states, which were seen, or nothing at all.
@@ -106,9 +110,14 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
     if not comparable(model):
         return
     try:
-        _compare(model, spec)
+        with few_keys(model):
+            _compare(model, spec)
         if spec.recurrences:
             _compare_long(model, spec)
+        if spec.selections:
+            few = tuple(replace(each, always=_FEW_KEYS) for each in spec.selections)
+            with few_keys(model, _FEW_KEYS):
+                _compare(model, replace(spec, selections=few))
     except UnsupportedModelError as error:
         if not by_itself:
             raise

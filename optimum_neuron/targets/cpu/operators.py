@@ -100,7 +100,7 @@ for _name, _shapes in _SHAPES.items():
 def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
     """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
-    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim
+    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
     return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
 
 

@@ -9,12 +9,13 @@ that scores exist one block at a time. Equal to the reference within float32 noi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, added_bias, select_columns
+from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, added_bias, select_columns, selected_of
 from ....graphs.attention_parts import merge_attention_states
 from ....graphs.interface import AttentionCall
 from ..sdk.hardware import SBUF
@@ -53,11 +54,15 @@ def attend_decode(
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
-        earlier = group.earlier(call.sliding_window, start, stop)
+        earlier = selected_of(call, group.earlier(call.sliding_window, start, stop), start)
         return earlier, earlier[:, 0], _added(call, group, start, stop)
 
     past = _over_blocks(call, query, keys, values, look, width)
     own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    if call.selected is not None:
+        column = torch.arange(group.context_length, dtype=torch.int32)
+        attended = (call.selected & (column == group.position_ids[:, :, None])).any(-1)[:, :, None]
+        own = own[0], torch.where(attended, own[1], MASKED)
     return by_token(with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
 
 
@@ -68,7 +73,8 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):
-        look = _visible_and_kept(call, group.part(first, first + length), keys)
+        part_call = _part(call, first, first + length)
+        look = _visible_and_kept(part_call, group.part(first, first + length), keys)
         part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
         state = _over_blocks(call, part, keys, values, look, width)
         outputs.append(by_token(with_sinks(call, state), values.dtype, length))
@@ -91,13 +97,19 @@ def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
     return length, width
 
 
+def _part(call: AttentionCall, first: int, last: int) -> AttentionCall:
+    """The call of some tokens of each row."""
+    return call if call.selected is None else replace(call, selected=call.selected[:, first:last])
+
+
 def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Tensor) -> Look:
     window = call.sliding_window
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A token of the row may see a broken one that another does not.
         kept = group.seen(window, start, stop) & (kv_cache.broken(keys[:, :, start:stop]) == 0)
-        return group.visible(window, start, stop), kept, _added(call, group, start, stop)
+        visible = selected_of(call, group.visible(window, start, stop), start)
+        return visible, kept, _added(call, group, start, stop)
 
     return look
 
