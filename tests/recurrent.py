@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": None,
 }
 LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
 # One of each kind of recurrence.

@@ -116,11 +116,13 @@ def _attention(
 
 def _layer_idx(module: Any) -> int:
     """A layer's own number; of attention that several layers share, the one that it was given for its cache."""
-    number = plain_index(module.layer_idx)
+    number: int | None = plain_index(module.layer_idx)
+    if number is not None and number >= 0:
+        return number
     backend = running_backend()
-    if (number is None or number < 0) and backend is not None and backend.layer_idx is not None:
-        return backend.layer_idx
-    return number
+    if backend is None or backend.layer_idx is None:
+        raise UnsupportedModelError("it attends in a layer that has no number, and stores no keys by one")
+    return backend.layer_idx
 
 
 def _window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:

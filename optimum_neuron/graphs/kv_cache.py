@@ -48,8 +48,9 @@ class KVCache(nn.Module):
 
     def recurrence(self, layer_idx: int, index: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What a recurrence keeps, the buffers themselves: state, anchor and tail (ScanState)."""
-        state = getattr(self, f"state_{layer_idx}_{index}")
-        return state, *(getattr(self, f"{name}_{layer_idx}_{index}", None) for name in ("anchor", "tail"))
+        number = f"{layer_idx}_{index}"
+        anchor, tail = (getattr(self, f"{name}_{number}", None) for name in ("anchor", "tail"))
+        return getattr(self, f"state_{number}"), anchor, tail
 
 
 def write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:

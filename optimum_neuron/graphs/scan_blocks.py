@@ -33,6 +33,10 @@ class BlockMasks:
     pairs: tuple[Tensor, ...]
     parts: tuple[Tensor, ...]
 
+    @property
+    def itself(self) -> Tensor:
+        return self.until & ~self.before
+
     @classmethod
     def of(cls, block: int) -> BlockMasks:
         place = torch.arange(block, dtype=torch.int32)
@@ -187,6 +191,11 @@ def _sums(mask: Tensor, x: Tensor) -> Tensor:
     return mask.to(x.dtype).expand(*x.shape[:2], *mask.shape) @ x
 
 
+def _twice(x: Tensor, dim: int) -> Tensor:
+    """For queries, and for keys behind them."""
+    return torch.cat([x, x], dim)
+
+
 def _scores(parts: _Parts, masks: BlockMasks) -> tuple[Tensor, Tensor]:
     """Products of queries and of keys with the keys until them, decayed: `[blocks, heads, block, block]` each."""
     both = torch.cat([parts.query, parts.key], 2)
@@ -195,7 +204,7 @@ def _scores(parts: _Parts, masks: BlockMasks) -> tuple[Tensor, Tensor]:
         # Of each pair the decays of the tokens behind j until i, in one product.
         later = torch.where(masks.before, parts.decay, 0.0)
         decays = _sums(masks.until, later).exp()
-        products = both @ parts.key.transpose(-1, -2) * decays.repeat(1, 1, 2, 1)
+        products = both @ parts.key.transpose(-1, -2) * _twice(decays, 2)
     else:
         products = _decayed_products(both, parts, masks)
     query, key = (torch.where(masks.until, each, 0.0) for each in products.split(block, 2))
@@ -207,19 +216,19 @@ def _decayed_products(both: Tensor, parts: _Parts, masks: BlockMasks) -> Tensor:
 
     A pair's decay is that from j to the end of its part, and that from there to i: neither exceeds 1 in any part.
     """
-    same = (both * parts.key.repeat(1, 1, 2, 1)).sum(-1, keepdim=True)
-    products = torch.where(torch.eye(len(masks.until), dtype=torch.bool).repeat(2, 1), same, 0.0)
+    same = (both * _twice(parts.key, 2)).sum(-1, keepdim=True)
+    products = torch.where(_twice(masks.itself, 0), same, 0.0)
     for pair, part in zip(masks.pairs, masks.parts, strict=True):
         until = _sums(part & masks.until, parts.decay).exp()
         after = _sums(part & masks.before.t(), parts.decay).exp()
-        found = (both * until.repeat(1, 1, 2, 1)) @ (parts.key * after).transpose(-1, -2)
-        products = torch.where(pair.repeat(2, 1), found, products)
+        found = (both * _twice(until, 2)) @ (parts.key * after).transpose(-1, -2)
+        products = torch.where(_twice(pair, 0), found, products)
     return products
 
 
 def _inverse(lower: Tensor, masks: BlockMasks) -> Tensor:
     """Of the identity plus a matrix `[..., block, block]` that is zero but below its diagonal."""
-    inverse = torch.eye(lower.shape[-1], dtype=lower.dtype) - torch.where(masks.pairs[0], lower, 0.0)
+    inverse = masks.itself.to(lower.dtype) - torch.where(masks.pairs[0], lower, 0.0)
     for pair in masks.pairs[1:]:
         inverse = inverse - inverse @ (torch.where(pair, lower, 0.0) @ inverse)
     return inverse

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .recurrence import ScanCall, ScanRows, ScanState
 from .scan_blocks import BlockMasks, compute_blocks
@@ -115,8 +115,8 @@ def _note(rows: ScanRows) -> None:
     ends = torch.where(mine, rows.positions + 1, -1).amax(1)
     scanned = torch.where(mine.any(1), ends, rows.scanned)
     if rows.decode is not None:
-        decodes = torch.nn.functional.pad(rows.decode >= 0, (0, len(rows.scanned) - len(rows.decode)), value=False)
-        scanned = torch.where(decodes, -1, scanned)
+        positions = nn.functional.pad(rows.decode, (0, len(rows.scanned) - len(rows.decode)), value=-1)
+        scanned = torch.where(positions >= 0, -1, scanned)
     rows.scanned.copy_(scanned)
 
 
@@ -143,15 +143,18 @@ def _scan(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
     outputs = []
     if rows.decode is not None:
         outputs.append(_decode(_part(call, 0, decoding), rows.decode, state.current))
-    if grid is not None:
+    if grid is None:
+        _keep_all(state.anchor)
+        _keep_all(state.tail)
+    else:
         outputs.append(_chunks(_part(call, decoding, len(call.value)), grid, state.current, state.anchor, state.tail))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _part(call: ScanCall, start: int, stop: int) -> ScanCall:
     beta = None if call.beta is None else call.beta[start:stop]
-    parts = (each[start:stop] for each in (call.query, call.key, call.value, call.decay))
-    return ScanCall(*parts, beta, call.rates)
+    query, key, value, decay = (each[start:stop] for each in (call.query, call.key, call.value, call.decay))
+    return ScanCall(query, key, value, decay, beta, call.rates)
 
 
 def step(call: ScanCall, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,6 +178,12 @@ def _decode(call: ScanCall, positions: Tensor, current: Tensor) -> Tensor:
     output, new = step(call, torch.where(_each(positions > 0), old, 0.0))
     current.copy_(torch.cat([torch.where(_each(positions >= 0), new, old), current[rows:]]))
     return output
+
+
+def _keep_all(state: Tensor) -> None:
+    """Every graph updates every state: where there is nothing to keep, the row that nobody has."""
+    place = torch.full((1,), len(state) - 1, dtype=torch.int32)
+    state.index_put_((place,), state.new_zeros((1, *state.shape[1:])))
 
 
 def _each(chosen: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ class ModelSpec:
         """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
         return not self.convolutions and not self.recurrences
 
+    @property
+    def stateful_layers(self) -> set[int]:
+        """Numbers of the layers that keep inputs of convolutions or states of recurrences."""
+        return {each.layer_idx for each in self.convolutions} | {each.layer_idx for each in self.recurrences}
+
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
             "vocab_size": self.vocab_size,

@@ -6,17 +6,28 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import decode_rows, decode_tokens, eager_runner, examples, prefill_pieces, random_tokens, tiny_config
+from helpers import (
+    decode_rows,
+    decode_tokens,
+    eager_runner,
+    examples,
+    export_tiny,
+    prefill_pieces,
+    random_tokens,
+    tiny_config,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from recurrent import CONFIGS, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks import comparison_runs, parity
 from optimum_neuron.graphs.checks.inspect import inspect_model
@@ -28,6 +39,7 @@ from optimum_neuron.runtime.step_tensors import Chunk
 
 # Chunks that hold more than a block, and a prompt that does.
 LONG: dict[str, Any] = {"prefill_chunk_size": 96, "sequence_length": 256, "context_buckets": (256,)}
+LENGTH: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,)}
 PROMPT = 121
 
 
@@ -64,7 +76,9 @@ def test_logits_are_transformers_behind_prompts_longer_than_a_block(kind: str) -
     assert float(exact.std()) > 100 * noise
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in ("by channel", "selective"))) for kind in CONFIGS]
+)
 def test_no_cut_or_neighbor_changes_a_bit(kind: str) -> None:
     steps = runner(kind, prefill_chunk_size=8, ctx_batch_size=2)
     text, other = random_tokens(21, seed=2), random_tokens(60, seed=3)
@@ -165,3 +179,28 @@ def test_states_of_code_of_a_models_own_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(mixer, "forward", other)
     with pytest.raises(ValueError, match="layer 0 keeps the state of a recurrence of its own"):
         inspect_model(made)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
+def test_generated_texts_are_those_of_transformers(tmp_path: Path, blocks: bool) -> None:
+    """Left padding, requests that start alike, and rows that are preempted and computed again."""
+    kind = "gated delta"
+    model(kind).save_pretrained(tmp_path / "checkpoint")
+    sizes: dict[str, Any] = {"kv_block_size": 64, "kv_cache_tokens": 192} | LENGTH if blocks else {}
+    made = NeuronModelForCausalLM.from_pretrained(export_tiny(tmp_path / "checkpoint", tmp_path / "out", **sizes))
+    own = reference(kind).float()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    shared = random_tokens(25, seed=7).tolist()
+    prompts = [shared + random_tokens(count, seed=count).tolist() for count in (1, 9, 2, 6)]
+    new = 45 if blocks else 8
+    expected = [
+        own.generate(torch.tensor([prompt]), max_new_tokens=new, **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    made.generation_config.eos_token_id = None
+    outputs = made.generate_batch(prompts, max_new_tokens=new).values()
+    assert [output.generated_tokens for output in outputs] == expected
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts[:3]])
+    found = made.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=new, **options)
+    assert found[:, longest:].tolist() == expected[:3]

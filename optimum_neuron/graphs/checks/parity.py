@@ -50,8 +50,7 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Raises UnsupportedModelError where a layer keeps other state than was seen, or attends elsewhere."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
-    keeping = {state.layer_idx for state in (*spec.convolutions, *spec.recurrences)}
-    keeping |= {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    keeping = spec.stateful_layers | {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
     state = _other_state(model, keeping)
     expected = getattr(config, "num_hidden_layers", None)
     attending = (expected or 0) - len(keeping - {layer.layer_idx for layer in spec.layers})

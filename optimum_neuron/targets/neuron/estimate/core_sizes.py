@@ -96,8 +96,7 @@ class CoreSizes:
     @property
     def depth(self) -> int:
         """Layers, of attention, of convolutions and of recurrences."""
-        kept = (*self.spec.layers, *self.spec.convolutions, *self.spec.recurrences)
-        return len({each.layer_idx for each in kept})
+        return len({layer.layer_idx for layer in self.spec.layers} | self.spec.stateful_layers)
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
