@@ -155,7 +155,8 @@ class _Keys(_StandIn):
         if _name(func) == "baddbmm" and self.turned:
             bias, query = args[0], kwargs.get("batch1", args[1] if len(args) > 1 else None)
             assert isinstance(query, Tensor)
-            return (self._scores(query) * kwargs.get("alpha", 1)).plus(bias * kwargs.get("beta", 1))
+            beta = kwargs.get("beta", 1)
+            return (self._scores(query) * kwargs.get("alpha", 1)).plus(bias if beta == 1 else bias * beta)
         return super().call(func, args, kwargs)
 
     def _scores(self, query: Tensor) -> _Scores:

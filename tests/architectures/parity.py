@@ -25,6 +25,7 @@ from optimum_neuron.errors import first_line
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
 from optimum_neuron.graphs.checks.rope_length import keep_frequencies
+from optimum_neuron.graphs.model_cache import CacheNeeds
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 
@@ -109,10 +110,13 @@ def _compare(name: str, folder: Path) -> Outcome:
     own = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    own.generation_config.eos_token_id = None
+    own.generation_config.eos_token_id = own.generation_config.forced_eos_token_id = None
+    # Of itself generate numbers tokens from 0, where some models' forward pass numbers them from behind their padding id.
+    first = CacheNeeds.of(own).first_position
+    positions = {"position_ids": torch.arange(first, first + PROMPT)[None]} if first else {}
     with few_keys(own):  # of equal scores the first: torch leaves open which
         text = own.generate(
-            torch.from_numpy(prompt)[None].long(), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False
+            torch.from_numpy(prompt)[None].long(), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False, **positions
         )
         expected = logits_of(own, text)
         exact, noise = measure_noise(own, text, expected)

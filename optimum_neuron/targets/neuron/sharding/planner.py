@@ -40,6 +40,9 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+    needs = CacheNeeds.of(model)
+    if needs.biased or needs.by_itself:
+        raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")

@@ -12,6 +12,7 @@ from biased import BLOCKS, PIECES, PROMPT, SIZES, answers, model_of, same
 from helpers import artifact_runner, eager_runner, export_tiny, tiny_config
 
 from optimum_neuron.targets.neuron.lowering import decompositions
+from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
 # A context of several buckets.
@@ -46,6 +47,13 @@ def test_cuts_and_slots_change_no_bit_of_lowered_graphs(tmp_path: Path) -> None:
     runner.reset_all()
     assert same(answers(runner, 0, PIECES[1]), found)
     assert len(PROMPT) == sum(PIECES[1])
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
+def test_ranks_share_no_model_that_attends_in_code_of_its_own(name: str) -> None:
+    words = "cannot be shared by tensor_parallel_size=2 ranks: it attends in code of its own, .*; use tensor_parallel_size=1"
+    with pytest.raises(ValueError, match=words):
+        shard_plan(model_of(name), 2)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
