@@ -24,13 +24,11 @@ ASKED_COLUMNS = 1 << 16
 
 
 class KeySource(Protocol):
-    """The index keys of each token's own slot.
+    """The index keys of each token's own slot."""
 
-    Attributes:
-        columns: how many a slot has room for; 1, without meaning, where nothing can be left out.
-    """
-
-    columns: int
+    @property
+    def columns(self) -> int:
+        """How many a slot has room for; 1, without meaning, where nothing can be left out."""
 
     def products(self, query: Tensor) -> Tensor:
         """From `query [tokens, n, dim]` to its products `[tokens, n, columns]` with the keys, in the query's type."""

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
 from .index_keys import IndexBackend, IndexKeys
-from .interface import AttentionBackend
+from .interface import StepBackend
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
 from .own_scores import ScoreKeys
@@ -42,7 +42,7 @@ class KeyStore(Protocol):
         """Takes those of the step's tokens, returns those of all that a token may see under the step's mask."""
 
 
-class ModelBackend(AttentionBackend, KeyStore, Protocol):
+class ModelBackend(StepBackend, KeyStore, Protocol):
     """Serves models of all kinds."""
 
 

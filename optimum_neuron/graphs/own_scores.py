@@ -42,8 +42,12 @@ class BiasMask(CausalMask):
 
     def __init__(self, mask: CausalMask, dtype: torch.dtype, table: Tensor | None = None) -> None:
         super().__init__(mask.window, mask.extra)
-        self.dtype = dtype
+        self._dtype = dtype
         self.table = table
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def to(self, *_: object, **__: object) -> BiasMask:
         return self

@@ -146,8 +146,8 @@ class StepModule(nn.Module):
             else None,
             self._needs.biased,
         )
-        slots = _joined(slot_writes)
-        backends = Backends(attention, SlotConvolutions(self.kv_cache, *slots), self._scans(groups, slots), index)
+        places = _joined(slot_writes)
+        backends = Backends(attention, SlotConvolutions(self.kv_cache, *places), self._scans(groups, places), index)
         return backends, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
 
     def _scans(self, groups: list[tuple[str, RowGroup]], slot_writes: tuple[Tensor, Tensor]) -> SlotScans:

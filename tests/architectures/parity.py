@@ -116,7 +116,11 @@ def _compare(name: str, folder: Path) -> Outcome:
     positions = {"position_ids": torch.arange(first, first + PROMPT)[None]} if first else {}
     with few_keys(own):  # of equal scores the first: torch leaves open which
         text = own.generate(
-            torch.from_numpy(prompt)[None].long(), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False, **positions
+            torch.from_numpy(prompt)[None].long(),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            use_cache=False,
+            **positions,
         )
         expected = logits_of(own, text)
         exact, noise = measure_noise(own, text, expected)

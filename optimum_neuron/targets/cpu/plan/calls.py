@@ -165,13 +165,15 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
 
 
 def lower_walk(builder: PlanBuilder, node: Node) -> bool:
-    *inputs, state, slots, positions = arguments(node)
-    taken = [None if each is None else _contiguous(builder, each) for each in inputs]
-    slot_numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    query, key, value, decay, share, rates, state, slots, positions = arguments(node)
+    asked, keys, values, decays = (_contiguous(builder, each) for each in (query, key, value, decay))
+    shares, own_rates = (None if each is None else _contiguous(builder, each) for each in (share, rates))
+    numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     target = builder.resting(state)
     builder.before_writing(target.memory)
-    builder.emit(Walk(*taken, _place(target), slot_numbers, columns, _place(output)))  # type: ignore[arg-type]
+    kept = _place(target)
+    builder.emit(Walk(asked, keys, values, decays, shares, own_rates, kept, numbers, columns, _place(output)))
     builder.values[node] = output
     return True
 
