@@ -13,7 +13,7 @@ import torch
 READ_BYTES = 1 << 30
 PRODUCT_SIZE = 2048
 REPEATS = 7
-# Seconds after which nothing is tried again: without products of bfloat16 in hardware, torch takes half a minute for one.
+# Seconds after which nothing is tried again: without products of bfloat16 in hardware, torch would take minutes for all of them.
 LONG_ENOUGH = 5.0
 
 
