@@ -240,6 +240,13 @@ def _add_target_options(parser: ArgumentParser) -> None:
     )
     add_option(
         group,
+        "--long-frequencies",
+        action="store_true",
+        help="of a LongRoPE model, give texts of every length the rotary frequencies of long ones, as vLLM does (default: those of "
+        "short ones, which bound the sequence length)",
+    )
+    add_option(
+        group,
         "--kernels",
         nargs="+",
         choices=KERNELS,

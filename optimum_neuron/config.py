@@ -18,6 +18,10 @@ TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
+WALKING_TARGETS: tuple[str, ...] = ("cpu",)
+# Tokens of a block of a recurrence, at most: within one, work grows with its square; between two, the state is read and written.
+LARGEST_SCAN_BLOCK = 64
 
 # As many as servers of OpenAI's API tell of.
 MOST_LOGPROBS = 20
@@ -73,6 +77,8 @@ class NeuronConfig:
             tokens with theirs. Default: they cannot.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
+        long_frequencies: of a model whose rotary frequencies change where a text grows long (LongRoPE), all texts get those of long
+            ones, as in vLLM. Default: those of short ones, and no text is longer than they are for.
         kernels: of the SDK, which stand for operators of the graphs where layers are of a kind that they compute. Default: none,
             as none of them was run yet.
         target: where the graphs run.
@@ -97,6 +103,7 @@ class NeuronConfig:
     top_logprobs: int | None = None
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
+    long_frequencies: bool = False
     kernels: tuple[str, ...] = ()
     target: str = "auto"
 
@@ -105,7 +112,7 @@ class NeuronConfig:
             _check_size(name, getattr(self, name))
         if self.mixed_step is None:
             object.__setattr__(self, "mixed_step", self.batch_size > 1)
-        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce"):
+        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._check_logprobs()
@@ -254,6 +261,16 @@ class NeuronConfig:
     def chunk_sizes(self) -> tuple[int, ...]:
         """All compiled chunk sizes, ascending; the last one is `prefill_chunk_size`."""
         return (*self.prefill_chunk_buckets, self.prefill_chunk_size)
+
+    @property
+    def scan_block(self) -> int | None:
+        """Tokens of a block in which recurrences are computed: a power of two, no more than a chunk has, one for all graphs.
+
+        None where the target walks token by token.
+        """
+        if self.target in WALKING_TARGETS:
+            return None
+        return min(LARGEST_SCAN_BLOCK, max(2, 1 << (self.prefill_chunk_size.bit_length() - 1)))
 
     @property
     def block_length(self) -> int:

@@ -23,8 +23,9 @@ from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
-from .graphs.checks.inspect import check_blocks, inspect_model
-from .graphs.checks.rope_length import check_text_length, keep_frequencies
+from .graphs.checks.inspect import check_blocks, check_selections, inspect_model
+from .graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
+from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.spec import GraphSpec, ModelSpec, graph_specs
 from .runtime import golden
@@ -116,8 +117,12 @@ def export_model(
     _warn_of_host_sampling(loaded, config)
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
+        check_tables(loaded, config.sequence_length)
+        if config.long_frequencies:
+            take_long_frequencies(loaded, config.sequence_length)
         check_text_length(loaded, config.sequence_length)
         _warn_of_gathered_blocks(loaded, config, spec)
+        _tell_of_selections(loaded, config, spec)
         keep_frequencies(loaded)
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)
@@ -200,6 +205,18 @@ def _warn_of_gathered_blocks(model: PreTrainedModel, config: NeuronConfig, spec:
             len(spec.layers),
             type(model).__name__,
             config.batch_size,
+            config.sequence_length,
+        )
+
+
+def _tell_of_selections(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:
+    without = check_selections(model, spec, config)
+    if without:
+        logger.warning(
+            "%d layers of %s attend to all keys, and their selection is left out: they select %d, and no text has more than %d tokens",
+            len(without),
+            type(model).__name__,
+            min(each.always for each in spec.selections if each.layer_idx in without),
             config.sequence_length,
         )
 

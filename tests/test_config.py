@@ -78,6 +78,7 @@ def test_defaults_are_complete() -> None:
         "top_logprobs": None,
         "tensor_parallel_size": 1,
         "float32_reduce": False,
+        "long_frequencies": False,
         "kernels": [],
         "target": "auto",
     }
@@ -246,7 +247,7 @@ def test_on_the_host_they_are_told_from_logits(target: str, returned: bool) -> N
     assert not NeuronConfig(target=target).returns_decode_logits
 
 
-@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits", "float32_reduce"])
+@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"])
 @pytest.mark.parametrize("value", [1, "true", None])
 def test_switches_that_are_no_booleans_are_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):

@@ -77,6 +77,7 @@ def plan_attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) 
             blocks=None,
             positions=operands(positions),
             sinks=None,
+            column_bias=None,
             output=operands.output((rows, tokens, heads, dim), query.dtype),
             scaling=dim**-0.5,
             window=0,

@@ -9,7 +9,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..config import TARGETS, NeuronConfig
-from ..graphs.spec import ConvolutionState, GraphSpec, LayerCache, ModelSpec, graph_specs, state_specs
+from ..graphs.spec import (
+    ConvolutionState,
+    GraphSpec,
+    KeySelection,
+    LayerCache,
+    ModelSpec,
+    RecurrentState,
+    graph_specs,
+    state_specs,
+)
 from .schema import TEXT, Check, choice, first_difference, listed, named, record, shown, text, whole
 
 
@@ -28,7 +37,12 @@ def _sizes(kind: type) -> Check:
 
 _MODEL = record(
     {"vocab_size": whole(1), "layers": listed(_sizes(LayerCache))},
-    {"convolutions": listed(_sizes(ConvolutionState)), "num_embeddings": whole(1)},
+    {
+        "convolutions": listed(_sizes(ConvolutionState)),
+        "recurrences": listed(_sizes(RecurrentState)),
+        "selections": listed(_sizes(KeySelection)),
+        "num_embeddings": whole(1),
+    },
     closed=True,
 )
 # Which of these a target wrote, it knows itself.

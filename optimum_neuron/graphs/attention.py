@@ -9,7 +9,7 @@ whatever chunk it came in and whoever its neighbours are. What it does not see i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from . import kv_cache
 from .convolution import state_of
+from .index_keys import AskedKeys, KeySource
 from .interface import AttentionCall
 from .masks import CausalMask, UnsupportedModelError, Window
+from .own_scores import BiasMask
 from .owned_blocks import OwnedBlocks, sees
-from .spec import ConvolutionState, LayerCache
+from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
+from .spec import ConvolutionState, KeySelection, LayerCache, RecurrentState
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -44,12 +47,15 @@ class LayerCalls:
 
 
 @dataclass
-class LayerRecorder:
-    """Attention and convolution backend that learns what each layer keeps from one pass of the model."""
+class LayerRecorder(LayerOfScan):
+    """Backend of attention, convolutions, recurrences and selections that learns what each layer keeps from one pass of the model."""
 
     by_itself: bool = False
+    biased: bool = False
     layers: list[LayerCache] = field(default_factory=list)
     convolutions: list[ConvolutionState] = field(default_factory=list)
+    recurrences: list[RecurrentState] = field(default_factory=list)
+    selections: list[KeySelection] = field(default_factory=list)
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -68,7 +74,18 @@ class LayerRecorder:
         self.convolutions.append(state)
         return inputs
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
+        self.recurrences.append(recurrence_of(*self.number(), call))
+        return torch.zeros_like(call.value)
+
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        if any(each.layer_idx == layer_idx for each in self.selections):
+            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
+        return AskedKeys(lambda count: self.selections.append(KeySelection(layer_idx, keys.shape[1], count)))
+
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        if self.biased:
+            return BiasMask(mask, dtype)
         if not self.by_itself:
             return None
         mask.visible_window()
@@ -163,6 +180,7 @@ class CachedAttention:
         attend_decode: how decode rows attend without what the step writes; None: as the others.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         all_slots: of a model that attends by itself, what it attends over.
+        biased: the model's own code adds a bias to its scores, and maybe to its mask.
     """
 
     cache: kv_cache.KVCache
@@ -174,6 +192,7 @@ class CachedAttention:
     write_cache: CacheWrite
     reads_visible: ReadsVisible
     all_slots: AllSlots | None = None
+    biased: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
@@ -187,7 +206,9 @@ class CachedAttention:
         self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
         return self.all_slots.read(*states)
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        if self.biased:
+            return BiasMask(mask, dtype)
         return None if self.all_slots is None else self.all_slots.bias(mask, dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -201,14 +222,24 @@ class CachedAttention:
             stop = start + group.position_ids.numel()
             key, value = (each[start:stop] for each in states)
             assert self.attend_decode is not None
-            outputs.append(self.attend_decode(call, group, self._query(call, group, start), keys, values, key, value))
+            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            outputs.append(self.attend_decode(own, group, query, keys, values, key, value))
             start = stop
         self._write(states, keys, values)
         for group in self.groups[len(apart) :]:
-            outputs.append(self.attend_cache(call, group, self._query(call, group, start), keys, values))
+            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            outputs.append(self.attend_cache(own, group, query, keys, values))
             start += group.position_ids.numel()
         flat = [output.flatten(0, 1) for output in outputs]
         return torch.cat(flat)[None] if len(flat) > 1 else flat[0][None]
+
+    @staticmethod
+    def _call_of(call: AttentionCall, group: AttentionRows, start: int) -> AttentionCall:
+        """The call of a group: what a layer selected, for its tokens alone."""
+        if call.selected is None:
+            return call
+        own = call.selected[start : start + group.position_ids.numel()]
+        return replace(call, selected=own.unflatten(0, group.position_ids.shape))
 
     @staticmethod
     def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
@@ -238,17 +269,43 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     kv_heads = keys.shape[1]
     # The query heads of one kv head become query tokens: keys and values are never repeated.
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
-    visible = group.visible(call.sliding_window)
+    visible = selected_of(call, group.visible(call.sliding_window))
     broken = kv_cache.broken(keys)
     kept = group.seen(call.sliding_window) & (broken == 0)
     values = select_columns(values, kept)
+    added = None
+    if call.column_bias is not None:
+        added = added_bias(call.column_bias, group.position_ids, 0, group.context_length)
     if call.softcap is None and call.sinks is None:
         # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
-        bias = torch.where(visible, broken[:, None], -torch.inf)
+        bias = torch.where(visible, broken[:, None], -torch.inf)[:, None]
+        bias = bias if added is None else bias + added
         output = _fused(query, select_columns(keys, kept), values, bias, call.scaling)
     else:
-        output = _explicit(query, keys, values, visible, call)
+        output = _explicit(query, keys, values, visible, added, call)
     return output.unflatten(2, (heads // kv_heads, tokens)).flatten(1, 2).transpose(1, 2)
+
+
+def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Tensor:
+    """What is added to scores, less what a token's own column gets: small where weights are large, whatever the position.
+
+    Args:
+        table: `[heads, columns]`.
+        position_ids: `[rows, tokens]`; an idle row has -1.
+
+    Returns:
+        `[rows, heads, tokens, stop - start]` float32, of these columns.
+    """
+    table, places = table.float(), position_ids.clamp(min=0)
+    own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
+    return table[:, None, start:stop] - own[..., None]
+
+
+def selected_of(call: AttentionCall, visible: Tensor, start: int = 0) -> Tensor:
+    """Of `visible [rows, tokens, columns]`, columns from `start` on, those that the layer attends to."""
+    if call.selected is None:
+        return visible
+    return visible & call.selected[..., start : start + visible.shape[-1]]
 
 
 def select_columns(states: Tensor, kept: Tensor) -> Tensor:
@@ -260,13 +317,19 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
 
     Args:
-        bias: `[rows, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
+        bias: `[rows, 1 or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
     """
-    bias = bias.to(query.dtype)[:, None].repeat(1, 1, query.shape[2] // bias.shape[1], 1)
+    bias, kv_heads = bias.to(query.dtype), keys.shape[1]
+    if bias.shape[1] == 1:
+        bias = bias.repeat(1, 1, query.shape[2] // bias.shape[2], 1)
+    else:
+        bias = bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
 
-def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call: AttentionCall) -> Tensor:
+def _explicit(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, added: Tensor | None, call: AttentionCall
+) -> Tensor:
     """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS); scores and softmax in float32."""
     rows, kv_heads, _, _ = query.shape
     tokens = visible.shape[1]
@@ -274,6 +337,8 @@ def _explicit(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
+    if added is not None:
+        scores = scores + added.unflatten(1, (kv_heads, -1))
     scores = torch.where(visible[:, None, None], scores, MASKED)
     if call.sinks is None:
         return torch.softmax(scores, dim=-1).to(values.dtype).flatten(2, 3) @ values

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from .index_keys import selection_of
 from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
+from .recurrence import running_backend
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -34,15 +36,18 @@ class AttentionBackend(Protocol):
 class StepBackend(AttentionBackend, Protocol):
     """One that also serves models that attend by themselves."""
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor | None:
-        """A mask as a tensor to add to scores, for a model that attends by itself; None for others."""
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
+        """A mask as a model gets it that attends by itself, in general a tensor to add to scores; None for others."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads.
 
-    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk.
+    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. Of that `selected` leaves some, in
+    the call of a layer `[tokens, columns]`, in that of a group of rows `[rows, tokens, columns]`; None leaves all.
+    `column_bias [heads, columns]` is added to the scores of a key by its column, which is its position; a number that all keys of a
+    query have more changes nothing.
     """
 
     layer_idx: int
@@ -53,6 +58,13 @@ class AttentionCall:
     sliding_window: Window
     softcap: float | None
     sinks: Tensor | None
+    column_bias: Tensor | None = None
+    selected: Tensor | None = None
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether each token attends to all that it sees, which kernels take for granted."""
+        return self.selected is None
 
 
 _backends: ContextVar[StepBackend] = ContextVar("attention backend of the running forward pass")
@@ -84,8 +96,9 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
+    selection = selection_of(others.values())
     call = AttentionCall(
-        layer_idx=plain_index(module.layer_idx),
+        layer_idx=_layer_idx(module),
         query=query,
         key=key,
         value=value,
@@ -93,11 +106,23 @@ def _attention(
         sliding_window=_window(module, attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux,
+        selected=None if selection is None else selection.selected,
     )
     backend = attention_backend or _backends.get(None)
     if backend is None:
         raise UnsupportedModelError("it does not pass keyword arguments on to its attention layers")
     return backend.attend(call).contiguous(), None  # some models view it
+
+
+def _layer_idx(module: Any) -> int:
+    """A layer's own number; of attention that several layers share, the one that it was given for its cache."""
+    number: int | None = plain_index(module.layer_idx)
+    if number is not None and number >= 0:
+        return number
+    backend = running_backend()
+    if backend is None or backend.layer_idx is None:
+        raise UnsupportedModelError("it attends in a layer that has no number, and stores no keys by one")
+    return backend.layer_idx
 
 
 def _window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 
 class UnsupportedModelError(ValueError):
     """A model does what step graphs cannot; the message completes "<model> cannot be exported: "."""
@@ -39,6 +41,11 @@ class CausalMask:
     def __init__(self, window: Window, extra: str | None = None) -> None:
         self.window = window
         self.extra = extra
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of a mask that is added to scores."""
+        return torch.float32
 
     def visible_window(self) -> Window:
         """Raises UnsupportedModelError where the mask is more than causal within a window."""
@@ -73,10 +80,22 @@ def _operator(name: str) -> Callable:
     return operate
 
 
-for _name in ("add", "sub", "mul", "and", "or", "lt", "le", "gt", "ge", "truediv"):
+for _name in ("add", "sub", "mul", "and", "or", "truediv"):
     for _prefix in ("__", "__r"):
         setattr(CausalMask, f"{_prefix}{_name}__", _operator(_name))
-for _name in ("__invert__", "__neg__", "__bool__", "__float__", "__len__"):
+for _name in (
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__eq__",
+    "__ne__",
+    "__invert__",
+    "__neg__",
+    "__bool__",
+    "__float__",
+    "__len__",
+):
     setattr(CausalMask, _name, _operator(_name))
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model gets as `past_key_values` where its code needs one: a view of the step's cache.
 
-Three kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
+Four kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
 their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
-that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. A third
-kind has the cache keep the inputs of its convolutions (see convolution.py).
+that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. Of those that
+add a bias to their scores, the operators are read instead (see own_scores.py). A fourth
+kind has the cache keep the inputs of its convolutions (see convolution.py), the states of recurrences (recurrence.py), or keys by which
+it selects keys (index_keys.py).
 """
 
 from __future__ import annotations
@@ -13,42 +15,64 @@ import inspect
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
+from .index_keys import IndexBackend, IndexKeys
+from .interface import StepBackend
 from .layer_index import plain_index
+from .masks import UnsupportedModelError
+from .own_scores import ScoreKeys
+from .recurrence import RecurrenceBackend
+from .recurrent_functions import LastState
+
+
+# What layers that add a bias to their scores in code of their own call it where they take it.
+BIASES = frozenset({"alibi", "position_bias"})
 
 
 class KeyStore(Protocol):
     """Where a model that attends by itself puts the keys and values of a step."""
 
-    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         """Takes those of the step's tokens, returns those of all that a token may see under the step's mask."""
 
 
-class StepCache:
-    """The part of transformers' cache interface that decoders use.
+class ModelBackend(StepBackend, KeyStore, Protocol):
+    """Serves models of all kinds."""
 
-    Args:
-        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
-            positions. Others get 0: they are given positions.
-        keys: of a model that attends by itself; None where the attention interface stores keys and values.
-        convolutions: compute those whose inputs the cache keeps.
+
+@dataclass(frozen=True)
+class Backends:
+    """Who computes what of a forward pass.
+
+    Attributes:
+        attention: attends, and takes the keys and values of a model that attends by itself.
+        convolutions: computes those whose inputs the cache keeps.
+        recurrences: computes those whose states it keeps, and is told which layer asks.
+        index: keeps index keys.
     """
+
+    attention: ModelBackend
+    convolutions: ConvolutionBackend
+    recurrences: RecurrenceBackend
+    index: IndexBackend
+
+
+class IndexCache:
+    """The part of transformers' cache interface that layers use which select keys."""
 
     is_compileable = False
 
-    def __init__(self, before: Tensor | None, keys: KeyStore | None, convolutions: ConvolutionBackend) -> None:
-        self._before = before
-        self._keys = keys
-        self._convolutions = convolutions
+    def __init__(self, index: IndexBackend) -> None:
+        self._index = index
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
-        return 0 if self._before is None else self._before
+        return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Nobody reads them: masks are made from positions."""
@@ -57,11 +81,41 @@ class StepCache:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
+        return key, value
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> IndexKeys:
+        return IndexKeys.kept(self._index, plain_index(layer_idx), indexer_key_states)
+
+
+class StepCache(IndexCache):
+    """The part that decoders use.
+
+    Args:
+        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
+            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0: they
+            are given positions.
+        keys: of a model that attends by itself; None where the attention interface stores keys and values.
+    """
+
+    def __init__(self, before: Tensor | int, keys: KeyStore | None, backends: Backends) -> None:
+        super().__init__(backends.index)
+        self._before = before
+        self._keys = keys
+        self._convolutions = backends.convolutions
+        self._recurrences = backends.recurrences
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
+        self._recurrences.enter(layer_idx)
         return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Never, for a layer's code: it then hands over all inputs, whatever their number."""
+        if layer_idx is not None:
+            self._recurrences.enter(layer_idx)
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -73,44 +127,101 @@ class StepCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> ConvolutionInput:
+        self._recurrences.enter(layer_idx)
         return ConvolutionInput(conv_states, partial(self._convolutions.convolve, plain_index(layer_idx), state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: LastState, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> LastState:
+        if not isinstance(recurrent_states, LastState):
+            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        self._recurrences.leave(layer_idx)
+        return recurrent_states
+
+    def update_indexer(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedModelError("its cache keeps an index by which its layers select the keys that they attend to")
 
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What of a cache a model's code asks for.
+    """What of a cache a model's code asks for, and how it numbers positions.
 
     Attributes:
         by_itself: its attention is its own code, which takes all keys and values from the cache.
+        biased: its attention is its own code, which adds a bias to scores, and is read as a call of attention.
         counts: an attention layer asks for the number of tokens before.
-        convolves: a layer has it keep the inputs of a convolution, and none has it keep the state of a recurrence.
+        numbers: so does its decoder, which takes no positions and numbers tokens from there on.
+        convolves: a layer has it keep the inputs of a convolution or the state of a recurrence.
+        indexes: a layer has it keep index keys.
+        first_position: the number of a text's first token, where the model makes positions of token ids: those behind padding's.
+        keyword: how the model's forward pass calls it: models without attention have a name of their own.
     """
 
     by_itself: bool
+    biased: bool
     counts: bool
+    numbers: bool
     convolves: bool
+    indexes: bool
+    first_position: int = 0
+    keyword: str = "past_key_values"
 
     @classmethod
     def of(cls, model: nn.Module) -> CacheNeeds:
         used = {name for module in model.modules() for name in _names(module)}
-        convolves = "update_conv_state" in used and "update_recurrent_state" not in used
-        return cls(_attends_by_itself(model), _counts_tokens(model), convolves)
+        own, biased = _attends_by_itself(model), any(BIASES & _parameters(module) for module in model.modules())
+        takes = inspect.signature(model.forward).parameters
+        return cls(
+            by_itself=own and not biased,
+            biased=own and biased,
+            counts=_counts_tokens(model),
+            numbers=not own and _numbers_tokens(model),
+            convolves=bool(used & {"update_conv_state", "update_recurrent_state"}),
+            indexes="update_indexer" in used,
+            first_position=_first_position(model),
+            keyword="cache_params" if "cache_params" in takes else "past_key_values",
+        )
 
-    def cache(self, position_ids: Tensor, keys: KeyStore, convolutions: ConvolutionBackend) -> StepCache | None:
-        """What a step passes as `past_key_values`: None where nothing is asked for.
+    def arguments(self, position_ids: Tensor, backends: Backends, columns: int) -> dict[str, Any]:
+        """What a step passes to the model beside token ids.
 
         Args:
-            position_ids: `[tokens]`.
+            position_ids: `[tokens]`, from 0 on.
+            columns: tokens of the longest text, whatever the step's context is.
         """
-        if not (self.by_itself or self.counts or self.convolves):
+        numbers = position_ids + self.first_position if self.first_position else position_ids
+        arguments: dict[str, Any] = {"position_ids": numbers[None]}
+        cache = self._cache(position_ids, backends, columns)
+        if cache is not None:
+            arguments[self.keyword] = cache
+        if self.numbers:  # nobody reads it: a mask that there is not would be made from the number of tokens before
+            arguments["attention_mask"] = torch.ones((1, len(position_ids)), dtype=torch.int32)
+        return arguments
+
+    def _cache(self, position_ids: Tensor, backends: Backends, columns: int) -> StepCache | None:
+        """None where nothing is asked for."""
+        if self.biased:
+            return StepCache(columns - len(position_ids), ScoreKeys(backends.attention, columns), backends)
+        if not (self.by_itself or self.counts or self.numbers or self.convolves or self.indexes):
             return None
-        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if self.counts else None
-        return StepCache(before, keys if self.by_itself else None, convolutions)
+        asked = self.counts or self.numbers
+        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
+        return StepCache(before, backends.attention if self.by_itself else None, backends)
 
 
 def keeps_convolution(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep the inputs of a convolution."""
     return "update_conv_state" in _names(module)
+
+
+def keeps_recurrence(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep the state of a recurrence."""
+    return "update_recurrent_state" in _names(module)
+
+
+def selects_keys(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep index keys, by which it selects keys."""
+    return "update_indexer" in _names(module)
 
 
 def _attends_by_itself(model: nn.Module) -> bool:
@@ -126,6 +237,27 @@ def _attends_by_itself(model: nn.Module) -> bool:
 
 def _counts_tokens(model: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") and "get_seq_length" in _names(module) for module in model.modules())
+
+
+def _numbers_tokens(model: nn.Module) -> bool:
+    """Whether no module with parts takes positions, and one asks for the number of tokens before."""
+    modules = [module for module in model.modules() if list(module.children())]
+    return not any("position_ids" in _parameters(module) for module in modules) and any(
+        "get_seq_length" in _names(module) for module in modules
+    )
+
+
+def _first_position(model: nn.Module) -> int:
+    """As transformers' `create_position_ids_from_input_ids` numbers tokens, where a module that takes positions falls back to it."""
+    for module in model.modules():
+        names, padding = _names(module), getattr(module, "padding_idx", None)
+        if "create_position_ids_from_input_ids" in names and isinstance(padding, int):
+            return padding + 1 if "position_ids" in _parameters(module) else 0
+    return 0
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from .attention import CacheAttention, CacheWrite, DecodeAttention, ReadsVisible
 from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
 from .interface import AttentionCall
+from .recurrence import Scan
 from .sampling import sample
+from .scan_grid import delta_rule, selective_scan, state_space_scan
 
 
 # From `logits [rows, vocab]`, `sampling_params [rows, 4]` and `uniforms [rows]` to `tokens [rows]` int32.
@@ -30,7 +32,7 @@ def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StepOps:
-    """How a step attends, writes the cache, computes experts and chooses tokens; the defaults are the reference.
+    """How a step attends, writes the cache, computes experts and recurrences, and chooses tokens; the defaults are the reference.
 
     Attributes:
         attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
@@ -39,6 +41,7 @@ class StepOps:
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         experts: a layer's routed experts, of those layers that use transformers' experts interface.
+        delta_rule, state_space_scan, selective_scan: a layer's recurrence, of those layers that compute it by functions of these kinds.
         sample: the on-device sampler, from what the model's head returns.
         full_logits: the logits of the whole vocabulary, from what the model's head returns.
         output_rows: the tokens that reach the head, `[rows]` int32, as they are: marks them for a compiler.
@@ -49,6 +52,9 @@ class StepOps:
     write_cache: CacheWrite = kv_cache.write
     reads_visible: ReadsVisible = _reads_all
     experts: Experts = dense_experts
+    delta_rule: Scan = delta_rule
+    state_space_scan: Scan = state_space_scan
+    selective_scan: Scan = selective_scan
     sample: Sampler = sample
     full_logits: Callable[[Tensor], Tensor] = _as_they_are
     output_rows: Callable[[Tensor], Tensor] = _as_they_are

@@ -52,6 +52,33 @@ class OwnedBlocks:
             self.masks[key] = _earlier(self.shared_base, self.position_ids[None], window, length)
         return self.masks[key]
 
+    def added_bias(self, table: Tensor, length: int) -> Tensor:
+        """`[K, heads, 1, length]`: what is added to the scores of a block's owner, less what its own column gets.
+
+        Args:
+            table: `[heads, columns]`.
+        """
+        own = _of_tokens(table, self.position_ids[:, 0]).index_select(0, self.block_owner)
+        return (_of_blocks(table, self.block_base, length) - own[:, :, None])[:, :, None]
+
+    def added_bias_of_shared(self, table: Tensor, length: int) -> Tensor:
+        """`[X, heads, R, length]`: the same of shared blocks and all rows."""
+        assert self.shared_base is not None
+        own = _of_tokens(table, self.position_ids[:, 0]).transpose(0, 1)
+        return _of_blocks(table, self.shared_base, length)[:, :, None] - own[:, :, None]
+
+
+def _of_tokens(table: Tensor, positions: Tensor) -> Tensor:
+    """`[R, heads]` float32: what a table of columns has for tokens."""
+    return table.float().index_select(1, positions.clamp(min=0)).transpose(0, 1)
+
+
+def _of_blocks(table: Tensor, base: Tensor, length: int) -> Tensor:
+    """`[blocks, heads, length]` float32: what it has for the columns of blocks; any for those that nobody has."""
+    parts = table.float().unflatten(1, (-1, length))
+    number = torch.div(base, length, rounding_mode="floor").clamp(0, parts.shape[1] - 1)
+    return parts.index_select(1, number).transpose(0, 1)
+
 
 def _earlier(base: Tensor, positions: Tensor, window: Window, length: int) -> Tensor:
     columns = (base[:, None] + torch.arange(length, dtype=torch.int32))[:, None, :]

@@ -7,13 +7,13 @@ weight is a whole number, so that sums are exact: no target's order of summation
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .exact_sums import blocks, is_less, padded, pick, take, to_digits, to_float, total, widened
+from .float_search import FloatSteps, largest_float
 
 
 TOP_K, TOP_P, TEMPERATURE, MIN_P = range(4)
@@ -26,10 +26,11 @@ _PER_LN_2, _LN_2, _LN_2_REST = 1.44269504, 0.6931381225585938, 9.05798515304923e
 _SERIES = (49538.0, 334538.0, 1392892.0, 4193494.0, 8388566.0, 8388608.0)
 _WEIGHTLESS, _HALVING_BITS = 40.0, 6  # a distance at which a weight is 0, and n small enough for exact products
 _UNREACHABLE = 2.0**25
-# The numbers of float32 in their order, by sign and exponent (512 of them) and mantissa; how each is found, from its highest digit.
-_EXPONENTS = 256
-_EXPONENT_STEPS = ((64.0, 8), (8.0, 8), (1.0, 8))
-_MANTISSA_STEPS = ((2.0**20, 8), (2.0**16, 16), (2.0**12, 16), (2.0**8, 16), (2.0**4, 16), (1.0, 16))
+# How the smallest score of the kept is found: exponents and mantissas tried at a time, from their highest digits.
+_STEPS = FloatSteps(
+    ((64.0, 8), (8.0, 8), (1.0, 8)),
+    ((2.0**20, 8), (2.0**16, 16), (2.0**12, 16), (2.0**8, 16), (2.0**4, 16), (1.0, 16)),
+)
 _LOWEST = torch.finfo(torch.float32).min
 
 # From `[rows, n]` of this rank to `[rows, ranks, n]` of all.
@@ -141,21 +142,6 @@ def _best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) 
     return ranks[..., 0].amax(-1, keepdim=True), take(ranks[..., 1:], rank[:, 0].float())[:, 0]
 
 
-def _ordered(place: int) -> tuple[float, float, float]:
-    """Of the place-th sign and exponent in the order of float32, from -inf to inf: `size`, `first` and `slope`.
-
-    Its numbers are `size * (first + slope * mantissa)`, in their order from mantissa 0 to 2^23 - 1; each product is exact.
-    """
-    exponent = place - _EXPONENTS if place >= _EXPONENTS else _EXPONENTS - 1 - place
-    size = math.ldexp(1.0, max(exponent, 1) - 127) if exponent < _EXPONENTS - 1 else math.inf
-    lead = min(exponent, 1)
-    return (size, lead, 2.0**-23) if place >= _EXPONENTS else (-size, lead + 1 - 2.0**-23, -(2.0**-23))
-
-
-_ORDERED = [_ordered(place) for place in range(2 * _EXPONENTS)]
-_SMALLEST = [size * first if first else 0.0 for size, first, _ in _ORDERED]
-
-
 def weights_of(distances: Tensor) -> Tensor:
     """`exp(-distance) * 2^36` in whole numbers, float32; at most a few units of the last place off.
 
@@ -207,16 +193,7 @@ def _largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> 
         sums = _sum(total(torch.where(counted, digits[:, :, None], 0.0)), gather)
         return (~is_less(sums, target[:, None])).float().sum(-1, keepdim=True)
 
-    smallest, places = torch.tensor(_SMALLEST)[None, :, None], torch.tensor(_ORDERED)[None]
-    exponent = mantissa = torch.zeros_like(scores[:, :1])
-    for unit, count in _EXPONENT_STEPS:
-        tried = exponent + unit * torch.arange(1, count, dtype=torch.float32)
-        exponent = exponent + unit * found(take(smallest, tried.flatten()).unflatten(0, (-1, count - 1))[..., 0])
-    size, first, slope = take(places, exponent[:, 0])[:, None].unbind(-1)
-    for unit, count in _MANTISSA_STEPS:
-        tried = mantissa + unit * torch.arange(1, count, dtype=torch.float32)
-        mantissa = mantissa + unit * found(size * (first + slope * tried))
-    return scores >= size * (first + slope * mantissa)
+    return scores >= largest_float(found, scores[:, :1], _STEPS)
 
 
 def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = alone) -> Tensor:

@@ -73,6 +73,41 @@ class ConvolutionState:
 
 
 @dataclass(frozen=True)
+class RecurrentState:
+    """What a recurrence keeps per slot, in float32: a state `[heads, key_dim, value_dim]`, and what the target needs beside it.
+
+    Attributes:
+        index: which of the layer's recurrences.
+        width: numbers of a token that change the state.
+    """
+
+    layer_idx: int
+    index: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+@dataclass(frozen=True)
+class KeySelection:
+    """A layer that attends to the keys that it selects: it keeps an index key per token, where some may be left out.
+
+    Attributes:
+        key_dim: of an index key.
+        always: so many keys are all attended to, whatever their scores.
+    """
+
+    layer_idx: int
+    key_dim: int
+    always: int
+
+    def selects(self, config: NeuronConfig) -> bool:
+        """Whether a token of these graphs may see more keys than it attends to."""
+        return self.always < config.sequence_length
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the graphs of one model have in common: found by running the model once, not read from its config.
 
@@ -84,12 +119,19 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerCache, ...]
     convolutions: tuple[ConvolutionState, ...] = ()
+    recurrences: tuple[RecurrentState, ...] = ()
+    selections: tuple[KeySelection, ...] = ()
     num_embeddings: int = field(kw_only=True)
 
     @property
     def reuses_prefixes(self) -> bool:
         """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
-        return not self.convolutions
+        return not self.convolutions and not self.recurrences
+
+    @property
+    def stateful_layers(self) -> set[int]:
+        """Numbers of the layers that keep inputs of convolutions or states of recurrences."""
+        return {each.layer_idx for each in self.convolutions} | {each.layer_idx for each in self.recurrences}
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -99,6 +141,10 @@ class ModelSpec:
         }
         if self.convolutions:
             data["convolutions"] = [asdict(state) for state in self.convolutions]
+        if self.recurrences:
+            data["recurrences"] = [asdict(state) for state in self.recurrences]
+        if self.selections:
+            data["selections"] = [asdict(selection) for selection in self.selections]
         return data
 
     @classmethod
@@ -107,6 +153,8 @@ class ModelSpec:
             data["vocab_size"],
             tuple(LayerCache(**layer) for layer in data["layers"]),
             tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
+            tuple(RecurrentState(**state) for state in data.get("recurrences", ())),
+            tuple(KeySelection(**selection) for selection in data.get("selections", ())),
             num_embeddings=data.get("num_embeddings", data["vocab_size"]),
         )
 
@@ -269,9 +317,17 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     """All that requests keep, as state tensors.
 
     Per attention layer, keys and values `[kv_blocks + trash_blocks, kv_heads, block_length, head_dim]`, which are
-    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per convolution `[batch_size + 1, past, channels]`.
+    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per layer that selects keys, its index keys, as those of
+    one head; per convolution `[batch_size + 1, past, channels]`;
+    per recurrence, in float32, `[batch_size + 1, heads, key_dim, value_dim]`; where the target computes in blocks, once more, with a
+    tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows).
     """
-    return (*_layer_states(config, model.layers), *_convolution_states(config, model.convolutions))
+    return (
+        *_layer_states(config, model.layers),
+        *_index_states(config, model.selections),
+        *_convolution_states(config, model.convolutions),
+        *_recurrent_states(config, model.recurrences),
+    )
 
 
 def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
@@ -281,7 +337,27 @@ def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterabl
             yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)
 
 
+def _index_states(config: NeuronConfig, selections: Iterable[KeySelection]) -> Iterable[TensorSpec]:
+    for each in selections:
+        if each.selects(config):
+            shape = (config.kv_blocks + config.trash_blocks, 1, config.block_length, each.key_dim)
+            yield TensorSpec(f"kv_cache.index_{each.layer_idx}", shape, config.dtype)
+
+
 def _convolution_states(config: NeuronConfig, convolutions: Iterable[ConvolutionState]) -> Iterable[TensorSpec]:
     for state in convolutions:
         shape = (config.batch_size + 1, state.past, state.channels)
         yield TensorSpec(f"kv_cache.conv_{state.layer_idx}_{state.index}", shape, config.dtype)
+
+
+def _recurrent_states(config: NeuronConfig, recurrences: tuple[RecurrentState, ...]) -> Iterable[TensorSpec]:
+    slots, block = config.batch_size + 1, config.scan_block
+    for state in recurrences:
+        number = f"{state.layer_idx}_{state.index}"
+        shape = (slots, state.heads, state.key_dim, state.value_dim)
+        yield TensorSpec(f"kv_cache.state_{number}", shape, "float32")
+        if block is not None:
+            yield TensorSpec(f"kv_cache.anchor_{number}", shape, "float32")
+            yield TensorSpec(f"kv_cache.tail_{number}", (slots, block, state.width), "float32")
+    if recurrences and block is not None:
+        yield TensorSpec("kv_cache.scanned", (slots,), "int32")

@@ -49,10 +49,15 @@ class Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Writes the trace, also of what failed later."""
+        """Writes the trace, whole or not at all, also of what failed later."""
         if self.trace:
             text = json.dumps(self.trace.to_dict(), separators=(",", ":"))
-            (self.folder / TRACE_NAME).write_text(text + "\n", encoding="utf-8")
+            unfinished = self.folder / f".{TRACE_NAME}.partial"
+            try:
+                unfinished.write_text(text + "\n", encoding="utf-8")
+                unfinished.replace(self.folder / TRACE_NAME)
+            finally:
+                unfinished.unlink(missing_ok=True)
         for folder in (self.folder / CAPTURE_NAME, self.folder):
             with suppress(OSError):  # not empty
                 folder.rmdir()

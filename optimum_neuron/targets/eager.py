@@ -50,6 +50,10 @@ class _EqualRows(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        stands_in = next((each for each in types if not issubclass(each, Tensor)), None)
+        if stands_in is not None:  # what it stands for is computed by functions of torch, which are to be padded, too
+            with self:
+                return stands_in.__torch_function__(func, types, args, kwargs)
         if func is nn.functional.linear and len(args) > 1:
             return _linear(*args, **kwargs)
         if func in _PRODUCTS and args[0].dim() > 1:

@@ -47,6 +47,16 @@ def test_an_artifact_of_the_host_is_refused_and_so_are_no_runs(
     assert "runs=0" in refusal(monkeypatch, capsys, artifact, "--runs", "0")
 
 
+def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        optimum_cli.main()
+    shown = capsys.readouterr().out
+    told = [line.partition("  ")[0] for line in shown.split("one does not stop the others:")[1].splitlines()]
+    assert ended.value.code == 0 and [name for name in told if name in REMEDIES] == list(REMEDIES)
+    assert all(option in shown for option in ("--profile", "--json", "--rank-python", "--rank-timeout"))
+
+
 def test_every_failed_check_has_a_remedy_and_is_no_end() -> None:
     report = Report({})
     for name in REMEDIES:

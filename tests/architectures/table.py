@@ -63,7 +63,7 @@ def page(outcomes: Iterable[Outcome]) -> str:
             "",
             "Exact: a prompt longer than every window and attention chunk, in ragged chunks and then token by token, some of "
             "them in steps with another prompt's chunks, on the eager target in float32. Greedy tokens are those of transformers' "
-            f"`generate`; no logit is further from transformers' in float64 than {NOISE_FACTOR:g} times the error of "
+            f"`generate`, given the positions of the model's own forward pass; no logit is further from transformers' in float64 than {NOISE_FACTOR:g} times the error of "
             "transformers' own float32. Logits are the same to the bit however a prompt is cut, but for models of which no graph can be "
             "made, as is noted. "
             "Differences are the next power of ten.",

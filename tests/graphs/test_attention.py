@@ -118,8 +118,13 @@ def test_what_a_token_sees_of_compressed_keys_does_not_depend_on_its_chunk(ratio
         start += count
 
 
-KINDS = {"plain": {}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}}
 COLUMNS = 40
+KINDS: dict[str, dict] = {
+    "plain": {},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "column bias": {"column_bias": torch.linspace(0.1, 1.5, 4)[:, None] * torch.arange(COLUMNS)},
+}
 
 
 def in_blocks(attend: Callable) -> Callable:

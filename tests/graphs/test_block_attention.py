@@ -24,7 +24,12 @@ BLOCK, ROW_BLOCKS, BLOCKS, KV_HEADS, HEADS, KEY_DIM = 8, 5, 24, 2, 6, 16
 POSITIONS = (21, 16, 0, BLOCK * ROW_BLOCKS - 1, -1, 27, 17, 16)
 ROWS = len(POSITIONS)
 PREFIX, SHARING = 2, (5, 6, 7)
-KINDS = {"plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": torch.linspace(-3, 6, HEADS)}}
+KINDS: dict[str, dict] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.linspace(-3, 6, HEADS)},
+    "column bias": {"column_bias": torch.linspace(0.1, 1.5, HEADS)[:, None] * torch.arange(BLOCK * ROW_BLOCKS)},
+}
 
 
 class Case:

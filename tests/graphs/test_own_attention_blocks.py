@@ -21,8 +21,8 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 
 
-MODELS = ("codegen", "falcon")
-OTHERS = ("gpt_neox_japanese", "gptj", "megatron-bert", "rembert", "xglm")
+MODELS = ("codegen", "gptj")
+OTHERS = ("gpt_neox_japanese", "megatron-bert", "rembert", "xglm")
 SLOTS = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
 BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 512}
 GENERATOR = torch.Generator().manual_seed(3)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import recurrent
 import torch
 from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
 from transformers import AutoModelForCausalLM
@@ -24,12 +25,25 @@ SIZES = NeuronConfig(
 BLOCKS = dataclasses.replace(SIZES, kv_block_size=64, kv_cache_tokens=256)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, BLOCKS], ids=["slots", "blocks"])
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    if request.param == "lfm2":
+        return tiny_checkpoints["lfm2"]
+    recurrent.model(request.param).save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sizes"),
+    [("lfm2", SIZES), ("lfm2", BLOCKS), ("gated delta", BLOCKS), ("state space", SIZES)],
+    indirect=["checkpoint"],
+    ids=["slots", "blocks", "a hybrid", "recurrences alone"],
+)
 def test_prompts_that_start_alike_get_what_transformers_gives_them(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
+    checkpoint: Path, tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints["lfm2"], dtype=torch.float32).eval()
-    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=sizes)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    path = export_model(checkpoint, tmp_path / "out", config=sizes)
     shared = random_prompt(40, vocab=300)
     prompts = [shared + random_prompt(length, vocab=300) for length in (1, 9, 24, 2, 30, 5)]
     expected = [greedy(model, prompt, NEW) for prompt in prompts]

@@ -19,8 +19,10 @@ from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
 from ..interface import attending
 from ..masks import UnsupportedModelError
-from ..model_cache import CacheNeeds
+from ..model_cache import Backends, CacheNeeds
 from ..one_thread import one_thread
+from ..recurrence import scanning
+from ..recurrent_functions import set_recurrences
 from ..spec import ModelSpec
 from ..step import accepts
 from .parity import check_layers, check_result, comparable
@@ -61,6 +63,22 @@ def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> bool:
     return True
 
 
+def check_selections(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> list[int]:
+    """The layers that select keys of which none can be left out here: a text has no more than they attend to anyway.
+
+    Raises:
+        ValueError: some layers do select, and blocks are to attend where they lie.
+    """
+    selecting = [each.layer_idx for each in spec.selections if each.selects(config)]
+    if selecting and config.blocks_in_place:
+        raise ValueError(
+            f"{len(selecting)} layers of {type(model).__name__} select {min(each.always for each in spec.selections)} keys of up to "
+            f"sequence_length={config.sequence_length}, and on target={config.target!r} blocks attend where they lie, all of them; "
+            f"leave out kv_block_size={config.kv_block_size} and kv_cache_tokens, or lower sequence_length"
+        )
+    return [each.layer_idx for each in spec.selections if each.layer_idx not in selecting]
+
+
 class _NoProducts(TorchFunctionMode):
     """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
 
@@ -72,26 +90,41 @@ def _zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return input.new_zeros((*input.shape[:-1], weight.shape[0]))
 
 
-def look_at(model: PreTrainedModel, call: Callable[..., Any] | None = None, *, token_id: int = 0) -> ModelSpec:
+def look_at(
+    model: PreTrainedModel,
+    call: Callable[..., Any] | None = None,
+    *,
+    token_id: int = 0,
+    position: int = 0,
+    sequence_length: int = 1,
+) -> ModelSpec:
     """Runs a token with attention, experts and linear layers that only look on: what each layer keeps, and the vocabulary's size.
 
     Args:
         call: runs the model; by default the model itself.
-        token_id: what it runs on, at position 0.
+        token_id, position: what it runs on, and where.
+        sequence_length: of the texts that it is to take.
     """
     needs = CacheNeeds.of(model)
-    recorder = LayerRecorder(needs.by_itself)
+    recorder = LayerRecorder(by_itself=needs.by_itself, biased=needs.biased)
     set_experts(model)
-    token, position = torch.full((1, 1), token_id, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    set_recurrences(model)
+    token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    cache = needs.cache(position[0], recorder, recorder)
-    if cache is not None:
-        kwargs["past_key_values"] = cache
-    kwargs |= {"input_ids": token, "position_ids": position, "use_cache": False}
-    with torch.inference_mode(), attending(recorder), routing(no_experts), _NoProducts():
+    backends = Backends(recorder, recorder, recorder, recorder)
+    kwargs |= needs.arguments(positions[0], backends, sequence_length)
+    kwargs |= {"input_ids": token, "use_cache": False}
+    with torch.inference_mode(), attending(recorder), scanning(recorder), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
-    return ModelSpec(vocab_size, tuple(recorder.layers), tuple(recorder.convolutions), num_embeddings=vocab_size)
+    return ModelSpec(
+        vocab_size,
+        tuple(recorder.layers),
+        tuple(recorder.convolutions),
+        tuple(recorder.recurrences),
+        tuple(recorder.selections),
+        num_embeddings=vocab_size,
+    )
 
 
 def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:

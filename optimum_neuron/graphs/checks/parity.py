@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,38 +14,49 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ...config import NeuronConfig
 from ...errors import first_line
-from ..experts import EXPERTS_NAME, set_experts
-from ..interface import set_implementation
-from ..kv_cache import KVCache
 from ..masks import UnsupportedModelError
-from ..ops import EAGER_OPS
-from ..spec import GraphKind, GraphSpec, ModelSpec, graph_specs, state_specs
-from ..step import StepModule, example_inputs
+from ..spec import ModelSpec
+from .comparison_runs import (
+    LONG_OUTPUTS,
+    LONG_PROMPT,
+    PROMPT,
+    long_logits,
+    long_prompts,
+    own_logits,
+    random_prompt,
+    step_logits,
+    whole_logits,
+)
+from .few_keys import few_keys
 
 
-# Enough tokens for chunks of several sizes, few enough for the largest models; whose logits are compared.
-_PROMPT, _CHUNK, _LENGTH = 7, 4, 16
-_OUTPUTS = (2, 4, 5, 6)
+# Of a layer that selects keys: fewer than the prompt has.
+_FEW_KEYS = 3
 _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 # Differences of logits are parts of their range over the vocabulary. Below these nothing more is asked; above, a difference
 # may be so many times what rounding makes of the same model. Measured in a hundred tiny architectures: at most 1.2 times,
 # 2.4 in deep models with routed experts; what is left out makes 5.8 times and more, in bfloat16.
 _NEGLIGIBLE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 _TIMES_ROUNDING, _DRAWS = 4.0, 3
-# By name: not every version of transformers has the last, of layers that store nothing.
-_WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer")
+# By name: not every version of transformers has the last two, of layers that store nothing, and that store index keys.
+_WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer", "DynamicIndexedLayer")
+
+# Types of layers that transformers' cache has an empty place for.
+_WITHOUT_ATTENTION = ("mlp", "moe")
 
 
 def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Raises UnsupportedModelError where a layer keeps other state than was seen, or attends elsewhere."""
-    convolving = {state.layer_idx for state in spec.convolutions}
-    state = _other_state(model, convolving)
-    expected = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    attending = (expected or 0) - len(convolving - {layer.layer_idx for layer in spec.layers})
-    # A layer may attend several times, but all that attend must do so equally often.
-    if not spec.layers or attending < 1 or len(spec.layers) % attending:
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or ()
+    keeping = spec.stateful_layers | {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    state = _other_state(model, keeping)
+    expected = getattr(config, "num_hidden_layers", None)
+    attending = (expected or 0) - len(keeping - {layer.layer_idx for layer in spec.layers})
+    # A layer may attend several times, but all that attend must do so equally often. None has to where all are recurrences.
+    nowhere = not spec.layers and attending == 0 and spec.recurrences
+    if not nowhere and (not spec.layers or attending < 1 or len(spec.layers) % attending):
         raise UnsupportedModelError(
             f"{len(spec.layers)} attention calls were seen for num_hidden_layers={expected}; "
             f"{state or 'its layers attend or keep state in code of their own, which sees no cache and no mask of a step'}"
@@ -54,11 +65,11 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
         raise UnsupportedModelError(state)
 
 
-def _other_state(model: PreTrainedModel, convolving: set[int]) -> str | None:
-    """What transformers' own cache of this model holds beside keys and values, and beside the inputs of convolutions.
+def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
+    """What transformers' own cache of this model holds beside keys and values, index keys, inputs of convolutions and states of recurrences.
 
     Args:
-        convolving: layers that keep such inputs, of a model that keeps the state of no recurrence.
+        keeping: layers that keep such inputs and states, which were seen, or nothing at all.
     """
     try:
         layers = DynamicCache(config=model.config).layers
@@ -66,7 +77,7 @@ def _other_state(model: PreTrainedModel, convolving: set[int]) -> str | None:
         return None  # a model with a cache of its own: the comparison tells
     others = {index: type(layer).__name__ for index, layer in enumerate(layers)}
     others = {
-        index: name for index, name in others.items() if name not in _WITHOUT_OTHER_STATE and index not in convolving
+        index: name for index, name in others.items() if name not in _WITHOUT_OTHER_STATE and index not in keeping
     }
     if not others:
         return None
@@ -85,6 +96,8 @@ def _ranges(numbers: list[int]) -> str:
 def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) -> None:
     """Compares a prompt in chunks, among neighbors, with transformers' own attention over the whole prompt.
 
+    A model with recurrences is compared on a second prompt, which is longer than their blocks.
+
     Models without data and models that a target has changed are not compared.
 
     Args:
@@ -96,7 +109,14 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
     if not comparable(model):
         return
     try:
-        _compare(model, spec)
+        with few_keys(model):
+            _compare(model, spec)
+        if spec.recurrences:
+            _compare_long(model, spec)
+        if spec.selections:
+            few = tuple(replace(each, always=_FEW_KEYS) for each in spec.selections)
+            with few_keys(model, _FEW_KEYS):
+                _compare(model, replace(spec, selections=few))
     except UnsupportedModelError as error:
         if not by_itself:
             raise
@@ -107,32 +127,59 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
 
 
 def _compare(model: PreTrainedModel, spec: ModelSpec) -> None:
-    prompt, neighbor, another = (_tokens(min(spec.vocab_size, spec.num_embeddings), seed) for seed in range(3))
+    prompt, neighbor, another = (random_prompt(min(spec.vocab_size, spec.num_embeddings), seed) for seed in range(3))
     with torch.inference_mode():
         try:
-            found = _step_logits(model, spec, prompt, neighbor)
+            found = step_logits(model, spec, prompt, neighbor)
         except _FAILURES as error:
-            raise UnsupportedModelError(_cause_of_failure(model, error)) from error
-        reference: Callable[[], Tensor] = partial(_own_logits, model, prompt)
+            raise UnsupportedModelError(_cause_of_failure(error)) from error
+        reference: Callable[[], Tensor] = partial(own_logits, model, prompt)
         try:
             expected = reference()
         except _FAILURES:
             # transformers' own attention cannot run this config either: chunks must be as good as the whole
-            reference = partial(_whole_logits, model, spec, prompt)
+            reference = partial(whole_logits, model, spec, prompt)
             expected = reference()
         if not expected.isfinite().all():
             raise UnsupportedModelError(_cause_of_nonsense(model))
-        difference = float(_differences(found, expected).median())
-        if difference <= _NEGLIGIBLE[model.dtype]:
-            return
-        tolerance = max(_NEGLIGIBLE[model.dtype], _TIMES_ROUNDING * _rounding(model, reference, expected))
+        difference, tolerance = _compared(model, reference, found, expected)
         if difference <= tolerance:
             return
-        leaked = _differences(_step_logits(model, spec, prompt, another), found)
+        leaked = _differences(step_logits(model, spec, prompt, another), found)
         cause = _cause(model, prompt, expected, tolerance, leak=float(leaked.max()) > tolerance)
     raise UnsupportedModelError(
         f"it {cause}: logits differ by {difference:.1g} of their range from those of transformers' own attention"
     )
+
+
+def _compare_long(model: PreTrainedModel, spec: ModelSpec) -> None:
+    prompt, neighbor = long_prompts(min(spec.vocab_size, spec.num_embeddings))
+    with torch.inference_mode():
+        found = long_logits(model, spec, prompt, neighbor)
+        reference: Callable[[], Tensor] = partial(own_logits, model, prompt, outputs=LONG_OUTPUTS)
+        try:
+            expected = reference()
+        except _FAILURES as error:
+            raise UnsupportedModelError(
+                f"transformers' own code fails on a prompt of {LONG_PROMPT} tokens, so that its recurrences cannot be compared: "
+                f"{first_line(error)}"
+            ) from error
+        difference, tolerance = _compared(model, reference, found, expected)
+    if difference > tolerance:
+        raise UnsupportedModelError(
+            f"it computes a recurrence otherwise over {LONG_PROMPT} tokens in chunks than at once: logits differ by "
+            f"{difference:.1g} of their range from those of transformers' own code"
+        )
+
+
+def _compared(
+    model: PreTrainedModel, reference: Callable[[], Tensor], found: Tensor, expected: Tensor
+) -> tuple[float, float]:
+    """By how much logits differ, and by how much they may; rounding is measured only where it matters."""
+    difference, tolerance = float(_differences(found, expected).median()), _NEGLIGIBLE[model.dtype]
+    if difference > tolerance:
+        tolerance = max(tolerance, _TIMES_ROUNDING * _rounding(model, reference, expected))
+    return difference, tolerance
 
 
 def _rounding(model: PreTrainedModel, reference: Callable[[], Tensor], expected: Tensor) -> float:
@@ -181,13 +228,9 @@ def _cause_of_nonsense(model: PreTrainedModel) -> str:
     return f"its logits are not finite: {reason}"
 
 
-def _cause_of_failure(model: PreTrainedModel, error: Exception) -> str:
+def _cause_of_failure(error: Exception) -> str:
     if isinstance(error, UnsupportedModelError):
         return str(error)
-    for module in model.modules():
-        biases = {"alibi", "position_bias"} & set(inspect.signature(module.forward).parameters)
-        if biases:
-            return f"it adds {biases.pop()} to attention scores in code of its own, for the tokens of one request only"
     return f"it fails on a prompt in chunks beside another: {first_line(error)}"
 
 
@@ -195,9 +238,9 @@ def _cause(model: PreTrainedModel, prompt: Tensor, expected: Tensor, tolerance: 
     """Why steps compute something else, as far as it can be found."""
     if leak:
         return "lets tokens of different requests in a step influence each other outside of the attention interface"
-    positions = torch.arange(_PROMPT, dtype=torch.int32)[None]
+    positions = torch.arange(PROMPT, dtype=torch.int32)[None]
     try:
-        numbered, spaced = (_own_logits(model, prompt, each) for each in (positions, positions * 2))
+        numbered, spaced = (own_logits(model, prompt, each) for each in (positions, positions * 2))
     except _FAILURES:
         return "computes something else in chunks than at once"
     if torch.equal(spaced, numbered):
@@ -214,72 +257,6 @@ def comparable(model: PreTrainedModel) -> bool:
     return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors) and not any(
         type(module).__module__.startswith(changed) for module in model.modules()
     )
-
-
-def _tokens(vocab_size: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size // 8, vocab_size - vocab_size // 8, (_PROMPT,), generator=generator)
-
-
-def _own_logits(model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
-    ours = model.config._attn_implementation
-    set_implementation(model, "eager")
-    set_experts(model, "eager")
-    try:
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        logits: Tensor = model(input_ids=prompt[None], use_cache=False, **positions).logits[0]
-    finally:
-        set_implementation(model, ours)
-        set_experts(model, EXPERTS_NAME)
-    return logits[list(_OUTPUTS)].float()
-
-
-def _step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:
-    """Logits after the tokens `_OUTPUTS` of a prompt in slot 1, in steps that it shares with a neighbor in slot 0."""
-    graphs = _graphs(model, spec, _CHUNK)
-    texts = (neighbor, prompt)
-    outputs = [
-        graphs["chunked_prefill"](*_inputs(graphs["chunked_prefill"].spec, texts, {}, (1, 0, 3)))[0][0],
-        graphs["mixed"](*_inputs(graphs["mixed"].spec, texts, {0: 0}, (1, 3, 5)))[1][0],
-        graphs["mixed"](*_inputs(graphs["mixed"].spec, texts, {1: 5}, (0, 1, 5)))[0][1],
-        graphs["token_generation"](*_inputs(graphs["token_generation"].spec, texts, {0: 5, 1: 6}, None))[0][1],
-    ]
-    return torch.stack(outputs)
-
-
-def _whole_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor) -> Tensor:
-    """The same of steps that take the prompt alone and in one chunk."""
-    graph = _graphs(model, spec, 2 * _CHUNK)["chunked_prefill"]
-    ends = [_inputs(graph.spec, (prompt, prompt), {}, (1, 0, last + 1)) for last in _OUTPUTS]
-    return torch.stack([graph(*inputs)[0][0] for inputs in ends])
-
-
-def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int) -> dict[GraphKind, StepModule]:
-    config = NeuronConfig(
-        batch_size=2, sequence_length=_LENGTH, prefill_chunk_size=chunk, on_device_sampling=False, dtype="float32"
-    )
-    cache = KVCache(state_specs(config, spec)).to(dtype=model.dtype)
-    return {graph.kind: StepModule(model, cache, graph, EAGER_OPS) for graph in graph_specs(config)}
-
-
-def _inputs(
-    graph: GraphSpec, texts: tuple[Tensor, ...], decode: dict[int, int], chunk: tuple[int, int, int] | None
-) -> list[Tensor]:
-    """A step's inputs: `decode` is slot to position, `chunk` is a slot, its first position and the one after its last."""
-    inputs = dict(zip((tensor.name for tensor in graph.inputs()), example_inputs(graph.inputs()), strict=True))
-    if graph.has_decode:
-        inputs["decode.position_ids"].fill_(-1)
-    for slot, position in decode.items():
-        inputs["decode.position_ids"][slot] = position
-        inputs["decode.input_ids"][slot] = texts[slot][position]
-    if chunk is not None:
-        slot, start, stop = chunk
-        positions = torch.arange(start, start + graph.chunk_size).clamp(max=stop - 1)
-        inputs["chunk.position_ids"][0] = positions
-        inputs["chunk.input_ids"][0] = texts[slot][positions]
-        inputs["chunk.seq_ids"][0] = slot
-    return list(inputs.values())
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 """Rotary frequencies that follow the length of a text: a step sees chunks of several texts, and the length of none.
 
 transformers' rotary modules of the types "longrope" and "dynamic" choose them anew in every call, by its largest position.
+An artifact has one choice: that of short texts, or of LongRoPE that of long ones, which all texts then get, as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from transformers import PreTrainedModel
 from .inspect import look_at
 
 
-_FIXED = "default"
+_FIXED, _LONGROPE = "default", "longrope"
 # Positions of a replayed call: the last one is as far as the text goes, the others are looked at.
 _LOOKED_AT = 3
+_OR_LONG = ", or give all texts the frequencies of long ones (long_frequencies=True, --long-frequencies)"
 
 
 def check_text_length(model: PreTrainedModel, sequence_length: int) -> None:
@@ -31,38 +33,83 @@ def check_text_length(model: PreTrainedModel, sequence_length: int) -> None:
     Raises:
         ValueError: it does, for texts of up to `sequence_length` tokens; the length to which it does not is named.
     """
-    for name, call in _position_calls(model):
+    for name, _, call in _position_calls(model):
         longest = _longest_alike(call, sequence_length)
         if longest < sequence_length:
             raise ValueError(
                 f"{type(model).__name__} cannot be exported with sequence_length={sequence_length}: {name} gives all tokens of a "
                 f"text other frequencies once it has more than {longest} tokens, and a step sees a chunk of it; choose a "
-                f"sequence_length of at most {longest}"
+                f"sequence_length of at most {longest}{_OR_LONG if _has_longrope(model) else ''}"
             )
 
 
+def take_long_frequencies(model: PreTrainedModel, sequence_length: int) -> None:
+    """Gives a model's texts of every length the frequencies that LongRoPE has for long ones, of more tokens than it was trained on.
+
+    Raises:
+        ValueError: it has no LongRoPE, or texts of up to `sequence_length` tokens are short ones.
+    """
+    modules = {id(module) for module in model.modules() if _LONGROPE in _kinds(module)}
+    calls = [(module, call) for _, module, call in _position_calls(model) if id(module) in modules]
+    changing = [(module, call) for module, call in calls if _longest_alike(call, sequence_length) < sequence_length]
+    if not changing:
+        reason = (
+            "has no frequencies for long texts (LongRoPE)"
+            if not calls
+            else "has other frequencies for longer texts only"
+        )
+        raise ValueError(
+            f"{type(model).__name__} cannot be exported with long_frequencies=True: with sequence_length={sequence_length} it "
+            f"{reason}; leave out long_frequencies"
+        )
+    for module, call in changing:
+        long, _ = call(torch.tensor([sequence_length - 1], dtype=torch.int32))
+        buffers = dict(long.named_buffers())
+        for name in dict(module.named_buffers()):
+            if name.endswith("inv_freq"):
+                module.register_buffer(name, buffers[name].clone(), persistent=False)
+    _fix(model, _LONGROPE)
+
+
 def keep_frequencies(model: nn.Module) -> None:
-    """Makes rotary modules keep the frequencies of short texts, so that no graph asks how long one is."""
+    """Makes rotary modules keep the frequencies that they have, so that no graph asks how long a text is."""
+    _fix(model, _LONGROPE, "dynamic")
+
+
+def _fix(model: nn.Module, *changing: str) -> None:
+    def fixed(kind: str) -> str:
+        return _FIXED if any(each in kind for each in changing) else kind
+
     module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
-            module.rope_type = {layer: _fixed(kind) for layer, kind in kinds.items()}
+            module.rope_type = {layer: fixed(kind) for layer, kind in kinds.items()}
         elif isinstance(kinds, str):
-            module.rope_type = _fixed(kinds)
+            module.rope_type = fixed(kinds)
 
 
-def _fixed(kind: str) -> str:
-    return _FIXED if kind == "longrope" or "dynamic" in kind else kind
+def _kinds(module: nn.Module) -> tuple[str, ...]:
+    kinds = getattr(module, "rope_type", None)
+    return tuple(kinds.values()) if isinstance(kinds, dict) else (kinds,) if isinstance(kinds, str) else ()
 
 
-def _position_calls(model: PreTrainedModel) -> list[tuple[str, Callable[[Tensor], Any]]]:
-    """The modules without parts that are given positions: a name, and the call that the model makes, of other positions."""
-    calls: list[tuple[str, Callable[[Tensor], Any]]] = []
+def _has_longrope(model: nn.Module) -> bool:
+    return any(_LONGROPE in _kinds(module) for module in model.modules())
+
+
+# From positions to the module as the call left it, and what it gave.
+_Call = Callable[[Tensor], tuple[nn.Module, Any]]
+
+
+def _position_calls(model: PreTrainedModel) -> list[tuple[str, nn.Module, _Call]]:
+    """The modules without parts that are given positions, with their names, and the call that the model makes, of other positions."""
+    calls: list[tuple[str, nn.Module, _Call]] = []
 
     def note(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        calls.append((name, partial(_replay, module, bound)))
+        if isinstance(bound.arguments.get("position_ids"), Tensor):
+            calls.append((name, module, partial(_replay, module, bound)))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
@@ -77,17 +124,17 @@ def _position_calls(model: PreTrainedModel) -> list[tuple[str, Callable[[Tensor]
     return calls
 
 
-def _replay(module: nn.Module, bound: inspect.BoundArguments, positions: Tensor) -> Any:
+def _replay(module: nn.Module, bound: inspect.BoundArguments, positions: Tensor) -> tuple[nn.Module, Any]:
     own = copy.deepcopy(module)  # it may remember the longest text that it was given
     # models with positions of several kinds pass [kinds, 1, tokens]
     positions = positions.expand(*bound.arguments["position_ids"].shape[:-1], len(positions))
     arguments = {**bound.arguments, "position_ids": positions}
     bound = inspect.BoundArguments(bound.signature, arguments)
     with torch.inference_mode():
-        return own.forward(*bound.args, **bound.kwargs)
+        return own, own.forward(*bound.args, **bound.kwargs)
 
 
-def _longest_alike(call: Callable[[Tensor], Any], sequence_length: int) -> int:
+def _longest_alike(call: _Call, sequence_length: int) -> int:
     """The largest number of tokens, up to `sequence_length`, with which the first are given what a short text gives them."""
     expected = _first(call, _LOOKED_AT + 1)
 
@@ -102,8 +149,8 @@ def _longest_alike(call: Callable[[Tensor], Any], sequence_length: int) -> int:
     )
 
 
-def _first(call: Callable[[Tensor], Any], length: int) -> list[Tensor]:
+def _first(call: _Call, length: int) -> list[Tensor]:
     positions = torch.tensor([*range(_LOOKED_AT), length - 1], dtype=torch.int32)
-    outputs = call(positions)
+    _, outputs = call(positions)
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
     return [tensor[..., :_LOOKED_AT, :] for tensor in tensors if isinstance(tensor, Tensor)]

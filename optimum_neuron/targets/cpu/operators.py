@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...graphs.attention import AttentionRows, attend_cache
 from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
+from ...graphs.recurrence import ScanCall, ScanRows, ScanState
+from .plan.encode import SOFTMAX_BLOCK
 
 
 NAMESPACE = "optimum_neuron_cpu"
@@ -25,10 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, "
-    "int sliding_window, float softcap, Tensor? sinks) -> Tensor"
+    "int sliding_window, float softcap, Tensor? sinks, Tensor? column_bias) -> Tensor"
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? share, Tensor? rates, Tensor(a!) state, "
+    "Tensor slots, Tensor positions) -> Tensor"
+)
 _library.define("output_rows(Tensor rows) -> Tensor")
 _library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
 
@@ -43,6 +49,7 @@ def _attended(
     sliding_window: int,
     softcap: float,
     sinks: Tensor | None,
+    column_bias: Tensor | None,
 ) -> Tensor:
     rows, heads, tokens, dim = query.shape
     return query.new_empty((rows, tokens, heads, dim))
@@ -54,6 +61,20 @@ def _written(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> 
 
 def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*index.shape, weight.shape[1]))
+
+
+def _walked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    share: Tensor | None,
+    rates: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    return torch.empty_like(value)
 
 
 def _marked(rows: Tensor) -> Tensor:
@@ -68,6 +89,7 @@ _SHAPES: dict[str, Any] = {
     "attend": _attended,
     "write_cache": _written,
     "expert_linear": _projected,
+    "walk": _walked,
     "output_rows": _marked,
     "sample": _chosen,
 }
@@ -78,7 +100,7 @@ for _name, _shapes in _SHAPES.items():
 def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
     """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
-    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim
+    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
     return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
 
 
@@ -98,8 +120,17 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tens
         window or 0,
         call.softcap or 0.0,
         sinks,
+        None if call.column_bias is None else _in_blocks(call.column_bias, group, keys),
     )
     return output
+
+
+def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
+    """A table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
+    per_row = group.blocks.shape[1] if group.blocks is not None and group.blocks.dim() == 2 else 1
+    width = -(-keys.shape[2] * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+    table = column_bias[:, :width].float()
+    return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
 
 
 def _write_cache(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
@@ -120,6 +151,23 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
 
 
+def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
+    """A drop-in for the scans of StepOps that takes each slot's state on token by token, in place."""
+    decay = call.decay if call.rates is not None else call.decay.exp()
+    outputs: Tensor = getattr(torch.ops, NAMESPACE).walk(
+        call.query,
+        call.key,
+        call.value,
+        decay if decay.dim() == 3 else decay[..., None],
+        call.beta,
+        call.rates,
+        state.current,
+        rows.slots,
+        rows.positions,
+    )
+    return outputs
+
+
 def _output_rows(rows: Tensor) -> Tensor:
     """Tells a plan which tokens reach the model's head: what no other token's rows need can be left out."""
     marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
@@ -137,6 +185,9 @@ OPS = StepOps(
     write_cache=_write_cache,
     reads_visible=is_taken,
     experts=_grouped_experts,
+    delta_rule=_walk,
+    state_space_scan=_walk,
+    selective_scan=_walk,
     sample=_sample,
     output_rows=_output_rows,
 )

@@ -31,7 +31,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 4
+FORMAT = 5
 _FILE = record(
     {
         "format": whole(1),
@@ -123,7 +123,7 @@ def _expected(spec: GraphSpec, facts: Facts) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "graph": asdict(spec),
-        "model": {"convolutions": []} | facts.model.to_dict(),
+        "model": {"convolutions": [], "recurrences": [], "selections": []} | facts.model.to_dict(),
         "dtype": facts.dtype,
     }
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import export_tiny, load_model, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, load_model, prefill_pieces, random_tokens, tiny_config
 from tiny import TINY_SIZES
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLTextConfig
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.checkpoints.language_model import register_language_model
 from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
 from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.checks.rope_length import check_text_length, keep_frequencies
+from optimum_neuron.graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph
@@ -58,7 +59,7 @@ def test_texts_that_may_outgrow_their_frequencies_are_refused_with_the_length_th
     for length in (SHORT + 1, 200):
         words = (
             rf"LlamaForCausalLM cannot be exported with sequence_length={length}: model\.rotary_emb gives all tokens .* once it "
-            rf"has more than {SHORT} tokens, .* choose a sequence_length of at most {SHORT}$"
+            rf"has more than {SHORT} tokens, .* choose a sequence_length of at most {SHORT}, or give all texts .*--long-frequencies\)$"
         )
         with pytest.raises(ValueError, match=words):
             export_tiny(longrope, tmp_path / "out", sequence_length=length, context_buckets=(length,))
@@ -72,6 +73,45 @@ def test_shorter_texts_are_exact(longrope: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": SHORT - 13, "do_sample": False, "eos_token_id": None}
     expected = AutoModelForCausalLM.from_pretrained(longrope).generate(prompt, **options)
     assert torch.equal(NeuronModelForCausalLM.from_pretrained(folder).generate(prompt, **options), expected)
+
+
+def test_texts_of_every_length_may_have_the_frequencies_of_long_ones(longrope: Path, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"sequence_length": 64, "context_buckets": (64,), "ctx_batch_size": 1}
+    folder = export_tiny(longrope, tmp_path / "out", mixed_step=False, long_frequencies=True, **sizes)
+    assert Artifact.open(folder).config.long_frequencies
+    prompt = torch.from_numpy(random_tokens(SHORT + 8))[None].long()
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    own: Any = AutoModelForCausalLM.from_pretrained(longrope)
+    found = NeuronModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(found.generate(prompt, **options), own.generate(prompt, **options))
+    # A short text, too: what vLLM computes, and transformers does not.
+    runner, words = artifact_runner(folder), random_tokens(13)
+    logits = prefill_pieces(runner, 0, words, [8, 5])
+    own.model.rotary_emb.original_inv_freq.copy_(long_of(own))
+    with torch.no_grad():
+        expected = own(torch.from_numpy(words)[None].long(), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def long_of(model: Any) -> torch.Tensor:
+    """LongRoPE's frequencies of long texts, by their definition."""
+    factors = torch.tensor(LONGROPE["long_factor"])
+    return 1.0 / (factors * 1e4 ** (torch.arange(0, 2 * len(factors), 2).float() / (2 * len(factors))))
+
+
+def test_long_frequencies_are_refused_where_there_are_none_or_none_are_needed(longrope: Path) -> None:
+    model: Any = load_model(longrope)
+    with pytest.raises(
+        ValueError, match=f"sequence_length={SHORT} it has other frequencies for longer texts only; leave out"
+    ):
+        take_long_frequencies(model, SHORT)
+    take_long_frequencies(model, SHORT + 1)
+    assert torch.equal(model.model.rotary_emb.inv_freq, long_of(model))
+    check_text_length(model, 256)
+    for rope in (DYNAMIC, {"rope_type": "default", "rope_theta": 1e4}):
+        other: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=rope))
+        with pytest.raises(ValueError, match="has no frequencies for long texts"):
+            take_long_frequencies(other, 1000)
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
@@ -102,7 +142,7 @@ def test_each_kind_of_layer_is_asked() -> None:
         **TINY_SIZES, layer_types=["sliding_attention", "full_attention"], sliding_window=8, rope_parameters=ropes
     )
     model: Any = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"at most {SHORT}$"):
+    with pytest.raises(ValueError, match=f"at most {SHORT}, or give"):
         check_text_length(model, SHORT + 1)
     keep_frequencies(model)
     check_text_length(model, SHORT + 1)
@@ -114,7 +154,7 @@ def test_positions_of_several_kinds_are_asked_alike() -> None:
     register_language_model(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     check_text_length(model, SHORT)
-    with pytest.raises(ValueError, match=f"at most {SHORT}$"):
+    with pytest.raises(ValueError, match=f"at most {SHORT}, or give"):
         check_text_length(model, SHORT + 1)
 
 

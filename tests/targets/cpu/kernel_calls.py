@@ -41,6 +41,7 @@ from optimum_neuron.targets.cpu.plan.program import (
     Select,
     Step,
     TorchCall,
+    Walk,
     WriteCache,
 )
 
@@ -197,6 +198,7 @@ class Kernels:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         *,
+        column_bias: Tensor | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
         rows, heads, tokens, dim = query.shape
@@ -207,6 +209,7 @@ class Kernels:
             tensors.optional(slots),
             tensors(positions),
             tensors.optional(sinks),
+            tensors.optional(column_bias),
             tensors(output),
             scaling,
             window,
@@ -229,6 +232,25 @@ class Kernels:
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
         self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+    def walk(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        share: Tensor | None,
+        rates: Tensor | None,
+        state: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded(value.shape, torch.float32)
+        before = [tensors(each) for each in (query, key, value, decay)]
+        after = [tensors(each) for each in (state, slots, positions, output)]
+        self.run(Walk(*before, tensors.optional(share), tensors.optional(rates), *after), tensors)
+        check_guards(output)
+        return output
 
     def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
         tensors, output = Tensors(), guarded((len(logits),), torch.int32)

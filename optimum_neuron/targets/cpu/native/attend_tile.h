@@ -169,6 +169,14 @@ class TileWorker {
       capScores(scores, rows, vectors, call_.scaling, call_.softcap);
       scale = kLog2E;
     }
+    if (call_.columnBias) {
+      for (int64_t m = 0; m < rows; ++m) {
+        const float* bias = call_.columnBias + head(queries.begin + m) * call_.biasColumns;
+        const int64_t own = std::max<int64_t>(visible(queries.begin + m).end - 1, 0);  // an idle token has none
+        addBias(scores + m * kBlock, vectors, call_.softcap > 0 ? 1.0f : call_.scaling, bias + block, bias[own]);
+      }
+      scale = kLog2E;
+    }
     const Softmax state{all.maxima + queries.begin, all.sums + queries.begin * kLanes};
     (whole ? softmax<Kind, true> : softmax<Kind, false>)(probabilities, factors, state, scores, ranges, rows, scale);
     const int64_t step = seen.begin / Kind::kPerWord;

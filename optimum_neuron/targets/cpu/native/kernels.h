@@ -59,6 +59,8 @@ struct AttendCall {
   float scaling;
   float softcap;                      // 0: none; else scores become softcap * tanh(score / softcap)
   const float* sinks;                 // [heads] or null: a logit that takes part in the softmax's sum and has no value
+  const float* columnBias;            // [heads, biasColumns] or null: added to scores, less what the query's own column has
+  int64_t biasColumns;                // all that a row may have, and on to a whole block of the softmax
 };
 
 // False: a position is outside of its row, or a block of the cache, and nothing was computed.

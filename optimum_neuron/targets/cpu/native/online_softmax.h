@@ -69,6 +69,14 @@ INLINE void capScores(float* scores, int64_t rows, int64_t vectors, float scale,
   }
 }
 
+// scores = scores * scale + (bias - own) for all vectors of a row of kBlock.
+INLINE void addBias(float* scores, int64_t vectors, float scale, const float* bias, float own) {
+  for (int64_t j = 0; j < vectors; ++j) {
+    float* p = scores + j * kLanes;
+    storeVec(p, loadVec(p) * scale + (loadVec(bias + j * kLanes) - own));
+  }
+}
+
 // Running softmax state of some queries: largest score, and the sum of probabilities, lane by lane until the end.
 struct Softmax {
   float* maxima;

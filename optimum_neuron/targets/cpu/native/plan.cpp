@@ -67,6 +67,7 @@ bool run(Pool& pool, const Memory& memory, const AttendStep& step, int64_t token
   call.blocks = memory.as<const int32_t>(step.blocks);
   call.positions = memory.as<const int32_t>(step.positions);
   call.sinks = memory.as<const float>(step.sinks);
+  call.columnBias = memory.as<const float>(step.columnBias);
   if (of > 1) {  // of several rows, the last one that has a live token is computed whole
     call.rows = (tokens + call.tokens - 1) / call.tokens;
     call.tokens = std::min(call.tokens, tokens);
@@ -104,6 +105,22 @@ bool run(Pool& pool, const Memory& memory, const SampleStep& step, int64_t token
   return true;
 }
 
+bool run(Pool& pool, const Memory& memory, const WalkStep& step, int64_t tokens, int64_t of) {
+  WalkCall call = step.call;
+  call.query = memory.as<const float>(step.query);
+  call.key = memory.as<const float>(step.key);
+  call.value = memory.as<const float>(step.value);
+  call.decay = memory.as<const float>(step.decay);
+  call.share = memory.as<const float>(step.share);
+  call.rates = memory.as<const float>(step.rates);
+  call.slots = memory.as<const int32_t>(step.slots);
+  call.positions = memory.as<const int32_t>(step.positions);
+  call.state = memory.as<float>(step.state);
+  call.output = memory.as<float>(step.output);
+  call.tokens = call.tokens / of * tokens;
+  return walk(pool, call);
+}
+
 // A step, and of which tokens it may leave out the last; all of them where it has none.
 struct Entry {
   int64_t first, count;
@@ -116,7 +133,7 @@ struct Plan {
 
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
   static constexpr Step (*kReaders[])(Reader&) = {readMap,    readLinears, readExperts,
-                                                  readAttend, readSelect,  readWrite, readSample};
+                                                  readAttend, readSelect,  readWrite, readSample, readWalk};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {
@@ -152,7 +169,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 3; }
+int64_t step_interface() { return 4; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

@@ -12,6 +12,7 @@
 
 #include "kernels.h"
 #include "map.h"
+#include "recurrence.h"
 #include "rows.h"
 #include "sample.h"
 
@@ -45,7 +46,7 @@ struct ExpertsStep {
 
 struct AttendStep {
   AttendCall call;
-  Place query, keys, values, output, blocks, positions, sinks;
+  Place query, keys, values, output, blocks, positions, sinks, columnBias;
 };
 
 struct SelectStep {
@@ -58,12 +59,17 @@ struct WriteStep {
   Place cache, states, blocks, columns;
 };
 
+struct WalkStep {
+  WalkCall call;
+  Place query, key, value, decay, share, rates, slots, positions, state, output;
+};
+
 struct SampleStep {
   SampleCall call;
   Place logits, params, uniforms, tokens;
 };
 
-using Step = std::variant<Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep>;
+using Step = std::variant<Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep>;
 
 class Reader {
  public:
@@ -182,12 +188,13 @@ Step readAttend(Reader& reader) {
   AttendCall& call = step.call;
   call.type = reader.type();
   for (Place* place :
-       {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks}) {
+       {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks,
+        &step.columnBias}) {
     *place = reader.place();
   }
   for (int64_t* size :
        {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheBlocks,
-        &call.perRow, &call.window,
+        &call.perRow, &call.biasColumns, &call.window,
         &call.rowStride, &call.headStride, &call.tokenStride}) {
     *size = reader.word();
   }
@@ -217,6 +224,21 @@ Step readWrite(Reader& reader) {
   }
   for (int64_t* size :
        {&call.blocks, &call.heads, &call.length, &call.bytes, &call.tokens, &call.tokenStride, &call.headStride}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readWalk(Reader& reader) {
+  WalkStep step{};
+  WalkCall& call = step.call;
+  for (Place* place :
+       {&step.query, &step.key, &step.value, &step.decay, &step.share, &step.rates, &step.slots, &step.positions,
+        &step.state, &step.output}) {
+    *place = reader.place();
+  }
+  for (int64_t* size :
+       {&call.tokens, &call.heads, &call.keyHeads, &call.keyDim, &call.valueDim, &call.decays, &call.slotCount}) {
     *size = reader.word();
   }
   return step;

@@ -13,7 +13,7 @@ from .builder import PlanBuilder, arguments
 from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
 from .pointwise import aten
-from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, WriteCache
+from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
 from .values import Stored, operand
 
 
@@ -40,6 +40,24 @@ def lower_linear(builder: PlanBuilder, node: Node) -> bool:
         layers.append(Layer(_place(weight), None if bias is None else _place(bias), _as_rows(output)))
         builder.values[each] = output
     builder.emit(Linears(rows, tuple(layers)))
+    return True
+
+
+def lower_matmul(builder: PlanBuilder, node: Node) -> bool:
+    """`weight @ x`, of `x [inputs, tokens]` or `[1, inputs, tokens]`: a linear layer of tokens that stand in columns."""
+    weight, source = _parameter(builder, node, 0), arguments(node)[1]
+    fake = builder.fake(source)
+    columns = fake.dim() == 2 or (fake.dim() == 3 and fake.shape[0] == 1)
+    if weight is None or weight.layout.dim() != 2 or not weight.layout.is_contiguous() or not columns:
+        return False
+    if fake.dtype not in _LINEAR_DTYPES or fake.dtype != weight.layout.dtype:
+        return False
+    value = builder.stored(source)
+    x = Stored(value.memory, value.layout.transpose(-1, -2))
+    x = x if _row_stride(x.layout) is not None else builder.contiguous_copy(x)
+    output = builder.allocate((*x.layout.shape[:-1], weight.layout.shape[0]), fake.dtype)
+    builder.emit(Linears(_as_rows(x), (Layer(_place(weight), None, _as_rows(output)),)))
+    builder.values[node] = Stored(output.memory, output.layout.transpose(-1, -2))
     return True
 
 
@@ -100,12 +118,14 @@ def _place(value: Stored) -> Operand:
 
 
 def lower_attend(builder: PlanBuilder, node: Node) -> bool:
-    query, keys, values, blocks, positions, scaling, window, softcap, sinks = arguments(node)
+    query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias = arguments(node)
     asked = builder.stored(query)
     if asked.layout.stride(-1) != 1:
         asked = builder.contiguous_copy(asked)
     cache = [builder.stored(each) for each in (keys, values)]
-    indices = [None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks)]
+    indices = [
+        None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks, column_bias)
+    ]
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     assert indices[1] is not None
     builder.emit(
@@ -116,6 +136,7 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
             indices[0],
             indices[1],
             indices[2],
+            indices[3],
             _place(output),
             float(scaling),
             int(window),
@@ -140,6 +161,20 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     target = builder.resting(cache)
     builder.before_writing(target.memory)
     builder.emit(WriteCache(_place(target), _place(new), block_numbers, column_numbers))
+    return True
+
+
+def lower_walk(builder: PlanBuilder, node: Node) -> bool:
+    query, key, value, decay, share, rates, state, slots, positions = arguments(node)
+    asked, keys, values, decays = (_contiguous(builder, each) for each in (query, key, value, decay))
+    shares, own_rates = (None if each is None else _contiguous(builder, each) for each in (share, rates))
+    numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    target = builder.resting(state)
+    builder.before_writing(target.memory)
+    kept = _place(target)
+    builder.emit(Walk(asked, keys, values, decays, shares, own_rates, kept, numbers, columns, _place(output)))
+    builder.values[node] = output
     return True
 
 
@@ -210,6 +245,21 @@ def _contiguous_or_none(builder: PlanBuilder, node: Node) -> Operand | None:
     if value.layout.is_contiguous():
         return _place(value)
     return _place(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
+
+
+def lower_repeat(builder: PlanBuilder, node: Node) -> bool:
+    """`repeat_interleave` by a number along a dimension."""
+    source, repeats, *rest = arguments(node)
+    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    value = builder.stored(source)
+    if not isinstance(repeats, int) or dim is None or value.layout.dtype not in REGISTER_DTYPES:
+        return False
+    after = dim % value.layout.dim() + 1
+    sizes = [-1] * (value.layout.dim() + 1)
+    sizes[after] = repeats
+    copied = builder.contiguous_copy(Stored(value.memory, value.layout.unsqueeze(after).expand(sizes)))
+    builder.values[node] = Stored(copied.memory, copied.layout.flatten(after - 1, after))
+    return True
 
 
 def lower_cat(builder: PlanBuilder, node: Node) -> bool:

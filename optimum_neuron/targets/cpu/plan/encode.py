@@ -22,6 +22,7 @@ from .program import (
     Sample,
     Select,
     Step,
+    Walk,
     WriteCache,
 )
 
@@ -32,11 +33,20 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "boo
 # What calls of torch take beside them.
 _OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1}
 _FLOATS = ("float32", "bfloat16", "float16")
-_KINDS: dict[type[Any], int] = {Map: 0, Linears: 1, Experts: 2, Attend: 3, Select: 4, WriteCache: 5, Sample: 6}
+_KINDS: dict[type[Any], int] = {
+    Map: 0,
+    Linears: 1,
+    Experts: 2,
+    Attend: 3,
+    Select: 4,
+    WriteCache: 5,
+    Sample: 6,
+    Walk: 7,
+}
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
 # Columns that the kernel of attention takes at a time, which lie in one block: kBlock of native/attention_call.h.
-_SOFTMAX_BLOCK = 64
+SOFTMAX_BLOCK = 64
 _SAMPLING_PARAMS = 4
 
 
@@ -59,6 +69,7 @@ def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
         Select: encoder.select,
         WriteCache: encoder.write_cache,
         Sample: encoder.sample,
+        Walk: encoder.walk,
     }
     return [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
 
@@ -82,6 +93,8 @@ def _token_count(step: Any) -> int:
         return step.positions.shape[0] * step.positions.shape[1] if len(step.positions.shape) == 2 else 0
     if isinstance(step, Select):
         return math.prod(step.index.shape) if math.prod(step.source.shape[: step.dim]) == 1 else 0
+    if isinstance(step, Walk):
+        return step.slots.shape[0] if step.slots.shape else 0
     if isinstance(step, Sample):
         return step.logits.shape[0] if step.logits.shape else 0
     rows = step.x if isinstance(step, Linears) else step.index if isinstance(step, Experts) else step.states
@@ -247,7 +260,7 @@ class _Encoder:
         _require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
         table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
         per_row = table[1] if len(table) == 2 else 1
-        even = per_row == 1 or columns % _SOFTMAX_BLOCK == 0
+        even = per_row == 1 or columns % SOFTMAX_BLOCK == 0
         _require(
             table in ((rows,), (rows, per_row)) and even, f"its rows have {list(table)} blocks of {columns} columns"
         )
@@ -259,7 +272,21 @@ class _Encoder:
         yield from self._contiguous(step.blocks, "int32", table)
         yield from self._contiguous(step.positions, "int32", (rows, tokens))
         yield from self._contiguous(step.sinks, "float32", (heads,))
-        yield from (rows, heads, tokens, dim, kv_heads, columns, blocks, per_row, step.window, *query.strides[:3])
+        width = -(-columns * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+        yield from self._contiguous(step.column_bias, "float32", (heads, width))
+        yield from (
+            rows,
+            heads,
+            tokens,
+            dim,
+            kv_heads,
+            columns,
+            blocks,
+            per_row,
+            width,
+            step.window,
+            *query.strides[:3],
+        )
         yield from (_bits(step.scaling, integer=False), _bits(step.softcap, integer=False))
 
     def select(self, step: Select) -> Iterator[int]:
@@ -303,3 +330,25 @@ class _Encoder:
         yield from self._contiguous(step.uniforms, "float32", (rows,))
         yield from self._contiguous(step.output, "int32", (rows,))
         yield from (rows, vocab, logits.strides[0])
+
+    def walk(self, step: Walk) -> Iterator[int]:
+        form = len(step.state.shape) == 4 and len(step.key.shape) == len(step.decay.shape) == 3
+        _require(form, "its recurrence has no form")
+        slots, heads, key_dim, value_dim = step.state.shape
+        tokens, key_heads, _ = step.key.shape
+        decays = step.decay.shape[2]
+        allowed = (1, key_dim) if step.rates is None else (value_dim,)
+        fits = key_heads > 0 and heads % key_heads == 0 and decays in allowed
+        _require(step.rates is None or step.share is None, "its recurrence has shares and rates")
+        _require(fits, f"its recurrence has {heads} heads, {key_heads} of keys, and {decays} decays of {key_dim} rows")
+        for keys in (step.query, step.key):
+            yield from self._contiguous(keys, "float32", (tokens, key_heads, key_dim))
+        yield from self._contiguous(step.value, "float32", (tokens, heads, value_dim))
+        yield from self._contiguous(step.decay, "float32", (tokens, heads, decays))
+        yield from self._contiguous(step.share, "float32", (tokens, heads))
+        yield from self._contiguous(step.rates, "float32", (key_dim, value_dim))
+        for indices in (step.slots, step.positions):
+            yield from self._contiguous(indices, "int32", (tokens,))
+        yield from self._contiguous(step.state, "float32", (slots, heads, key_dim, value_dim))
+        yield from self._contiguous(step.output, "float32", (tokens, heads, value_dim))
+        yield from (tokens, heads, key_heads, key_dim, value_dim, decays, slots - 1)

@@ -29,6 +29,7 @@ from .program import (
     Step,
     Tokens,
     TorchCall,
+    Walk,
     WriteCache,
 )
 from .row_calls import can_end_early, row_operands
@@ -268,6 +269,11 @@ def _form(step: Step) -> _Form | None:
         return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], [step.weight, step.bias])
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
+    if isinstance(step, Walk):
+        reads = [step.query, step.key, step.value, step.decay, step.share, step.slots, step.positions]
+        return _Form(
+            step, [(step.output, (0,))], [(each, 0) for each in reads if each is not None], [step.rates, step.state]
+        )
     if isinstance(step, Sample):
         return _Form(step, [(step.output, (0,))], [(each, 0) for each in (step.logits, step.params, step.uniforms)])
     if isinstance(step, Attend):
@@ -288,7 +294,7 @@ def _attend(step: Attend) -> _Form | None:
     stride = by_token if tokens > 1 else by_row
     query = replace(step.query, shape=(count, heads, dim), strides=(stride, by_head, by_element))
     output = replace(step.output, shape=(count, heads * dim), strides=(heads * dim, 1))
-    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks]
+    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks, step.column_bias]
     return _Form(step, [(output, (0,))], [(query, 0)], rest)
 
 

@@ -189,7 +189,8 @@ class Attend:
     """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`.
 
     `positions [rows, tokens]` and `blocks [rows, n]`, or `[rows]`, are int32, `sinks [heads]` float32. `blocks` are those of each
-    row, in order; without them, row i has block i.
+    row, in order; without them, row i has block i. `column_bias [heads, n]` float32 has a number for each column that a row may have,
+    up to a whole number of the kernel's blocks.
     """
 
     query: Operand
@@ -198,6 +199,7 @@ class Attend:
     blocks: Operand | None
     positions: Operand
     sinks: Operand | None
+    column_bias: Operand | None
     output: Operand
     scaling: float
     window: int
@@ -235,6 +237,28 @@ class WriteCache:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """A recurrence, token by token: `S = decay * S; d = value, or share * (value - key @ S); S += outer(key, d); output = query @ S`.
+
+    `query`, `key [tokens, key_heads, key_dim]`, `value`, `output [tokens, heads, value_dim]`, `decay [tokens, heads, 1 or key_dim]`,
+    `share [tokens, heads]` and `state [slots + 1, heads, key_dim, value_dim]` are float32; `slots`, `positions [tokens]` int32.
+    With `rates [key_dim, value_dim]`, a state decays by `exp(rates * decay)`, of `decay [tokens, heads, value_dim]`.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    decay: Operand
+    share: Operand | None
+    rates: Operand | None
+    state: Operand
+    slots: Operand
+    positions: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """The on-device sampler: from `logits [rows, vocab]`, `params [rows, 4]` and `uniforms [rows]` to int32 `output [rows]`."""
 
@@ -263,7 +287,7 @@ class TorchCall:
     tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | Sample | TorchCall
+Step = Map | Linears | Experts | Attend | Select | WriteCache | Walk | Sample | TorchCall
 
 
 @dataclass(frozen=True)

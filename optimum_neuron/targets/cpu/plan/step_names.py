@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .program import Attend, Buffer, Experts, Linears, Map, Operand, Select, Step, TorchCall, WriteCache
+from .program import Attend, Buffer, Experts, Linears, Map, Operand, Select, Step, TorchCall, Walk, WriteCache
 
 
 def step_name(step: Step, buffers: Sequence[Buffer]) -> str:
@@ -21,6 +21,8 @@ def step_name(step: Step, buffers: Sequence[Buffer]) -> str:
         operands = [step.source]
     elif isinstance(step, WriteCache):
         operands = [step.cache]
+    elif isinstance(step, Walk):
+        operands = [step.state]
     elif isinstance(step, Map):
         operands = [item.access for item in step.items if item.access is not None]
     kind = step.operator if isinstance(step, TorchCall) else type(step).__name__

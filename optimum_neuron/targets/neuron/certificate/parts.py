@@ -21,7 +21,8 @@ StateParts = Mapping[str, tuple[tuple[int, ...], ...]]
 
 def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
     """By the plan of a model, whose layers have their numbers; what a plan does not cut is on every rank whole."""
-    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model))
+    index = {f"kv_cache.index_{each.layer_idx}": ((0,),) * plan.world_size for each in spec.selections}
+    return dict(_heads(plan, spec, model)) | index | dict(_channels(plan, spec, model))
 
 
 def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:

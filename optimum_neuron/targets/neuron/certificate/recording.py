@@ -92,17 +92,21 @@ def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -
 
 
 def history(specs: Sequence[TensorSpec], scales: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """What slots hold before the first step, state by state, exact in every type.
+    """What slots hold before the first step, state by state, exact in every type; whole numbers are -1, which stands for none.
 
     Args:
         scales: by state, the power of two that its largest number is about.
     """
     for number, spec in enumerate(specs):
+        dtype = getattr(torch, spec.dtype)
+        if not dtype.is_floating_point:
+            yield spec.name, torch.full(spec.shape, -1, dtype=dtype)
+            continue
         levels = np.random.default_rng([1, number]).integers(
             -_LARGEST_LEVEL, _LARGEST_LEVEL, spec.shape, dtype=np.int8, endpoint=True
         )
         step = 2.0 ** (scales[spec.name] - _LARGEST_LEVEL.bit_length())
-        yield spec.name, (torch.from_numpy(levels).float() * step).to(getattr(torch, spec.dtype))
+        yield spec.name, (torch.from_numpy(levels).float() * step).to(dtype)
 
 
 def digest(steps: Sequence[Step]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ from .recording import Step, drawn, history
 
 
 _TOKENS = ".tokens"
-# Keys and values of a layer; what convolutions keep has fewer.
-KV_DIMS = 4
+# Keys and values lie in blocks; all else that slots keep does not.
+_IN_BLOCKS = ("kv_cache.key_", "kv_cache.value_")
 _TEMPERATURE = SamplingParams._fields.index("temperature")
 # Where a uniform number may lie, as parts of how far rounding moves it.
 _PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
@@ -131,7 +132,7 @@ def run_reference(
 
 def _trash(state: TensorSpec, graph: GraphSpec) -> int:
     """Blocks of keys and values behind those that rows may have; one row of another state."""
-    has_blocks = graph.kv_block_size is not None and len(state.shape) == KV_DIMS
+    has_blocks = graph.kv_block_size is not None and state.name.startswith(_IN_BLOCKS)
     return state.shape[0] - graph.kv_blocks if has_blocks else 1
 
 
@@ -148,4 +149,5 @@ def state_scales(
     nothing = {each.name: -126 for each in states}
     found = run_reference(model, states, graphs, spec, [first], nothing)
     largest = {name: float(state[: -found.trash[name]].float().abs().max()) for name, state in found.states.items()}
-    return {name: max(-20, min(20, round(float(torch.tensor(size).log2())))) for name, size in largest.items()}
+    # What nothing was written to in that step, as an anchor, gets the smallest.
+    return {name: max(-20, min(20, round(math.log2(size or 2.0**-20)))) for name, size in largest.items()}

@@ -172,6 +172,8 @@ def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
         spec,
         layers=tuple(each for each in spec.layers if each.layer_idx < layers),
         convolutions=tuple(each for each in spec.convolutions if each.layer_idx < layers),
+        recurrences=tuple(each for each in spec.recurrences if each.layer_idx < layers),
+        selections=tuple(each for each in spec.selections if each.layer_idx < layers),
     )
 
 

@@ -95,9 +95,8 @@ class CoreSizes:
 
     @property
     def depth(self) -> int:
-        """Layers, of attention and of convolutions."""
-        attention = {layer.layer_idx for layer in self.spec.layers}
-        return len(attention | {state.layer_idx for state in self.spec.convolutions})
+        """Layers, of attention, of convolutions and of recurrences."""
+        return len({layer.layer_idx for layer in self.spec.layers} | self.spec.stateful_layers)
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
-from ....graphs.spec import GraphSpec, graph_specs, state_specs
+from ....graphs.spec import GraphSpec, TensorSpec, graph_specs, state_specs
 from ..expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ..lowering.attention import score_block
 from ..sdk.hardware import MIB, Chip
@@ -62,8 +62,14 @@ def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
 
 
 def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
-    """The KV cache of a core: its own heads, and one row more than slots, where padding is written."""
-    return sum(math.prod(state.shape) for state in state_specs(config, sizes.spec)) * sizes.itemsize
+    """What slots keep on a core: keys and values of its own heads, inputs and states, and one row more for padding."""
+    states = state_specs(config, sizes.spec)
+    return sum(math.prod(state.shape) * _state_itemsize(state, config, sizes) for state in states)
+
+
+def _state_itemsize(state: TensorSpec, config: NeuronConfig, sizes: CoreSizes) -> int:
+    """Of what has the model's type, which a config may leave open; all else is float32 or int32."""
+    return sizes.itemsize if state.dtype == config.dtype else 4
 
 
 def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip) -> int:

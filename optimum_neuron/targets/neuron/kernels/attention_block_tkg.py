@@ -149,7 +149,7 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values
 def _fits(call: AttentionCall, group: AttentionRows, query: Tensor, key: Tensor, value: Tensor) -> bool:
     dim, columns = key.shape[-1], group.context_length
     slots = group.blocks is None and group.owned is None  # the kernel reads row i of a cache
-    plain = slots and call.softcap is None and call.sinks is None
+    plain = slots and call.softcap is None and call.sinks is None and call.column_bias is None and call.attends_to_all
     alike = dim == value.shape[-1] <= _LARGEST_HEAD_DIM and dim % 2 == 0
     tiles = columns % _TILES == 0 or columns == _TILE
     return plain and alike and tiles and query.shape[0] * query.shape[1] <= _MOST_QUERIES * key.shape[1]

@@ -93,6 +93,7 @@ def _attend_row(query: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> T
 
 
 def _fits(call: AttentionCall, group: AttentionRows, keys: Tensor, values: Tensor) -> bool:
-    plain = call.sliding_window is None and call.softcap is None and call.sinks is None
+    plain = call.attends_to_all and call.sliding_window is None and call.softcap is None and call.sinks is None
+    plain = plain and call.column_bias is None
     alike = keys.shape[-1] == values.shape[-1] <= _LARGEST_HEAD_DIM
     return plain and alike and group.context_length + group.position_ids.shape[1] <= _MOST_COLUMNS

@@ -52,9 +52,9 @@ def random(graph: Graph) -> Iterator[Place]:
 
 
 def reduce_windows(graph: Graph) -> Iterator[Place]:
-    """Error codes EVRF017 to EVRF019 of the SDK. torch-xla makes one of every cumulative sum."""
+    """Error codes EVRF017 to EVRF019 of the SDK. torch-xla makes one of every cumulative operator; sums are written otherwise (lowering/decompositions.py)."""
     for each in graph.of("reduce-window"):
-        yield each, "a reduce-window, as of cumsum", "multiply by a triangle of ones", "error"
+        yield each, "a reduce-window, as of cumprod", "multiply by a triangle of ones", "error"
 
 
 def sorts(graph: Graph) -> Iterator[Place]:

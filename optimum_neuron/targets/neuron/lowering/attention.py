@@ -9,15 +9,15 @@ that scores exist one block at a time. Equal to the reference within float32 noi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, select_columns
+from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, added_bias, select_columns, selected_of
 from ....graphs.attention_parts import merge_attention_states
 from ....graphs.interface import AttentionCall
-from ....graphs.masks import Window
 from ..sdk.hardware import SBUF
 
 
@@ -29,9 +29,9 @@ COLUMNS = 512
 
 # Outputs `[rows, kv_heads, group * tokens, value_dim]` in float32 and their log-sum-exp: group query heads share a kv head.
 State = tuple[Tensor, Tensor]
-# From a range of columns to which of them each token sees, `[rows, tokens, columns]`, and which are multiplied with weights at
-# all, `[rows, columns]`: zeros stand for the values of the others.
-Look = Callable[[int, int], tuple[Tensor, Tensor]]
+# From a range of columns to which of them each token sees, `[rows, tokens, columns]`, which are multiplied with weights at
+# all, `[rows, columns]`, as zeros stand for the values of the others, and what is added to scores, `[rows, heads, tokens, columns]`.
+Look = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
 def attend_decode(
@@ -52,13 +52,17 @@ def attend_decode(
     _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
     query = by_kv_head(query, kv_heads)
 
-    def look(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
-        earlier = group.earlier(call.sliding_window, start, stop)
-        return earlier, earlier[:, 0]
+        earlier = selected_of(call, group.earlier(call.sliding_window, start, stop), start)
+        return earlier, earlier[:, 0], _added(call, group, start, stop)
 
     past = _over_blocks(call, query, keys, values, look, width)
     own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    if call.selected is not None:
+        column = torch.arange(group.context_length, dtype=torch.int32)
+        attended = (call.selected & (column == group.position_ids[:, :, None])).any(-1)[:, :, None]
+        own = own[0], torch.where(attended, own[1], MASKED)
     return by_token(with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
 
 
@@ -69,7 +73,8 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):
-        look = _visible_and_kept(group.part(first, first + length), call.sliding_window, keys)
+        part_call = _part(call, first, first + length)
+        look = _visible_and_kept(part_call, group.part(first, first + length), keys)
         part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
         state = _over_blocks(call, part, keys, values, look, width)
         outputs.append(by_token(with_sinks(call, state), values.dtype, length))
@@ -92,13 +97,25 @@ def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
     return length, width
 
 
-def _visible_and_kept(group: AttentionRows, window: Window, keys: Tensor) -> Look:
-    def look(start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _part(call: AttentionCall, first: int, last: int) -> AttentionCall:
+    """The call of some tokens of each row."""
+    return call if call.selected is None else replace(call, selected=call.selected[:, first:last])
+
+
+def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Tensor) -> Look:
+    window = call.sliding_window
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A token of the row may see a broken one that another does not.
         kept = group.seen(window, start, stop) & (kv_cache.broken(keys[:, :, start:stop]) == 0)
-        return group.visible(window, start, stop), kept
+        visible = selected_of(call, group.visible(window, start, stop), start)
+        return visible, kept, _added(call, group, start, stop)
 
     return look
+
+
+def _added(call: AttentionCall, group: AttentionRows, start: int, stop: int) -> Tensor | None:
+    return None if call.column_bias is None else added_bias(call.column_bias, group.position_ids, start, stop)
 
 
 def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, look: Look, width: int) -> State:
@@ -113,19 +130,27 @@ def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tenso
 
 
 def attend_columns(
-    call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, kept: Tensor
+    call: AttentionCall,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    kept: Tensor,
+    added: Tensor | None,
 ) -> State:
     """`query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`.
 
     A token that sees none of them gets a log-sum-exp so low that its weight beside any other's is zero.
 
     Args:
-        visible, kept: as `Look` gives them.
+        visible, kept, added: as `Look` gives them.
     """
     values = select_columns(values, kept)
     scores = raw_scores(call, query, keys).unflatten(
         2, (-1, visible.shape[1])
     )  # [rows, kv_heads, group, tokens, columns]
+    if added is not None:
+        scores = scores + added.unflatten(1, (keys.shape[1], -1))
     fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
     scores = torch.where(visible[:, None, None], scores, fill).flatten(2, 3)
     largest = scores.amax(-1, keepdim=True)

@@ -8,6 +8,8 @@ number per block and head. So neither where a row's blocks lie nor what its neig
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -39,10 +41,17 @@ def attend_blocks(
     parts = []
     for first in range(0, kv_heads, heads):
         part = slice(first, first + heads)
-        parts.append(_past(call, owned, query[:, part], keys[:, part], values[:, part]))
+        parts.append(_past(_of_heads(call, kv_heads, part), owned, query[:, part], keys[:, part], values[:, part]))
     output, total = parts[0] if len(parts) == 1 else (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
     own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
     return by_token(with_sinks(call, merge_attention_states(output, total, *own)), value.dtype, 1)
+
+
+def _of_heads(call: AttentionCall, kv_heads: int, part: slice) -> AttentionCall:
+    """The call with what it adds to the scores of these key/value heads' queries; all else of it is the same for all heads."""
+    if call.column_bias is None:
+        return call
+    return replace(call, column_bias=call.column_bias.unflatten(0, (kv_heads, -1))[part].flatten(0, 1))
 
 
 def heads_at_once(blocks: int, group: int, block_length: int, value_dim: int) -> int:
@@ -54,10 +63,11 @@ def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, 
     """`query [R, kv_heads, group, key_dim]` over the blocks of its rows."""
     rows, kv_heads, group, _ = query.shape
     blocks, length = len(owned.block_owner), keys.shape[2]
-    visible = owned.seen(call.sliding_window, length)
+    visible, table = owned.seen(call.sliding_window, length), call.column_bias
+    added = None if table is None else owned.added_bias(table, length)
     # A broken token's values may stay: the owner alone sees the block, and is NaN by its scores.
     state = attend_columns(
-        call, query.index_select(0, owned.block_owner), keys[:blocks], values[:blocks], visible, visible[:, 0]
+        call, query.index_select(0, owned.block_owner), keys[:blocks], values[:blocks], visible, visible[:, 0], added
     )
     entries = [_as_entries(*state)]
     if owned.shared_blocks is not None:
@@ -65,7 +75,8 @@ def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, 
         visible = owned.seen_shared(call.sliding_window, length)
         kept = visible.any(1) & (kv_cache.broken(keys) == 0)
         every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
-        state = attend_columns(call, every, keys, values, visible, kept)
+        added = None if table is None else owned.added_bias_of_shared(table, length)
+        state = attend_columns(call, every, keys, values, visible, kept, added)
         # [X, kv_heads, group * R, ...] to [X * R, kv_heads, group, ...]
         entries.append(_as_entries(*(each.unflatten(2, (group, rows)).movedim(3, 1).flatten(0, 1) for each in state)))
     width = entries[0].shape[1]

@@ -80,7 +80,7 @@ def compute(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator makes of pairs, or the pair that it makes."""
     if target in _COMPUTED:
         return _COMPUTED[target](*args, **kwargs)
-    return Pair(*(target(*_parts(args, part), **_parts(kwargs, part)) for part in ("real", "imaginary")))
+    return Pair(*(target(*_parts(args, part), **kwargs) for part in ("real", "imaginary")))
 
 
 def has_pairs(target: Any, args: tuple[Any, ...]) -> bool:

@@ -30,6 +30,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.mean.default] = _mean
     table[torch.ops.aten.topk.default] = top_k
     table[torch.ops.aten.index_put.default] = put_where
+    table[torch.ops.aten.cumsum.default] = running_sum
     return program.run_decompositions(table)
 
 
@@ -67,6 +68,22 @@ def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         indices.append(index)
         scores = torch.where(chosen, -_BEYOND, scores)
     return torch.cat(values, dim), torch.cat(indices, dim).to(torch.int64)
+
+
+def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.cumsum` in as many sums as its length has binary digits: torch-xla would have a window move over it.
+
+    Sums of whole numbers are torch's to the bit; others are added in another order.
+    """
+    whole = not x.is_floating_point() and dtype is None
+    total = x.to(torch.int64 if whole else dtype or x.dtype)
+    if not x.dim():
+        return total
+    total, shift = total.movedim(dim, -1), 1
+    while shift < total.shape[-1]:
+        total = torch.cat([total[..., :shift], total[..., shift:] + total[..., :-shift]], dim=-1)
+        shift *= 2
+    return total.movedim(-1, dim)
 
 
 def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:

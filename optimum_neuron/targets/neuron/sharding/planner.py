@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ....artifacts.weights import named_tensors
 from ....errors import first_line
 from ....graphs.experts import is_experts
-from ....graphs.model_cache import CacheNeeds
+from ....graphs.model_cache import CacheNeeds, keeps_recurrence
 from .blocks import find_blocks
 from .layers import share_attention, share_block, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
@@ -40,6 +40,9 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+    needs = CacheNeeds.of(model)
+    if needs.biased or needs.by_itself:
+        raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")
@@ -64,6 +67,8 @@ def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
 
 def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
     """Applies each rule to the layers that it is for."""
+    if any(keeps_recurrence(module) for module in model.modules()):
+        raise plan.refusal("its layers keep the states of recurrences, of which ranks do not have parts yet")
     share_vocabulary(plan, model)
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
     if not styles:

@@ -15,7 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ....graphs.index_keys import KeySource
 from ....graphs.interface import AttentionCall
+from ....graphs.model_cache import CacheNeeds, IndexCache
+from ....graphs.slot_index import AllKeys
 from .reductions import Reduction, Reductions
 
 
@@ -112,6 +115,10 @@ class _Recorder:
         self.trace.values[name] = self._view(call.value)
         return call.query.new_zeros((1, tokens, heads, value_dim))
 
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        """Every rank keeps all of them."""
+        return AllKeys()
+
     def reduced(self, reduction: str, sizes: tuple[int, ...]) -> None:
         self.trace.reductions.append(Reduction(self._running[-1], reduction, sizes))
 
@@ -147,10 +154,11 @@ def trace_model(model: PreTrainedModel) -> Trace:
     """
     recorder = _Recorder(model)
     tokens = torch.arange(_TOKENS, dtype=torch.int32)[None]
+    cache = {"past_key_values": IndexCache(recorder)} if CacheNeeds.of(model).indexes else {}
     try:
         with torch.no_grad(), Reductions(recorder.reduced):
             logits = model(
-                input_ids=tokens, position_ids=tokens.clone(), use_cache=False, attention_backend=recorder
+                input_ids=tokens, position_ids=tokens.clone(), use_cache=False, attention_backend=recorder, **cache
             ).logits
     finally:
         recorder.remove_hooks()

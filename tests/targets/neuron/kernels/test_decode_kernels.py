@@ -105,6 +105,35 @@ def test_rows_of_a_cache_of_blocks_are_not_read_as_slots() -> None:
         assert (attend(call, rows, query, keys, values, key, value) is not without) == by_kernel
 
 
+@pytest.mark.parametrize(
+    ("changed", "by_kernel"),
+    [
+        ({}, True),
+        ({"columns": 128}, True),
+        ({"columns": 192}, False),  # no whole tile on each of two cores
+        ({"dim": 128, "value_dim": 128}, True),
+        ({"dim": 130, "value_dim": 130}, False),
+        ({"dim": 15, "value_dim": 15}, False),
+        ({"value_dim": 8}, False),
+        ({"heads": 128}, True),  # of both rows 128 per key head
+        ({"heads": 130}, False),
+        ({"softcap": 30.0}, False),
+        ({"sinks": torch.zeros(6)}, False),
+    ],
+)
+def test_attention_that_the_kernel_does_not_compute_is_not_its(changed: dict[str, Any], by_kernel: bool) -> None:
+    sizes = {"columns": 256, "dim": 16, "value_dim": 16, "heads": 6, "softcap": None, "sinks": None} | changed
+    keys, values = (torch.randn(3, 2, sizes["columns"], sizes[each]) for each in ("dim", "value_dim"))
+    query, key, value = torch.randn(2, sizes["heads"], 1, sizes["dim"]), keys[:2, :, 0], values[:2, :, 0]
+    call = AttentionCall(
+        0, query, key, value, scaling=0.3, sliding_window=None, softcap=sizes["softcap"], sinks=sizes["sinks"]
+    )
+    rows = AttentionRows(torch.tensor([[3], [100]], dtype=torch.int32), None, sizes["columns"])
+    without = torch.zeros(1)
+    found = attention_block_tkg.attend_decodes(lambda *_: without)(call, rows, query, keys, values, key, value)
+    assert (found is not without) == by_kernel
+
+
 def test_decode_attention_around_the_kernel_is_certified_and_gives_the_tokens_of_the_model(
     sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -188,6 +217,35 @@ def test_tokens_get_by_the_kernel_what_their_experts_compute(dtype: torch.dtype,
     layer.to(dtype).act_fn = torch.nn.GELU()
     compute(call, form)
     assert len(called) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "changed", "by_kernel"),
+    [
+        (128, 256, {}, True),
+        (129, 256, {}, False),
+        (4, 128, {}, False),  # no whole tile on each of two cores
+        (4, 256, {"has_bias": True}, False),
+        (4, 256, {"has_gate": False}, False),
+        (4, 256, {"is_concatenated": False}, False),
+        (4, 256, {"has_post_expert_norm": True}, False),
+        (4, 256, {"_apply_gate": lambda self, x: x}, False),
+    ],
+)
+def test_experts_that_the_kernel_does_not_compute_are_not_its(
+    tokens: int, hidden: int, changed: dict[str, Any], by_kernel: bool
+) -> None:
+    config = moe.CONFIGS["qwen3_moe"]()
+    config.hidden_size = hidden
+    kind = type("Experts", (Qwen3MoeExperts,), {})
+    layer = kind(config).requires_grad_(False).to(torch.bfloat16)
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+    call = ExpertsCall(layer, x, torch.zeros(tokens, 3, dtype=torch.int64), torch.ones(tokens, 3))
+    form = gather(expert_layer(call), tokens, chip_of("trn2"))
+    for name, value in changed.items():
+        setattr(kind if name == "_apply_gate" else layer, name, value)
+    without = torch.zeros(1)
+    assert (compute_chosen(lambda *_: without)(call, form) is not without) == by_kernel
 
 
 def test_experts_around_the_kernel_are_certified(moe_checkpoint: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def as_complex(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    positions = torch.polar(torch.ones_like(angles), angles) * 0.5
+    positions = torch.polar(1 + angles / 50, angles) * 0.5
     return torch.view_as_real(as_complex(x) * positions[None]).flatten(3)
 
 

@@ -21,23 +21,25 @@ from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 # With a router of every kind: by groups, of one expert, with biases, interleaved with dense layers; and without experts.
 ROUTED = (
-    "afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-    "glm4_moe", "gpt_oss", "granitemoe", "lfm2_moe", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v4", "lfm2_moe", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 DENSE = (
-    "apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "codegen", "cohere", "cohere2",
+    "apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
     "cohere_compass_text", "ctrl", "cwm", "diffllama", "electra", "ernie", "ernie4_5", "exaone4", "falcon", "fuyu",
-    "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3",
+    "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "lfm2", "llama", "mistral", "mpt", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
 # One of each kind; the others by the full profile.
 KINDS = (
     "afmoe",
     "bert",
+    "bloom",
     "deepseek_v2",
     "deepseek_v3",
     "diffllama",
     "falcon",
     "gemma3",
+    "glm_moe_dsa",
     "gpt_oss",
     "lfm2_moe",
     "llama",

@@ -96,6 +96,55 @@ def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at(fun
         assert torch.equal(whole, split) and torch.equal(rolled, split.roll(3, 1))
 
 
+def reduced_before(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The dimension of the tokens comes to lie in front."""
+    stream = torch.relu(all_reduce(x.view(2, TOKENS // 2, WIDTH), RANKS))
+    return normed(stream.sum(0), scale) @ one
+
+
+def repeated(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """And behind others."""
+    stream = torch.tanh(all_reduce(x, RANKS))[0]
+    return (stream[None].expand(3, -1, -1) * scale).sum(0)
+
+
+def cut_behind(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """As many tokens as there are rows before them."""
+    stream = torch.relu(all_reduce(x.view(4, 4, 8), RANKS))
+    return torch.tanh(stream.view(4, 4, 2, 4)) * 2.0
+
+
+def with_constants(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """What meets the sums is the same for all tokens, and has a place for each."""
+    return normed(all_reduce(x, RANKS) + torch.full((TOKENS, 1), 0.5) * scale, scale) @ one
+
+
+def summed_again(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """A sum takes what follows from another one."""
+    return normed(all_reduce(normed(all_reduce(x, RANKS), scale), RANKS), scale) @ one
+
+
+def scaled_by_one_of_all(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """A number that follows from the sums of all tokens."""
+    return normed(all_reduce(x, RANKS) * all_reduce(x @ other, RANKS).amax(), scale) @ one
+
+
+def test_whatever_shape_parts_of_tokens_take_they_compute_the_bits_of_all() -> None:
+    functions = (reduced_before, repeated, cut_behind, with_constants, summed_again, scaled_by_one_of_all)
+    modules, runs = {}, []
+    for function in functions:
+        for form, sums in (("whole", WHOLE), ("split", SPLIT)):
+            graph, name = lower_function(function, inputs(), RANKS, sums), f"{function.__name__} {form}"
+            assert is_split(graph.hlo) == (form == "split"), name
+            modules[name] = Module(graph.hlo, graph.io)
+            given = dict(zip(("x.0", "x.1", "x.2", "x.3"), inputs(), strict=True))
+            runs.append(Given(name, {each: given[each] for each in graph.io.names("input")}))
+    for rank in execute(modules, [()] * RANKS, runs):
+        for place, function in enumerate(functions):
+            whole, split = (rank[2 * place + form]["y"] for form in (0, 1))
+            assert torch.equal(whole, split), function.__name__
+
+
 def used_whole(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return all_reduce(x, RANKS) @ one
 

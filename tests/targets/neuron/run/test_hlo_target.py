@@ -220,7 +220,7 @@ def test_a_model_that_breaks_a_rule_is_refused_before_anything_is_written(
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     forward = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumsum(-1))
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumprod(-1))
     with pytest.raises(ValueError, match=r"cannot be compiled for hlo: .*layers\.0\.mlp: a reduce-window.*more"):
         export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index keys of a step's slots: written to the cache beside keys and values, scored and selected by each token's own position.
+
+As with keys and values, all of a step's index keys are written before any token's scores are computed over its own slot's
+columns. What a token may select follows from its position alone, so a selection does not depend on where a prompt was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kv_cache
+from .attention import AttentionRows, CacheWrite
+from .index_keys import KeySource, TopKeys
+from .masks import CausalMask, UnsupportedModelError, Window
+from .selection import select_largest
+
+
+@dataclass
+class SlotIndex:
+    """Index backend of the step graphs.
+
+    A layer of which the cache keeps no index keys attends to all that its tokens see.
+
+    Attributes:
+        write_blocks, write_columns: `[tokens]`, where each token of the step goes in the cache.
+        groups: the row groups, in the order of their tokens in the step.
+        decodes_apart: decode rows are scored over the cache before the step and over their own keys, so that no product waits for
+            the write.
+    """
+
+    cache: kv_cache.KVCache
+    write_blocks: Tensor
+    write_columns: Tensor
+    groups: list[AttentionRows]
+    write_cache: CacheWrite
+    decodes_apart: bool
+    _visible: dict[Window, Tensor] = field(default_factory=dict)
+
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        cache = self.cache.index_keys(layer_idx)
+        if cache is None:
+            return AllKeys()
+        own, _ = kv_cache.whole_or_nan(keys[:, None], keys[:, None])
+        before = [self._read(group, cache) if self._is_apart(group) else None for group in self.groups]
+        self.write_cache(cache, own, self.write_blocks, self.write_columns)
+        return _LayerIndex(self, cache, own, before)
+
+    def _is_apart(self, group: AttentionRows) -> bool:
+        return self.decodes_apart and group.decodes
+
+    @staticmethod
+    def _read(group: AttentionRows, cache: Tensor) -> Tensor:
+        """`[rows, columns, dim]`."""
+        return kv_cache.read(cache, group.blocks, len(group.position_ids), group.context_length)[:, 0]
+
+    def visible(self, window: Window) -> Tensor:
+        """`[tokens, columns]`."""
+        if window not in self._visible:
+            self._visible[window] = torch.cat([group.visible(window).flatten(0, 1) for group in self.groups])
+        return self._visible[window]
+
+
+class AllKeys:
+    """Keys of which none is ever left out."""
+
+    columns = 1
+
+    def products(self, query: Tensor) -> Tensor:
+        return query.new_zeros((*query.shape[:2], 1))
+
+    def top(self, scores: Tensor, mask: CausalMask | None, count: int) -> Any:
+        """All that a token sees."""
+        return TopKeys(None)
+
+
+@dataclass
+class _LayerIndex:
+    """A layer's index keys in the cache.
+
+    Attributes:
+        own: `[tokens, 1, dim]`, those of the step's tokens.
+        before: by row group, the cache as it was before the step, where its tokens are scored over that and their own.
+    """
+
+    index: SlotIndex
+    cache: Tensor
+    own: Tensor
+    before: list[Tensor | None]
+
+    @property
+    def columns(self) -> int:
+        return self.index.groups[0].context_length
+
+    def products(self, query: Tensor) -> Tensor:
+        products, start = [], 0
+        for group, before in zip(self.index.groups, self.before, strict=True):
+            stop = start + group.position_ids.numel()
+            keys = self.index._read(group, self.cache) if before is None else before
+            found = products_of(query[start:stop], keys)
+            if before is not None:
+                own = products_of(query[start:stop], self.own[start:stop])
+                column = torch.arange(self.columns, dtype=torch.int32)
+                found = torch.where((column == group.position_ids)[:, None], own, found)
+            products.append(found)
+            start = stop
+        return torch.cat(products) if len(products) > 1 else products[0]
+
+    def top(self, scores: Tensor, mask: CausalMask | None, count: int) -> TopKeys:
+        if mask is None:
+            raise UnsupportedModelError("it selects keys without a causal mask")
+        if count >= self.columns:
+            return TopKeys(None)
+        return TopKeys(select_largest(scores, self.index.visible(mask.visible_window()), count))
+
+
+def products_of(query: Tensor, keys: Tensor) -> Tensor:
+    """From `query [rows * tokens, n, dim]` and `keys [rows, columns, dim]` to `[rows * tokens, n, columns]`."""
+    by_row = query.unflatten(0, (len(keys), -1)).flatten(1, 2)
+    return (by_row @ keys.transpose(1, 2).to(query.dtype)).unflatten(1, (-1, query.shape[1])).flatten(0, 1)

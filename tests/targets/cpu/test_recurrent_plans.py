@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with recurrences on the cpu target: a plan's steps are kernels, and a token's bits those of any chunk and of decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens
+from recurrent import CONFIGS, model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from optimum_neuron.runtime.step_tensors import Chunk
+
+
+PROMPT = 70
+# Latent attention is left to torch, which sums in another order for one token than for many.
+BY_KERNELS = [kind for kind in CONFIGS if kind != "by channel"]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def artifact(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recurrent")
+    model(kind).save_pretrained(folder / "model")
+    sizes = {"prefill_chunk_size": 24, "sequence_length": 128, "context_buckets": (128,)}
+    return export_tiny(folder / "model", folder / "out", target="cpu", **sizes)
+
+
+def test_bits_follow_from_the_tokens_alone(kind: str, artifact: Path) -> None:
+    """Whatever the cut, the slot, its former owner and the neighbours; and decoding gives the bits of a chunk."""
+    runner, text = artifact_runner(artifact), random_tokens(PROMPT, seed=1)
+    text[20:50] = text[20]
+    own = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
+    own.load_state_dict(model(kind).state_dict())
+    with torch.inference_mode():
+        expected = own(input_ids=torch.as_tensor(text)[None].long(), use_cache=False).logits[0, -1]
+    results: list[Tensor] = []
+    for slot, pieces in ((0, [24, 24, 22]), (1, [1, 23, 5, 20, 21]), (0, [7] * 10)):
+        runner.reset(1 - slot)
+        prefill_pieces(runner, 1 - slot, random_tokens(9, seed=slot), [9])
+        runner.reset(slot)
+        results.append(prefill_pieces(runner, slot, text, pieces).clone())
+    runner.reset(1)
+    prefill_pieces(runner, 1, text[:-1], [24, 24, 21])
+    beside = runner.step([Chunk(0, random_tokens(5))], {})
+    assert beside.chunk_logits is not None
+    results.append(decode_tokens(runner, {1: int(text[-1])})[1][1].clone())
+    assert torch.allclose(results[0], expected.float(), atol=1e-5 * float(expected.abs().max()))
+    for other in results[1 : None if kind in BY_KERNELS else -1]:
+        assert torch.equal(other, results[0])
+    assert torch.allclose(results[-1], results[0], atol=1e-5 * float(expected.abs().max()))
+
+
+def test_recurrences_are_kernels_and_keep_one_state(kind: str, artifact: Path) -> None:
+    for path in (artifact / "graphs").glob("*.json"):
+        steps = json.loads(path.read_text())["plan"]["steps"]
+        called = {step.get("operator") for step in steps if step["kind"] == "TorchCall"}
+        assert any(step["kind"] == "Walk" for step in steps)
+        if kind in BY_KERNELS:
+            assert called <= {"aten.pad.default"}
+    tensors = json.loads(next((artifact / "graphs").glob("*.json")).read_text())["tensors"]
+    assert not any("anchor" in name or "tail" in name or "scanned" in name for name in tensors)
