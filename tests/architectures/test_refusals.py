@@ -214,7 +214,6 @@ def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
         lambda: mask + scores,
         lambda: scores.masked_fill(mask, 0.0),
         lambda: torch.cat([mask, scores]),
-        lambda: mask.dtype,
         lambda: mask < 0,
         lambda: ~mask,
         lambda: bool(mask),

@@ -26,7 +26,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
+from transformers import AutoModelForCausalLM, XLMConfig, XLNetConfig
 
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
@@ -176,11 +176,11 @@ def test_a_model_is_asked_for_its_own_sizes(tiny_specs: dict[str, ModelSpec]) ->
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=100), "BloomForCausalLM"),
-        (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100, state_size=4), "MambaForCausalLM"),
+        (XLNetConfig(d_model=32, d_inner=32, n_layer=2, n_head=2, vocab_size=100), "XLNetLMHeadModel"),
+        (XLMConfig(emb_dim=32, n_layers=2, n_heads=2, vocab_size=100), "XLMWithLMHeadModel"),
     ],
 )
-def test_a_model_without_the_attention_interface_is_refused(config: BloomConfig | MambaConfig, name: str) -> None:
+def test_a_model_without_the_attention_interface_is_refused(config: XLMConfig | XLNetConfig, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} cannot be exported: 0 attention calls .* num_hidden_layers=2"):
         inspect_model(AutoModelForCausalLM.from_config(config))
 
