@@ -15,7 +15,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -137,9 +137,6 @@ class StepCache(IndexCache):
             raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
         self._recurrences.leave(layer_idx)
         return recurrent_states
-
-    def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise UnsupportedModelError("its cache keeps an index by which its layers select the keys that they attend to")
 
 
 @dataclass(frozen=True)
