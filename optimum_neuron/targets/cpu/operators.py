@@ -17,11 +17,12 @@ from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
 from ...graphs.recurrence import ScanCall, ScanRows, ScanState
-from .plan.encode import SOFTMAX_BLOCK
 
 
 NAMESPACE = "optimum_neuron_cpu"
 HEAD_DIM_STEP, HEAD_DIM_LIMIT = 16, 256
+# Columns that the attention kernel takes at a time, of a bias by column too.
+COLUMN_BLOCK = 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -128,7 +129,7 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tens
 def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
     """A table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
     per_row = group.blocks.shape[1] if group.blocks is not None and group.blocks.dim() == 2 else 1
-    width = -(-keys.shape[2] * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+    width = -(-keys.shape[2] * per_row // COLUMN_BLOCK) * COLUMN_BLOCK
     table = column_bias[:, :width].float()
     return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
 
