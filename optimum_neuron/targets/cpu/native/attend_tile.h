@@ -125,11 +125,12 @@ class TileWorker {
     const Range common = cut(tile_.common, block);
     const int64_t next = block + kBlock < tile_.seen.end ? block + kBlock : block;
     const auto* nextKeys = static_cast<const Element*>(call_.keys) + offset(next);
-    packKeys<Kind>(scratch_.keys, keys, values, nextKeys, call_.dim, seen.end);
+    const auto* nextValues = static_cast<const Element*>(call_.values) + offset(next);
+    packKeys<Kind>(scratch_.keys, keys, nextKeys, call_.dim, seen.end);
     const bool same = common.begin <= seen.begin && common.end >= seen.end;
     // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.
     if (same || allFinite<Kind>(values, call_.dim, seen)) {
-      const Word* packed = packValues(Kind(), scratch_.values, values, call_.dim, seen);
+      const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, seen);
       const int64_t groups = divideUp(tile_.queries, kProductRows);
       for (int64_t i = 0; i < groups; ++i) {
         attendRows(block, packed, part(tile_.queries, i, groups), state);
@@ -137,7 +138,7 @@ class TileWorker {
       return;
     }
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      const Word* packed = packValues(Kind(), scratch_.values, values, call_.dim, cut(visible(i), block));
+      const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, cut(visible(i), block));
       attendRows(block, packed, {i, i + 1}, state);
     }
   }

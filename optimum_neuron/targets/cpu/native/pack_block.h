@@ -14,12 +14,13 @@
 namespace step {
 namespace {
 
+constexpr int64_t kLineFloats = 16;  // of a cache line
+
 // to[word][column] = keys[column][word] for `count` columns; up to the next multiple of kLanes, zero. On the way asks
-// memory for what is read next: the values of the block and the keys of another.
+// memory for the keys of the next block.
 template <class Kind>
 void packKeys(
-    Word* to, const typename Kind::Element* keys, const typename Kind::Element* values,
-    const typename Kind::Element* nextKeys, int64_t dim, int64_t count) {
+    Word* to, const typename Kind::Element* keys, const typename Kind::Element* nextKeys, int64_t dim, int64_t count) {
   using Words = typename Kind::Words;
   constexpr int64_t step = kLanes * Kind::kPerWord;
   for (int64_t column = 0; column < count; column += kLanes) {
@@ -30,7 +31,6 @@ void packKeys(
         const int64_t offset = (column + i) * dim + d;
         const bool used = column + i < count;
         r[i] = !used ? Words{} : whole ? Kind::loadWords(keys + offset) : Kind::loadWords(keys + offset, dim - d);
-        prefetchFar(values + offset);
         prefetchFar(nextKeys + offset);
       }
       transpose(r);
@@ -45,22 +45,31 @@ void packKeys(
   }
 }
 
-// The words of the value rows that cover `range`; those of other rows may be anything.
+// The words of the value rows that cover `range`; those of other rows may be anything. On the way asks memory for the
+// values of the next block: all that a block needs at once would be more than can be on its way, and nothing would be
+// on its way during the products.
 template <class Kind>
-INLINE const Word* packValues(Kind, Word* to, const typename Kind::Element* values, int64_t dim, Range range) {
+INLINE const Word* packValues(
+    Kind, Word* to, const typename Kind::Element* values, const typename Kind::Element* nextValues, int64_t dim,
+    Range range) {
   for (int64_t i = range.begin * dim; i < range.end * dim; i += kLanes) {
     storeVec(to + i, Kind::load(values + i));
+    prefetchFar(nextValues + i);
   }
   return to;
 }
 
-INLINE const Word* packValues(Float32, Word*, const float* values, int64_t, Range) {
+INLINE const Word* packValues(Float32, Word*, const float* values, const float* nextValues, int64_t dim, Range range) {
+  for (int64_t i = range.begin * dim; i < range.end * dim; i += kLineFloats) {
+    prefetchFar(nextValues + i);
+  }
   return reinterpret_cast<const Word*>(values);
 }
 
 #if defined(STEP_AVX512_BF16) || defined(STEP_NEON_BF16)
 // A word holds a dimension of two columns, the first of them even; a column outside the range is zero in it.
-INLINE const Word* packValues(BFloat16, Word* to, const uint16_t* values, int64_t dim, Range range) {
+INLINE const Word* packValues(
+    BFloat16, Word* to, const uint16_t* values, const uint16_t* nextValues, int64_t dim, Range range) {
   for (int64_t column = range.begin & ~int64_t{1}; column < range.end; column += 2) {
     const BitVec low = broadcastBits(column >= range.begin ? 0xffff : 0);
     const bool both = column + 1 < range.end;
@@ -69,6 +78,7 @@ INLINE const Word* packValues(BFloat16, Word* to, const uint16_t* values, int64_
       const BitVec even = loadWide<kLanes>(first) & low;
       const BitVec odd = both ? loadWide<kLanes>(first + dim) : BitVec{};
       storeBits(to + column / 2 * dim + d, even | odd << 16);
+      prefetchFar(nextValues + column * dim + 2 * d);
     }
   }
   return to;
