@@ -3,7 +3,7 @@
 
 A step of one row in an artifact of many slots should cost what it costs in an artifact of one, a longer context what its keys
 and values take to be read, and rows whose keys and values lie in blocks all over the cache what they cost in slots. All cases take
-turns, round after round, on a cache of zeros: what it holds changes no time.
+turns, round after round, on a cache of random numbers: zeros that nobody wrote are one page of memory, which stays near.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def load(
     """An artifact whose slots, or as many blocks of `block` tokens, hold all steps behind a context."""
     from dataclasses import replace
 
+    import torch
+
     from ..model import export
     from ..systems import artifact_config, load_ours
 
@@ -131,6 +133,9 @@ def load(
         length = -(-config.sequence_length // block) * block
         config = replace(config, kv_block_size=block, sequence_length=length, context_buckets=(length,))
     loaded: NeuronModelForCausalLM = load_ours(export(model, config, folder).path).model
+    for state in loaded.artifact.states():
+        numbers = torch.randn(state.shape, generator=torch.Generator().manual_seed(0))
+        loaded.runner.executable.write_state(state.name, numbers)
     return loaded
 
 
