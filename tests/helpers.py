@@ -103,10 +103,15 @@ class Recorder:
 
 
 def eager_runner(
-    model: nn.Module, config: NeuronConfig, *, deterministic: bool = False, ops: StepOps = EAGER_OPS
+    model: nn.Module,
+    config: NeuronConfig,
+    *,
+    deterministic: bool = False,
+    ops: StepOps = EAGER_OPS,
+    spec: ModelSpec | None = None,
 ) -> GraphRunner:
-    """Step modules without an artifact."""
-    model_spec = inspect_model(model)
+    """Step modules without an artifact; `spec` is what inspect_model finds, where a test has it already."""
+    model_spec = spec or inspect_model(model)
     cache = KVCache(state_specs(config, model_spec))
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec, ops).eval() for spec in graphs}

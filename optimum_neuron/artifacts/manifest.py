@@ -30,9 +30,12 @@ _EARLIER_OPTION, _EARLIER_PARAMS = "max_topk", 3
 
 
 def _sizes(kind: type) -> Check:
-    """The sizes of a layer: all fields of a dataclass, of which those that number something may be 0."""
+    """The sizes of a layer: all fields of a dataclass, of which those that number something may be 0; one with a default may be missing."""
     least = {"layer_idx": 0, "index": 0}
-    return record({field.name: whole(least.get(field.name, 1)) for field in dataclasses.fields(kind)}, closed=True)
+    sizes: tuple[dict[str, Check], dict[str, Check]] = {}, {}
+    for field in dataclasses.fields(kind):
+        sizes[field.default is not dataclasses.MISSING][field.name] = whole(least.get(field.name, 1))
+    return record(*sizes, closed=True)
 
 
 _MODEL = record(

@@ -81,7 +81,11 @@ class LayerRecorder(LayerOfScan):
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
         if any(each.layer_idx == layer_idx for each in self.selections):
             raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
-        return AskedKeys(lambda count: self.selections.append(KeySelection(layer_idx, keys.shape[1], count)))
+
+        def tell(always: int, width: int) -> None:
+            self.selections.append(KeySelection(layer_idx, keys.shape[1], always, width))
+
+        return AskedKeys(tell)
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
         if self.biased:
@@ -239,7 +243,7 @@ class CachedAttention:
         if call.selected is None:
             return call
         own = call.selected[start : start + group.position_ids.numel()]
-        return replace(call, selected=own.unflatten(0, group.position_ids.shape))
+        return replace(call, selected=own.unflatten(0, group.position_ids.shape).transpose(1, 2))
 
     @staticmethod
     def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
@@ -278,7 +282,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
         added = added_bias(call.column_bias, group.position_ids, 0, group.context_length)
     if call.softcap is None and call.sinks is None:
         # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
-        bias = torch.where(visible, broken[:, None], -torch.inf)[:, None]
+        bias = torch.where(visible, broken[:, None, None], -torch.inf)
         bias = bias if added is None else bias + added
         output = _fused(query, select_columns(keys, kept), values, bias, call.scaling)
     else:
@@ -302,10 +306,10 @@ def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Te
 
 
 def selected_of(call: AttentionCall, visible: Tensor, start: int = 0) -> Tensor:
-    """Of `visible [rows, tokens, columns]`, columns from `start` on, those that the layer attends to."""
+    """Of `visible [rows, tokens, columns]`, columns from `start` on, what the layer attends to: `[rows, 1 or kv_heads, tokens, columns]`."""
     if call.selected is None:
-        return visible
-    return visible & call.selected[..., start : start + visible.shape[-1]]
+        return visible[:, None]
+    return visible[:, None] & call.selected[..., start : start + visible.shape[-1]]
 
 
 def select_columns(states: Tensor, kept: Tensor) -> Tensor:
@@ -317,10 +321,10 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
 
     Args:
-        bias: `[rows, 1 or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
+        bias: `[rows, 1, kv_heads or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
     """
     bias, kv_heads = bias.to(query.dtype), keys.shape[1]
-    if bias.shape[1] == 1:
+    if bias.shape[1] in (1, kv_heads):
         bias = bias.repeat(1, 1, query.shape[2] // bias.shape[2], 1)
     else:
         bias = bias.unflatten(1, (kv_heads, -1)).flatten(2, 3)
@@ -332,14 +336,14 @@ def _explicit(
 ) -> Tensor:
     """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS); scores and softmax in float32."""
     rows, kv_heads, _, _ = query.shape
-    tokens = visible.shape[1]
+    tokens = visible.shape[2]
     scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
     if added is not None:
         scores = scores + added.unflatten(1, (kv_heads, -1))
-    scores = torch.where(visible[:, None, None], scores, MASKED)
+    scores = torch.where(visible[:, :, None], scores, MASKED)
     if call.sinks is None:
         return torch.softmax(scores, dim=-1).to(values.dtype).flatten(2, 3) @ values
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)

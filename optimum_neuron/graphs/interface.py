@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from .index_keys import selection_of
 from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
 from .recurrence import running_backend
+from .top_keys import selection_of
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -45,7 +45,8 @@ class AttentionCall:
     """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads.
 
     `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. Of that `selected` leaves some, in
-    the call of a layer `[tokens, columns]`, in that of a group of rows `[rows, tokens, columns]`; None leaves all.
+    the call of a layer `[tokens, 1 or kv_heads, columns]`, in that of a group of rows `[rows, 1 or kv_heads, tokens, columns]`; None
+    leaves all.
     `column_bias [heads, columns]` is added to the scores of a key by its column, which is its position; a number that all keys of a
     query have more changes nothing.
     """
@@ -96,7 +97,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
-    selection = selection_of(others.values())
+    selection = selection_of(attention_mask, others.values())
     call = AttentionCall(
         layer_idx=_layer_idx(module),
         query=query,
@@ -106,12 +107,23 @@ def _attention(
         sliding_window=_window(module, attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux,
-        selected=None if selection is None else selection.selected,
+        selected=None if selection is None else _by_kv_head(selection.selected, key.shape[1]),
     )
     backend = attention_backend or _backends.get(None)
     if backend is None:
         raise UnsupportedModelError("it does not pass keyword arguments on to its attention layers")
     return backend.attend(call).contiguous(), None  # some models view it
+
+
+def _by_kv_head(selected: Tensor | None, kv_heads: int) -> Tensor | None:
+    """What a selection left, `[tokens, heads, columns]`, with one head for all or one for each that has keys."""
+    if selected is None or selected.shape[1] in (1, kv_heads):
+        return selected
+    if kv_heads % selected.shape[1]:
+        raise UnsupportedModelError(
+            f"it selects keys by {selected.shape[1]} heads, of which {kv_heads} with keys have no equal shares"
+        )
+    return selected.repeat_interleave(kv_heads // selected.shape[1], dim=1)
 
 
 def _layer_idx(module: Any) -> int:

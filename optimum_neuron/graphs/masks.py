@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -30,22 +30,41 @@ class AttentionChunk:
 Window = int | AttentionChunk | None
 
 
+@runtime_checkable
+class Selection(Protocol):
+    """Of what a token sees, the keys that a layer attends to."""
+
+    def narrowed(self, mask: CausalMask) -> CausalMask:
+        """A mask that leaves of what it left these keys."""
+
+
 class CausalMask:
     """Stands for an attention mask: every token sees itself and the tokens before it, within a window.
 
     Attributes:
         window: how far back.
         extra: the name of what else the mask was to do, if anything.
+        selection: what a layer has selected of that, if it has.
     """
 
-    def __init__(self, window: Window, extra: str | None = None) -> None:
+    def __init__(self, window: Window, extra: str | None = None, selection: Selection | None = None) -> None:
         self.window = window
         self.extra = extra
+        self.selection = selection
 
     @property
     def dtype(self) -> torch.dtype:
         """As of a mask that is added to scores."""
         return torch.float32
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __add__(self, other: object) -> CausalMask:
+        """With what a layer has selected; anything else is a bias."""
+        if not isinstance(other, Selection) or self.selection is not None:
+            _refuse("applies add to it")
+        return other.narrowed(self)
 
     def visible_window(self) -> Window:
         """Raises UnsupportedModelError where the mask is more than causal within a window."""
@@ -80,7 +99,8 @@ def _operator(name: str) -> Callable:
     return operate
 
 
-for _name in ("add", "sub", "mul", "and", "or", "truediv"):
+CausalMask.__radd__ = _operator("__radd__")  # type: ignore[attr-defined]
+for _name in ("sub", "mul", "and", "or", "truediv"):
     for _prefix in ("__", "__r"):
         setattr(CausalMask, f"{_prefix}{_name}__", _operator(_name))
 for _name in (

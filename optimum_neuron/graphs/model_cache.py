@@ -31,6 +31,8 @@ from .recurrence import RecurrenceBackend
 from .recurrent_functions import LastState
 
 
+# By what layers that select keys hand index keys to the cache, or to their layer of it.
+_KEEP_INDEX = frozenset({"update_indexer", "update_index"})
 # What layers that add a bias to their scores in code of their own call it where they take it.
 BIASES = frozenset({"alibi", "position_bias"})
 
@@ -87,6 +89,36 @@ class IndexCache:
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> IndexKeys:
         return IndexKeys.kept(self._index, plain_index(layer_idx), indexer_key_states)
 
+    @property
+    def layers(self) -> IndexLayers:
+        return IndexLayers(self)
+
+
+@dataclass(frozen=True)
+class IndexLayers:
+    """The layers of such a cache, by number."""
+
+    cache: IndexCache
+
+    def __getitem__(self, layer_idx: int) -> IndexLayer:
+        return IndexLayer(self.cache, layer_idx)
+
+
+@dataclass(frozen=True)
+class IndexLayer:
+    """A layer of the cache, as far as layers use it that select keys."""
+
+    cache: IndexCache
+    layer_idx: int
+
+    def update_index(self, idx_k: Tensor) -> IndexKeys:
+        return self.cache.update_indexer(idx_k, self.layer_idx)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModelError(f"it reads .{name} of a layer of its cache")
+
 
 class StepCache(IndexCache):
     """The part that decoders use.
@@ -96,10 +128,16 @@ class StepCache(IndexCache):
             positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0: they
             are given positions.
         keys: of a model that attends by itself; None where the attention interface stores keys and values.
+        columns: of a text, for a model that selects keys.
     """
 
-    def __init__(self, before: Tensor | int, keys: KeyStore | None, backends: Backends) -> None:
+    def __init__(
+        self, before: Tensor | int, keys: KeyStore | None, backends: Backends, columns: int | None = None
+    ) -> None:
         super().__init__(backends.index)
+        if columns is not None:
+            # Of all keys, as a model of images keeps them: [3, 1, columns]. It puts those of the step's tokens behind them.
+            self.position_ids = torch.arange(columns, dtype=torch.int32).expand(3, 1, -1)
         self._before = before
         self._keys = keys
         self._convolutions = backends.convolutions
@@ -174,7 +212,7 @@ class CacheNeeds:
             counts=_counts_tokens(model),
             numbers=not own and _numbers_tokens(model),
             convolves=bool(used & {"update_conv_state", "update_recurrent_state"}),
-            indexes="update_indexer" in used,
+            indexes=bool(used & _KEEP_INDEX),
             first_position=_first_position(model),
             keyword="cache_params" if "cache_params" in takes else "past_key_values",
         )
@@ -203,7 +241,8 @@ class CacheNeeds:
             return None
         asked = self.counts or self.numbers
         before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
-        return StepCache(before, backends.attention if self.by_itself else None, backends)
+        keys = backends.attention if self.by_itself else None
+        return StepCache(before, keys, backends, columns if self.indexes else None)
 
 
 def keeps_convolution(module: nn.Module) -> bool:
@@ -218,7 +257,7 @@ def keeps_recurrence(module: nn.Module) -> bool:
 
 def selects_keys(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep index keys, by which it selects keys."""
-    return "update_indexer" in _names(module)
+    return bool(_KEEP_INDEX & set(_names(module)))
 
 
 def _attends_by_itself(model: nn.Module) -> bool:

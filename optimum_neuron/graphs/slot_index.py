@@ -15,9 +15,10 @@ from torch import Tensor
 
 from . import kv_cache
 from .attention import AttentionRows, CacheWrite
-from .index_keys import KeySource, TopKeys
-from .masks import CausalMask, UnsupportedModelError, Window
+from .index_keys import KeySource, Pool, ScoresOf
+from .masks import UnsupportedModelError, Window
 from .selection import select_largest
+from .top_keys import TopKeys
 
 
 @dataclass
@@ -73,9 +74,12 @@ class AllKeys:
     def products(self, query: Tensor) -> Tensor:
         return query.new_zeros((*query.shape[:2], 1))
 
-    def top(self, scores: Tensor, mask: CausalMask | None, count: int) -> Any:
+    def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
         """All that a token sees."""
         return TopKeys(None)
+
+    def pooled(self, width: int, finish: Pool) -> AllKeys:
+        return self
 
 
 @dataclass
@@ -110,12 +114,68 @@ class _LayerIndex:
             start = stop
         return torch.cat(products) if len(products) > 1 else products[0]
 
-    def top(self, scores: Tensor, mask: CausalMask | None, count: int) -> TopKeys:
-        if mask is None:
-            raise UnsupportedModelError("it selects keys without a causal mask")
-        if count >= self.columns:
+    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
+        """A block of columns is seen where its first one is: what of it a token does not see, attention hides."""
+        if count * of.width >= self.columns:
             return TopKeys(None)
-        return TopKeys(select_largest(scores, self.index.visible(mask.visible_window()), count))
+        visible = self.index.visible(None if of.mask is None else of.mask.visible_window())
+        visible = visible[:, None, :: of.width].expand(scores.shape)
+        if of.hidden:
+            visible = visible & (scores != -torch.inf)
+        found = select_largest(scores.flatten(0, 1), visible.flatten(0, 1), count).unflatten(0, scores.shape[:2])
+        return TopKeys(_by_column(found, of.width)[..., : self.columns])
+
+    def pooled(self, width: int, finish: Pool) -> KeySource:
+        if self.columns < width:
+            return AllKeys()
+        length = self.columns // width * width
+        means = [
+            self.index._read(group, self.cache)[:, :length].unflatten(1, (-1, width)).float().mean(2)
+            for group in self.index.groups
+        ]
+        return _Pools(self, width, [finish(each.to(self.own.dtype)) for each in means])
+
+
+@dataclass
+class _Pools:
+    """Keys of `width` columns each, made of what is written: of a pool that is not complete, of anything.
+
+    Attributes:
+        keys: by row group, `[rows, pools, dim]`.
+    """
+
+    layer: _LayerIndex
+    width: int
+    keys: list[Tensor]
+
+    @property
+    def columns(self) -> int:
+        return self.keys[0].shape[1]
+
+    def products(self, query: Tensor) -> Tensor:
+        sizes = [group.position_ids.numel() for group in self.layer.index.groups]
+        products = [products_of(own, keys) for own, keys in zip(query.split(sizes), self.keys, strict=True)]
+        return torch.cat(products) if len(products) > 1 else products[0]
+
+    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
+        """The columns of selected pools, and all that no complete pool has."""
+        every, width = self.layer.columns, self.width
+        if (count + 1) * width > every:
+            return TopKeys(None)
+        visible = self.layer.index.visible(None if of.mask is None else of.mask.visible_window())
+        complete = visible[:, None, width - 1 :: width].expand(scores.shape)
+        found = select_largest(scores.flatten(0, 1), complete.flatten(0, 1), count).unflatten(0, scores.shape[:2])
+        found = _by_column(found | ~complete, width)
+        rest = found.new_ones((*found.shape[:2], every - found.shape[-1]))
+        return TopKeys(torch.cat([found, rest], dim=-1) if rest.numel() else found)
+
+    def pooled(self, width: int, finish: Pool) -> KeySource:
+        raise UnsupportedModelError("it makes pools of pools of index keys")
+
+
+def _by_column(found: Tensor, width: int) -> Tensor:
+    """From what was selected of blocks `[..., blocks]` to their columns `[..., blocks * width]`."""
+    return found if width == 1 else found[..., None].expand(*found.shape, width).flatten(-2)
 
 
 def products_of(query: Tensor, keys: Tensor) -> Tensor:

@@ -96,11 +96,13 @@ class KeySelection:
     Attributes:
         key_dim: of an index key.
         always: so many keys are all attended to, whatever their scores.
+        width: so many keys are selected together, which stand side by side.
     """
 
     layer_idx: int
     key_dim: int
     always: int
+    width: int = 1
 
     def selects(self, config: NeuronConfig) -> bool:
         """Whether a token of these graphs may see more keys than it attends to."""

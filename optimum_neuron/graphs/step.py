@@ -17,6 +17,7 @@ from .attention import AttentionRows, CachedAttention
 from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts
+from .indexers import set_indexers
 from .interface import attending
 from .kv_cache import KVCache, block_indices, write_indices
 from .model_cache import Backends, CacheNeeds
@@ -85,6 +86,7 @@ class StepModule(nn.Module):
         self._needs = CacheNeeds.of(model)
         set_experts(model)
         set_recurrences(model)
+        set_indexers(model)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""

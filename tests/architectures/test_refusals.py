@@ -106,7 +106,6 @@ def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
         ("git", "computes with its attention mask"),
         ("minimax", r"keeps more than keys and values in layers 1, 3: state of a recurrence, a convolution"),
         ("zaya", "layer 0 keeps the state of a recurrence of its own"),
-        ("minimax_m3_vl_text", r"keeps more than keys and values in layers 1, 3.*selection of keys"),
         (
             "recurrent_gemma",
             "1 attention calls were seen for num_hidden_layers=4; its layers attend or keep state in code of",

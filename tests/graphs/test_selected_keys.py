@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -28,55 +27,23 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import TINY_SIZES
+from selecting import SELECTED, cut_in_pieces, make_checkpoint, reference
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import check_selections, inspect_model
-from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, TopKeys
+from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, ScoresOf
 from optimum_neuron.graphs.masks import CausalMask, UnsupportedModelError
 from optimum_neuron.graphs.selection import select_largest
 from optimum_neuron.graphs.spec import KeySelection, ModelSpec, state_specs
+from optimum_neuron.graphs.top_keys import TopKeys
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 
 
-# Each layer selects; one layer in two takes what the one before it selected; the same with sinks.
 KINDS = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
-SELECTED, PROMPT = 8, 40
-# So many heads that scores through their rectifiers are hardly ever equal.
-LATENT: dict[str, Any] = TINY_SIZES | {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "index_n_heads": 8,
-    "index_head_dim": 16,
-}
-SHARED = {"indexer_types": ["full", "shared"]}
-
-
-def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
-    """A random model whose attention decides."""
-    options = LATENT | ({} if kind == "deepseek_v32" else SHARED) | {"index_topk": SELECTED} | changes
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=torch.float32)
-    for layer in model.model.layers:
-        layer.self_attn.q_b_proj.weight.data *= 20
-    model.save_pretrained(folder)
-    return folder
+PROMPT = 32
 
 
 @pytest.fixture(scope="module")
@@ -91,34 +58,24 @@ def models(checkpoints: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runners(models: dict[str, Any]) -> dict[str, GraphRunner]:
-    return {kind: eager_runner(model, tiny_config()) for kind, model in models.items()}
+def specs(models: dict[str, Any]) -> dict[str, ModelSpec]:
+    return {kind: inspect_model(model) for kind, model in models.items()}
 
 
-def reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-
-
-def cut_in_pieces(total: int, most: int) -> st.SearchStrategy[list[int]]:
-    def cut(sizes: list[int]) -> list[int]:
-        ends = [*np.cumsum(sizes)[np.cumsum(sizes) < total].tolist(), total]
-        pieces = np.diff([0, *ends]).tolist()
-        return [*pieces[:-1], *[most] * (pieces[-1] // most), *[pieces[-1] % most] * (pieces[-1] % most > 0)]
-
-    return st.lists(st.integers(1, most), min_size=total // 3, max_size=total // 3).map(cut)
+@pytest.fixture(scope="module")
+def runners(models: dict[str, Any], specs: dict[str, ModelSpec]) -> dict[str, GraphRunner]:
+    """Every step in one graph."""
+    return {kind: eager_runner(models[kind], tiny_config(), deterministic=True, spec=specs[kind]) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(
-    kind: str, checkpoints: dict[str, Path], runners: dict[str, GraphRunner]
+    kind: str, checkpoints: dict[str, Path], models: dict[str, Any], specs: dict[str, ModelSpec]
 ) -> None:
-    runner, model = runners[kind], reference(checkpoints[kind])
-    runner.reset_all()
-    text = random_tokens(PROMPT + 8, seed=1)
-    found = [prefill_pieces(runner, 1, text[:PROMPT], [7, 16, 1, 16])]
+    runner, model = eager_runner(models[kind], tiny_config(), spec=specs[kind]), reference(checkpoints[kind])
+    text = random_tokens(PROMPT + 4, seed=1)
+    found = [prefill_pieces(runner, 1, text[:PROMPT], [7, 16, 1, 8])]
     found += [decode_tokens(runner, {1: int(token)})[1][1] for token in text[PROMPT:]]
     with few_keys(model, SELECTED):  # of equal scores the first
         expected = model(torch.from_numpy(text)[None].long()).logits[0]
@@ -129,9 +86,10 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[::2])])
-def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(kind: str, models: dict[str, Any]) -> None:
-    runner = eager_runner(models[kind], tiny_config(), deterministic=True)
-    spec, prompt = inspect_model(models[kind]), random_tokens(24, seed=2)
+def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
+    kind: str, specs: dict[str, ModelSpec], runners: dict[str, GraphRunner]
+) -> None:
+    runner, spec, prompt = runners[kind], specs[kind], random_tokens(18, seed=2)
 
     def run(slot: int, pieces: list[int], neighbors: bool) -> list[Tensor]:
         runner.reset_all()
@@ -147,18 +105,19 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(kind: str, models: di
             logits, start = output.chunk_logits[0].clone(), start + count
         return [logits, decode_tokens(runner, {slot: 5})[1][slot]]
 
-    expected = run(0, [16, 8], False)
+    expected = run(0, [16, 2], False)
 
     @examples(20)
-    @given(cut_in_pieces(24, 16), st.integers(0, 2), st.booleans())
+    @given(cut_in_pieces(18, 16), st.integers(0, 2), st.booleans())
     def check(pieces: list[int], slot: int, neighbors: bool) -> None:
         assert all(map(torch.equal, run(slot, pieces, neighbors), expected))
 
     check()
 
 
-def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(models: dict[str, Any]) -> None:
-    runner = eager_runner(models["deepseek_v32"], tiny_config())
+def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(runners: dict[str, GraphRunner]) -> None:
+    runner = runners["deepseek_v32"]
+    runner.reset_all()
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
     name = "kv_cache.index_0"
@@ -178,9 +137,9 @@ def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(models: dict[str,
 def test_a_prefix_that_is_reused_has_its_index_keys(runners: dict[str, GraphRunner]) -> None:
     runner, prompt = runners["glm_moe_dsa"], random_tokens(PROMPT, seed=4)
     runner.reset_all()
-    expected = prefill_pieces(runner, 0, prompt, [16, 8, 16])
+    expected = prefill_pieces(runner, 0, prompt, [16, 8, 8])
     runner.reuse(2, 0, 24)
-    assert torch.equal(prefill_pieces(runner, 2, prompt[24:], [16]), expected)
+    assert torch.equal(prefill_pieces(runner, 2, prompt[24:], [8]), expected)
 
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[::2])])
@@ -195,16 +154,17 @@ def test_a_selection_that_leaves_nothing_out_is_left_out(
     assert [each.always for each in artifact.model.selections] == [LENGTH] * layers
     assert not [state for state in state_specs(artifact.config, artifact.model) if ".index_" in state.name]
     model, ids = load_model(folder), random_tokens(PROMPT, seed=5)
-    logits = prefill_pieces(eager_runner(model, tiny_config()), 0, ids, [16, 16, 8])
+    logits = prefill_pieces(eager_runner(model, tiny_config(), spec=artifact.model), 0, ids, [16, 16])
     redrawn = copy.deepcopy(model)
     for name, parameter in redrawn.named_parameters():
         if ".indexer." in name:
             torch.nn.init.normal_(parameter.data)
-    assert torch.equal(prefill_pieces(eager_runner(redrawn, tiny_config()), 0, ids, [16, 16, 8]), logits)
+    runner = eager_runner(redrawn, tiny_config(), spec=artifact.model)
+    assert torch.equal(prefill_pieces(runner, 0, ids, [16, 16]), logits)
 
 
-def test_one_token_more_than_is_always_attended_to_needs_index_keys(models: dict[str, Any]) -> None:
-    spec = inspect_model(models["glm_moe_dsa"])
+def test_one_token_more_than_is_always_attended_to_needs_index_keys(specs: dict[str, ModelSpec]) -> None:
+    spec = specs["glm_moe_dsa"]
     assert spec.selections == (KeySelection(0, 16, SELECTED),) and spec.reuses_prefixes
     assert ModelSpec.from_dict(spec.to_dict()) == spec
 
@@ -215,14 +175,14 @@ def test_one_token_more_than_is_always_attended_to_needs_index_keys(models: dict
     assert kept(SELECTED) == [] and kept(SELECTED + 1) == ["kv_cache.index_0"]
 
 
-def test_blocks_that_attend_in_place_are_refused(models: dict[str, Any]) -> None:
+def test_blocks_that_attend_in_place_are_refused(models: dict[str, Any], specs: dict[str, ModelSpec]) -> None:
     sizes: dict[str, Any] = {
         "kv_block_size": 64,
         "sequence_length": 128,
         "context_buckets": (128,),
         "output_logits": False,
     }
-    model, spec = models["deepseek_v32"], inspect_model(models["deepseek_v32"])
+    model, spec = models["deepseek_v32"], specs["deepseek_v32"]
     assert check_selections(model, spec, tiny_config(**sizes)) == []
     with pytest.raises(
         ValueError, match="2 layers of DeepseekV32ForCausalLM select 8 keys of up to sequence_length=128, and on"
@@ -230,16 +190,23 @@ def test_blocks_that_attend_in_place_are_refused(models: dict[str, Any]) -> None
         check_selections(model, spec, tiny_config(target="hlo", **sizes))
 
 
-def test_blocks_give_the_bits_of_slots(models: dict[str, Any]) -> None:
-    sizes: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,), "ctx_batch_size": 1}
-    slots = eager_runner(models["glm_moe_dsa"], tiny_config(**sizes))
-    blocks = eager_runner(models["glm_moe_dsa"], tiny_config(kv_block_size=64, **sizes))
+def test_blocks_give_the_bits_of_slots(models: dict[str, Any], specs: dict[str, ModelSpec]) -> None:
+    sizes: dict[str, Any] = {
+        "sequence_length": 128,
+        "context_buckets": (128,),
+        "prefill_chunk_size": 32,
+        "ctx_batch_size": 1,
+    }
+    model, spec = models["glm_moe_dsa"], specs["glm_moe_dsa"]
+    slots, blocks = (
+        eager_runner(model, tiny_config(**sizes, **paged), spec=spec) for paged in ({}, {"kv_block_size": 64})
+    )
     text = random_tokens(90, seed=6)
     blocks.assign(2, 0, [3])
     blocks.assign(1, 0, [5, 0])
     for runner in (slots, blocks):
-        prefill_pieces(runner, 2, random_tokens(20), [8, 8, 4])
-    pieces = [8] * 11 + [2]
+        prefill_pieces(runner, 2, random_tokens(20), [20])
+    pieces = [32, 32, 26]
     assert torch.equal(prefill_pieces(slots, 1, text, pieces), prefill_pieces(blocks, 1, text, pieces))
     assert torch.equal(decode_tokens(slots, {1: 7})[1][1], decode_tokens(blocks, {1: 7})[1][1])
 
@@ -247,14 +214,14 @@ def test_blocks_give_the_bits_of_slots(models: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glm_moe_dsa"])
 def test_the_cpu_target_selects_the_same(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    runner = artifact_runner(export_tiny(checkpoints[kind], tmp_path / "cpu", target="cpu"))
-    model, text = reference(checkpoints[kind]), random_tokens(PROMPT + 4, seed=7)
+    runner = artifact_runner(export_tiny(checkpoints[kind], tmp_path / "cpu", target="cpu", mixed_step=False))
+    model, text, length = reference(checkpoints[kind]), random_tokens(20, seed=7), 18
     logits = {}
-    for slot, pieces in enumerate(([16, 16, 8], [3, 16, 5, 16], [1] * PROMPT)):
-        logits[slot] = [prefill_pieces(runner, slot, text[:PROMPT], pieces)]
-        logits[slot] += [decode_tokens(runner, {slot: int(token)})[1][slot] for token in text[PROMPT:]]
+    for slot, pieces in enumerate(([16, 2], [3, 13, 2], [1, 1, 8, 7, 1])):
+        logits[slot] = [prefill_pieces(runner, slot, text[:length], pieces)]
+        logits[slot] += [decode_tokens(runner, {slot: int(token)})[1][slot] for token in text[length:]]
     with few_keys(model, SELECTED), torch.no_grad():
-        expected = model(torch.from_numpy(text)[None].long()).logits[0, PROMPT - 1 :]
+        expected = model(torch.from_numpy(text)[None].long()).logits[0, length - 1 :]
     assert (torch.stack(logits[0]) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert all(torch.equal(torch.stack(logits[0]), torch.stack(logits[slot])) for slot in (1, 2))
 
@@ -297,7 +264,7 @@ class _Keys:
     def products(self, query: Tensor) -> Tensor:
         return query.sum(-1, keepdim=True).expand(*query.shape[:2], 5)
 
-    def top(self, scores: Tensor, mask: CausalMask | None, count: int) -> TopKeys:
+    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
         return TopKeys(scores > 0)
 
 

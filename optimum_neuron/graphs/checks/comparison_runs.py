@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -23,23 +23,47 @@ from ..step import StepModule, example_inputs
 # Enough tokens for chunks of several sizes, few enough for the largest models; whose logits are compared.
 PROMPT, _CHUNK, _LENGTH = 7, 4, 16
 OUTPUTS = (2, 4, 5, 6)
-# Of recurrences: a prompt that is longer than their blocks and ends by one token many times, which no product of keys may
-# overflow on; and the first token behind a cut, as a state may be forgotten within few.
-_LONG_START, LONG_PROMPT = 6, LARGEST_SCAN_BLOCK + 2
-_LONG_CUTS = (0, 47, 48, LARGEST_SCAN_BLOCK, LONG_PROMPT - 1)
-LONG_OUTPUTS = (47, LARGEST_SCAN_BLOCK, LONG_PROMPT - 1)
+_LONG_START = 6
 
 
-def random_prompt(vocab_size: int, seed: int) -> Tensor:
+@dataclass(frozen=True)
+class LongRun:
+    """A prompt in chunks, of which the last token comes alone, in a slot that another request had before.
+
+    Attributes:
+        prompt, another: `[tokens]`; what the slot had before are the first of the other one.
+        cuts: where chunks begin and end, from 0 to the last token.
+        outputs: the tokens whose logits are compared, each the last one of a chunk.
+    """
+
+    prompt: Tensor
+    another: Tensor
+    cuts: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def random_prompt(vocab_size: int, seed: int, length: int = PROMPT) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size // 8, vocab_size - vocab_size // 8, (PROMPT,), generator=generator)
+    return torch.randint(vocab_size // 8, vocab_size - vocab_size // 8, (length,), generator=generator)
 
 
-def long_prompts(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """`[LONG_PROMPT]` each: a few tokens, and the last of them again and again; and another prompt."""
+def recurrent_run(vocab_size: int) -> LongRun:
+    """Longer than the blocks of recurrences, and one token many times at the end, which no product of keys may overflow on.
+
+    Compared is also the first token behind a cut, as a state may be forgotten within few.
+    """
+    last = LARGEST_SCAN_BLOCK + 1
     start = random_prompt(vocab_size, seed=3)[:_LONG_START]
-    repeated = start[-1].expand(LONG_PROMPT - _LONG_START)
-    return torch.cat([start, repeated]), start[0].expand(LONG_PROMPT)
+    prompt, another = torch.cat([start, start[-1].expand(last + 1 - _LONG_START)]), start[0].expand(last + 1)
+    return LongRun(prompt, another, (0, 47, 48, LARGEST_SCAN_BLOCK, last), (47, LARGEST_SCAN_BLOCK, last))
+
+
+def selecting_run(vocab_size: int, width: int) -> LongRun:
+    """Of keys that are selected so many together: behind the tokens that are compared are three whole such blocks."""
+    whole = 3 * width
+    prompt, another = (random_prompt(vocab_size, seed, whole + 3) for seed in (3, 4))
+    cuts = (*range(0, whole, LARGEST_SCAN_BLOCK), whole, whole + 1, whole + 2)
+    return LongRun(prompt, another, cuts, (whole, whole + 1, whole + 2))
 
 
 def own_logits(
@@ -73,16 +97,15 @@ def step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbo
     return torch.stack(outputs)
 
 
-def long_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:
-    """Logits after the tokens `LONG_OUTPUTS` of a prompt in slot 1, which another request had before."""
-    graphs = _graphs(model, spec, LARGEST_SCAN_BLOCK, 2 * LARGEST_SCAN_BLOCK)
-    texts = (neighbor, neighbor)
+def long_logits(model: PreTrainedModel, spec: ModelSpec, run: LongRun) -> Tensor:
+    """Logits after the tokens `run.outputs` of the prompt, in slot 1."""
+    length = 2 * LARGEST_SCAN_BLOCK
+    graphs = _graphs(model, spec, LARGEST_SCAN_BLOCK, -(-len(run.prompt) // length) * length)
     prefill, decode = graphs["chunked_prefill"], graphs["token_generation"]
-    prefill(*_inputs(prefill.spec, texts, {}, (1, 0, _LONG_START)))
-    texts, last = (neighbor, prompt), LONG_PROMPT - 1
-    chunks = [_inputs(prefill.spec, texts, {}, (1, *each)) for each in pairwise(_LONG_CUTS)]
-    outputs = [prefill(*inputs)[0][0] for inputs in chunks]
-    outputs = [output for output, end in zip(outputs, _LONG_CUTS[1:], strict=True) if end - 1 in LONG_OUTPUTS]
+    prefill(*_inputs(prefill.spec, (run.another, run.another), {}, (1, 0, _LONG_START)))
+    texts, last = (run.another, run.prompt), len(run.prompt) - 1
+    outputs = [prefill(*_inputs(prefill.spec, texts, {}, (1, *each)))[0][0] for each in pairwise(run.cuts)]
+    outputs = [output for output, end in zip(outputs, run.cuts[1:], strict=True) if end - 1 in run.outputs]
     return torch.stack([*outputs, decode(*_inputs(decode.spec, texts, {1: last}, None))[0][1]])
 
 

@@ -17,6 +17,7 @@ from ...config import NeuronConfig
 from ...errors import first_line
 from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
+from ..indexers import set_indexers
 from ..interface import attending
 from ..masks import UnsupportedModelError
 from ..model_cache import Backends, CacheNeeds
@@ -109,6 +110,7 @@ def look_at(
     recorder = LayerRecorder(by_itself=needs.by_itself, biased=needs.biased)
     set_experts(model)
     set_recurrences(model)
+    set_indexers(model)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
     backends = Backends(recorder, recorder, recorder, recorder)

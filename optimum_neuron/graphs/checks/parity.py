@@ -18,21 +18,21 @@ from ...errors import first_line
 from ..masks import UnsupportedModelError
 from ..spec import ModelSpec
 from .comparison_runs import (
-    LONG_OUTPUTS,
-    LONG_PROMPT,
     PROMPT,
+    LongRun,
     long_logits,
-    long_prompts,
     own_logits,
     random_prompt,
+    recurrent_run,
+    selecting_run,
     step_logits,
     whole_logits,
 )
 from .few_keys import few_keys
 
 
-# Of a layer that selects keys: fewer than the prompt has.
-_FEW_KEYS = 3
+# Of a layer that selects keys, or blocks of them: fewer than the prompt has.
+_FEW_KEYS, _FEW_BLOCKS = 3, 2
 _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 # Differences of logits are parts of their range over the vocabulary. Below these nothing more is asked; above, a difference
 # may be so many times what rounding makes of the same model. Measured in a hundred tiny architectures: at most 1.2 times,
@@ -51,7 +51,7 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
     keeping = spec.stateful_layers | {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
-    state = _other_state(model, keeping)
+    state = _other_state(model, keeping | {each.layer_idx for each in spec.selections})
     expected = getattr(config, "num_hidden_layers", None)
     attending = (expected or 0) - len(keeping - {layer.layer_idx for layer in spec.layers})
     # A layer may attend several times, but all that attend must do so equally often. None has to where all are recurrences.
@@ -109,14 +109,13 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
     if not comparable(model):
         return
     try:
+        vocab_size = min(spec.vocab_size, spec.num_embeddings)
         with few_keys(model):
             _compare(model, spec)
-        if spec.recurrences:
-            _compare_long(model, spec)
+            if spec.recurrences:
+                _compare_long(model, spec, recurrent_run(vocab_size), "computes a recurrence")
         if spec.selections:
-            few = tuple(replace(each, always=_FEW_KEYS) for each in spec.selections)
-            with few_keys(model, _FEW_KEYS):
-                _compare(model, replace(spec, selections=few))
+            _compare_selections(model, spec, vocab_size)
     except UnsupportedModelError as error:
         if not by_itself:
             raise
@@ -152,22 +151,33 @@ def _compare(model: PreTrainedModel, spec: ModelSpec) -> None:
     )
 
 
-def _compare_long(model: PreTrainedModel, spec: ModelSpec) -> None:
-    prompt, neighbor = long_prompts(min(spec.vocab_size, spec.num_embeddings))
+def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int) -> None:
+    """Once more with layers that select so few that some are left out."""
+    width = max(each.width for each in spec.selections)
+    few = _FEW_KEYS if width == 1 else _FEW_BLOCKS
+    selecting = replace(spec, selections=tuple(replace(each, always=few * each.width) for each in spec.selections))
+    with few_keys(model, few):
+        if width == 1:
+            _compare(model, selecting)
+        else:
+            _compare_long(model, selecting, selecting_run(vocab_size, width), "selects keys")
+
+
+def _compare_long(model: PreTrainedModel, spec: ModelSpec, run: LongRun, doing: str) -> None:
     with torch.inference_mode():
-        found = long_logits(model, spec, prompt, neighbor)
-        reference: Callable[[], Tensor] = partial(own_logits, model, prompt, outputs=LONG_OUTPUTS)
+        found = long_logits(model, spec, run)
+        reference: Callable[[], Tensor] = partial(own_logits, model, run.prompt, outputs=run.outputs)
         try:
             expected = reference()
         except _FAILURES as error:
             raise UnsupportedModelError(
-                f"transformers' own code fails on a prompt of {LONG_PROMPT} tokens, so that its recurrences cannot be compared: "
+                f"it {doing}, and cannot be compared: transformers' own code fails on a prompt of {len(run.prompt)} tokens: "
                 f"{first_line(error)}"
             ) from error
         difference, tolerance = _compared(model, reference, found, expected)
     if difference > tolerance:
         raise UnsupportedModelError(
-            f"it computes a recurrence otherwise over {LONG_PROMPT} tokens in chunks than at once: logits differ by "
+            f"it {doing} otherwise over {len(run.prompt)} tokens in chunks than at once: logits differ by "
             f"{difference:.1g} of their range from those of transformers' own code"
         )
 

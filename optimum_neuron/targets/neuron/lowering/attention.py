@@ -29,8 +29,9 @@ COLUMNS = 512
 
 # Outputs `[rows, kv_heads, group * tokens, value_dim]` in float32 and their log-sum-exp: group query heads share a kv head.
 State = tuple[Tensor, Tensor]
-# From a range of columns to which of them each token sees, `[rows, tokens, columns]`, which are multiplied with weights at
-# all, `[rows, columns]`, as zeros stand for the values of the others, and what is added to scores, `[rows, heads, tokens, columns]`.
+# From a range of columns to which of them each token sees, `[rows, 1 or kv_heads, tokens, columns]`, which are multiplied with
+# weights at all, `[rows, columns]`, as zeros stand for the values of the others, and what is added to scores,
+# `[rows, heads, tokens, columns]`.
 Look = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -55,13 +56,14 @@ def attend_decode(
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
         earlier = selected_of(call, group.earlier(call.sliding_window, start, stop), start)
-        return earlier, earlier[:, 0], _added(call, group, start, stop)
+        seen = earlier[:, 0] if earlier.shape[1] == 1 else earlier.any(1)
+        return earlier, seen[:, 0], _added(call, group, start, stop)
 
     past = _over_blocks(call, query, keys, values, look, width)
     own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
     if call.selected is not None:
         column = torch.arange(group.context_length, dtype=torch.int32)
-        attended = (call.selected & (column == group.position_ids[:, :, None])).any(-1)[:, :, None]
+        attended = (call.selected & (column == group.position_ids[:, None, :, None])).any(-1)
         own = own[0], torch.where(attended, own[1], MASKED)
     return by_token(with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
 
@@ -99,7 +101,7 @@ def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
 
 def _part(call: AttentionCall, first: int, last: int) -> AttentionCall:
     """The call of some tokens of each row."""
-    return call if call.selected is None else replace(call, selected=call.selected[:, first:last])
+    return call if call.selected is None else replace(call, selected=call.selected[:, :, first:last])
 
 
 def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Tensor) -> Look:
@@ -147,12 +149,12 @@ def attend_columns(
     """
     values = select_columns(values, kept)
     scores = raw_scores(call, query, keys).unflatten(
-        2, (-1, visible.shape[1])
+        2, (-1, visible.shape[2])
     )  # [rows, kv_heads, group, tokens, columns]
     if added is not None:
         scores = scores + added.unflatten(1, (keys.shape[1], -1))
     fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
-    scores = torch.where(visible[:, None, None], scores, fill).flatten(2, 3)
+    scores = torch.where(visible[:, :, None], scores, fill).flatten(2, 3)
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)

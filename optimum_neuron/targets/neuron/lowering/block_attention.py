@@ -66,9 +66,8 @@ def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, 
     visible, table = owned.seen(call.sliding_window, length), call.column_bias
     added = None if table is None else owned.added_bias(table, length)
     # A broken token's values may stay: the owner alone sees the block, and is NaN by its scores.
-    state = attend_columns(
-        call, query.index_select(0, owned.block_owner), keys[:blocks], values[:blocks], visible, visible[:, 0], added
-    )
+    every = query.index_select(0, owned.block_owner)
+    state = attend_columns(call, every, keys[:blocks], values[:blocks], visible[:, None], visible[:, 0], added)
     entries = [_as_entries(*state)]
     if owned.shared_blocks is not None:
         keys, values = (each.index_select(0, owned.shared_blocks) for each in (keys, values))
@@ -76,7 +75,7 @@ def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, 
         kept = visible.any(1) & (kv_cache.broken(keys) == 0)
         every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
         added = None if table is None else owned.added_bias_of_shared(table, length)
-        state = attend_columns(call, every, keys, values, visible, kept, added)
+        state = attend_columns(call, every, keys, values, visible[:, None], kept, added)
         # [X, kv_heads, group * R, ...] to [X * R, kv_heads, group, ...]
         entries.append(_as_entries(*(each.unflatten(2, (group, rows)).movedim(3, 1).flatten(0, 1) for each in state)))
     width = entries[0].shape[1]

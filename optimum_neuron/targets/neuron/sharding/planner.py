@@ -43,6 +43,8 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     needs = CacheNeeds.of(model)
     if needs.biased or needs.by_itself:
         raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
+    if any(keeps_recurrence(module) for module in model.modules()):
+        raise plan.refusal("its layers keep the states of recurrences, of which ranks do not have parts yet")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")
@@ -67,8 +69,10 @@ def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
 
 def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
     """Applies each rule to the layers that it is for."""
-    if any(keeps_recurrence(module) for module in model.modules()):
-        raise plan.refusal("its layers keep the states of recurrences, of which ranks do not have parts yet")
+    if trace.selecting_heads > 1:
+        raise plan.refusal(
+            f"its layers select keys for each of {trace.selecting_heads} heads, and ranks have no parts of a selection yet"
+        )
     share_vocabulary(plan, model)
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
     if not styles:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ....graphs.index_keys import KeySource
+from ....graphs.index_keys import KeySource, ScoresOf
 from ....graphs.interface import AttentionCall
 from ....graphs.model_cache import CacheNeeds, IndexCache
 from ....graphs.slot_index import AllKeys
@@ -69,6 +69,7 @@ class Trace:
         reductions: sums, norms and the like over a dimension.
         logits_size: logits per token.
         inputs: arguments and keywords of each module's last run.
+        selecting_heads: heads of a layer that select keys, each by itself; 1 where all heads attend to the same, or to all.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
@@ -77,6 +78,18 @@ class Trace:
     values: dict[str, View] = field(default_factory=dict)
     reductions: list[Reduction] = field(default_factory=list)
     logits_size: int = 0
+    selecting_heads: int = 1
+
+
+@dataclass(frozen=True)
+class _TracedKeys(AllKeys):
+    """Tells how many heads select."""
+
+    trace: Trace
+
+    def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
+        self.trace.selecting_heads = max(self.trace.selecting_heads, scores.shape[1])
+        return super().top(scores, of, count)
 
 
 class _Recorder:
@@ -117,7 +130,7 @@ class _Recorder:
 
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
         """Every rank keeps all of them."""
-        return AllKeys()
+        return _TracedKeys(self.trace)
 
     def reduced(self, reduction: str, sizes: tuple[int, ...]) -> None:
         self.trace.reductions.append(Reduction(self._running[-1], reduction, sizes))

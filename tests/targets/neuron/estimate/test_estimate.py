@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, artifact_runner, export_tiny, load_model, tiny_config
 from safetensors.torch import load_file
+from selecting import CONFIGS as SELECTING
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +39,7 @@ from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
 from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
-from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes
+from optimum_neuron.targets.neuron.estimate.step_needs import cache_bytes, live_bytes
 from optimum_neuron.targets.neuron.estimate.step_speed import (
     expert_work,
     flops,
@@ -140,6 +141,18 @@ def test_weights_and_cache_are_those_of_an_artifact(
     options = {"dtype": dtype, "sequence_length": 64}
     (again,) = estimate_model(str(checkpoints[name]), options, ["trn1"], tensor_parallel_size=1).estimates
     assert again.memory.weights == one.memory.weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("glm_moe_dsa", "index_topk"), ("minimax_m3_vl_text", "index_topk_blocks")]
+)
+def test_index_keys_are_counted_where_a_text_has_more_than_a_layer_selects(kind: str, option: str) -> None:
+    def kept(**changes: Any) -> int:
+        config = AutoConfig.for_model(kind, **SELECTING[kind] | changes)
+        return cache_bytes(core_sizes(sized(config, "float32"), 1), tiny_config(target="hlo"))
+
+    index = 4 * 64 * 16 * 4  # slots, tokens, numbers and their bytes, of one layer
+    assert kept() - kept(**{option: 64}) == index
 
 
 @pytest.mark.parametrize("cores", [2, 3, 8])

@@ -22,7 +22,7 @@ from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 # With a router of every kind: by groups, of one expert, with biases, interleaved with dense layers; and without experts.
 ROUTED = (
     "afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v4", "lfm2_moe", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "exaone_moe", "flex_olmo", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v4", "lfm2_moe", "llama4_text", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 DENSE = (
     "apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
@@ -43,6 +43,7 @@ KINDS = (
     "gpt_oss",
     "lfm2_moe",
     "llama",
+    "minimax_m3_vl_text",
 )
 FORBIDDEN_OPERATORS = {"sort", "topk", "reduce-window", "while", "custom-call", "rng", "rng-bit-generator"}
 FORBIDDEN_TYPES = {"float64", "int64", "uint64", "uint32", "complex64", "complex128"}

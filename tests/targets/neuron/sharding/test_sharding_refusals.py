@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from selecting import CONFIGS
 from sharded_ranks import make_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from optimum_neuron.graphs.interface import ATTENTION_NAME
@@ -223,3 +224,13 @@ def test_experts_with_a_parameter_of_their_own_are_refused() -> None:
 def test_one_rank_needs_no_plan() -> None:
     with pytest.raises(ValueError, match="world_size=1 shares nothing"):
         shard_plan(make_model("llama"), 1)
+
+
+def test_layers_whose_heads_select_for_themselves_stay_on_one_rank() -> None:
+    config = AutoConfig.for_model("minimax_m3_vl_text", **CONFIGS["minimax_m3_vl_text"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with pytest.raises(
+        ValueError, match="its layers select keys for each of 2 heads, and ranks have no parts of a selection"
+    ):
+        shard_plan(model, 2)
