@@ -12,8 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     JambaConfig,
     KimiLinearConfig,
+    Lfm2Config,
     Mamba2Config,
+    NemotronHConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
@@ -65,12 +68,35 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts=1, num_experts_per_tok=1,
     ),
 }  # fmt: skip
+# Whole models, as they are served: with attention or without, with recurrences, with convolutions, with both.
+SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(
+        **SIZES,
+        **LINEAR,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+    ),
+    "mamba2": CONFIGS["state space"],
+    "nemotron_h": lambda: NemotronHConfig(
+        **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"},
+        layers_block_type=["mamba", "attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=16,
+    ),
+    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+}
 
 
 @cache
 def model(kind: str) -> Any:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=ATTENTION_NAME).eval()
+    config = (CONFIGS | SERVED)[kind]()
+    made = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     for name, parameter in made.named_parameters():
         if "norm" not in name and parameter.dim() > 1:
             parameter.data *= 4  # small random weights make nearly the same of all tokens

@@ -13,7 +13,7 @@ import recurrent
 import torch
 from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
 from transformers import AutoModelForCausalLM
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.artifacts.artifact import Artifact
@@ -35,9 +35,9 @@ def checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]
 
 @pytest.mark.parametrize(
     ("checkpoint", "sizes"),
-    [("lfm2", SIZES), ("lfm2", BLOCKS), ("gated delta", BLOCKS), ("state space", SIZES)],
+    [("lfm2", SIZES), ("lfm2", BLOCKS), ("gated delta", BLOCKS), ("nemotron_h", SIZES), ("mamba2", SIZES)],
     indirect=["checkpoint"],
-    ids=["slots", "blocks", "a hybrid", "recurrences alone"],
+    ids=["slots", "blocks", "a hybrid over blocks", "a hybrid", "recurrences alone"],
 )
 def test_prompts_that_start_alike_get_what_transformers_gives_them(
     checkpoint: Path, tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
@@ -47,7 +47,7 @@ def test_prompts_that_start_alike_get_what_transformers_gives_them(
     shared = random_prompt(40, vocab=300)
     prompts = [shared + random_prompt(length, vocab=300) for length in (1, 9, 24, 2, 30, 5)]
     expected = [greedy(model, prompt, NEW) for prompt in prompts]
-    llm = open_llm(path)
+    llm = open_llm(path, skip_tokenizer_init=True)
     for _ in range(2):  # the second time all slots hold what they could be asked for
         assert ask(llm, prompts) == expected
     # What an answer ends with begins the next question.
@@ -58,3 +58,36 @@ def test_prompts_that_start_alike_get_what_transformers_gives_them(
     worker = core.model_executor.driver_worker.worker
     stored = sum(math.prod(state.shape) * 4 for state in Artifact.open(path).states())
     assert stored <= worker.determine_available_memory() < stored * 1.01
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sizes"),
+    [("gated delta", BLOCKS), ("nemotron_h", SIZES)],
+    indirect=["checkpoint"],
+    ids=["preempted over blocks", "more than slots"],
+)
+def test_a_crowd_of_which_some_are_aborted_gets_what_transformers_gives_it(
+    checkpoint: Path, tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
+) -> None:
+    """Chunks beside decodes, in two rows of a step."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    path = export_model(checkpoint, tmp_path / "out", config=dataclasses.replace(sizes, ctx_batch_size=2))
+    llm = open_llm(path, skip_tokenizer_init=True, disable_log_stats=False)
+    engine = llm.llm_engine
+    prompts = [random_prompt(30 + 5 * number, number, vocab=300) for number in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    found: dict[str, list[int]] = {}
+    for step in range(1000):
+        if not engine.has_unfinished_requests():
+            break
+        if step in (2, 25):
+            engine.abort_request([str(step % 2)])
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    for number, prompt in enumerate(prompts):
+        tokens = found.get(str(number), [])
+        assert tokens == greedy(model, prompt, 40)[: len(tokens)] and (len(tokens) == 40 or number < 2)
+    preemptions = next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert (preemptions > 0) == (sizes is BLOCKS)
