@@ -31,6 +31,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.topk.default] = top_k
     table[torch.ops.aten.index_put.default] = put_where
     table[torch.ops.aten.cumsum.default] = running_sum
+    table[torch.ops.aten.clamp.default] = bounded
     return program.run_decompositions(table)
 
 
@@ -101,3 +102,16 @@ def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     if values.dim() > kept:
         return NotImplemented
     return torch.where(mask.view(*mask.shape, *[1] * kept), values, x)
+
+
+def bounded(x: Tensor, min: int | None = None, max: int | None = None) -> Tensor:
+    """`torch.clamp` of int64 from one side; torch-xla would take the last int64 as the other bound, which no device has.
+
+    Returns:
+        NotImplemented for all else.
+    """
+    if x.dtype != torch.int64 or (min is not None and max is not None):
+        return NotImplemented
+    if min is not None:
+        return torch.where(x < min, min, x)
+    return x if max is None else torch.where(x > max, max, x)

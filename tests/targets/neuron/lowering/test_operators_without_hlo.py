@@ -59,6 +59,18 @@ def test_other_writes_are_left_as_they_are(indices: list[Tensor | None], values:
     assert put_where(X, indices, values, accumulate) is NotImplemented
 
 
+@pytest.mark.parametrize("bounds", [{"min": 2}, {"max": 3}, {"min": 1, "max": 4}])
+def test_int64_is_bounded_without_the_ends_of_int64(bounds: dict[str, int], tmp_path: Path) -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x * 6).to(torch.int64).clamp(**bounds).float()
+
+    graph = lower_function(function, [X])
+    (tmp_path / "function.hlo").write_bytes(graph.hlo)
+    program = HloProgram(tmp_path / "function.hlo", graph.io)
+    (found,) = program.run([X.to(program.device)])
+    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), (X * 6).trunc())
+
+
 def test_experts_whose_shapes_follow_the_routing_are_refused_before_anything_is_lowered(tmp_path: Path) -> None:
     graph_model("dbrx", torch.float32).save_pretrained(tmp_path / "checkpoint")
     told = (
