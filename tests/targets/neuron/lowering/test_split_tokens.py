@@ -13,6 +13,18 @@ import torch
 from helpers import tiny_config
 from lowered import lower_function
 from tiny import TINY_CONFIGS
+from token_functions import (
+    RANKS,
+    TOKEN_BY_TOKEN,
+    TOKENS,
+    WIDTH,
+    WITH_ANOTHER_OF_EACH,
+    block,
+    needed_whole_within,
+    normed,
+    reduced_over_tokens,
+    used_whole,
+)
 from torch import Tensor
 
 from optimum_neuron.graphs.collectives import all_reduce
@@ -21,6 +33,7 @@ from optimum_neuron.targets.neuron import sequence_parallel
 from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, execute
 from optimum_neuron.targets.neuron.certificate.setup import split_kinds
 from optimum_neuron.targets.neuron.certificate.trial import _smaller
+from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
@@ -31,21 +44,8 @@ from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
 from optimum_neuron.targets.neuron.sequence_parallel import forms, splits
 
 
-RANKS, TOKENS, WIDTH = 2, 8, 16
 SPLIT = SumsRule(chip_of("trn2"), (), split=True)
 WHOLE = SumsRule(chip_of("trn2"), (), split=False)
-
-
-def normed(x: Tensor, scale: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) * (1 / WIDTH) + 1e-6) * scale
-
-
-def block(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Two sums on a residual stream, two layers that read the first norm, and a head."""
-    stream = all_reduce(x, RANKS)
-    norm = normed(stream, scale)
-    stream = stream + all_reduce(torch.relu(norm @ one) * (norm @ other), RANKS)
-    return normed(stream, scale) @ one
 
 
 def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -68,13 +68,7 @@ def test_what_follows_from_sums_token_by_token_is_computed_of_a_part_and_gathere
     half = TOKENS // RANKS
     assert {("reduce-scatter", 1, half, WIDTH), ("add", 1, half, WIDTH), ("reduce", 1, half)} <= shapes
     assert ("all-gather", 1, TOKENS, WIDTH) in shapes and ("add", 1, TOKENS, WIDTH) not in shapes
-
-
-def needed_whole_within(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """What two layers read of all tokens, and what follows of it where tokens are split."""
-    first = torch.relu(all_reduce(x, RANKS)) * scale
-    second = torch.tanh(first)
-    return (second + all_reduce(first @ one, RANKS) + all_reduce(second @ other, RANKS)) @ one
+    assert not lint("function", split.hlo, split.io, "trn2")  # all ranks take part, for one
 
 
 @pytest.mark.parametrize("function", [block, needed_whole_within])
@@ -96,43 +90,9 @@ def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at(fun
         assert torch.equal(whole, split) and torch.equal(rolled, split.roll(3, 1))
 
 
-def reduced_before(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The dimension of the tokens comes to lie in front."""
-    stream = torch.relu(all_reduce(x.view(2, TOKENS // 2, WIDTH), RANKS))
-    return normed(stream.sum(0), scale) @ one
-
-
-def repeated(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """And behind others."""
-    stream = torch.tanh(all_reduce(x, RANKS))[0]
-    return (stream[None].expand(3, -1, -1) * scale).sum(0)
-
-
-def cut_behind(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """As many tokens as there are rows before them."""
-    stream = torch.relu(all_reduce(x.view(4, 4, 8), RANKS))
-    return torch.tanh(stream.view(4, 4, 2, 4)) * 2.0
-
-
-def with_constants(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """What meets the sums is the same for all tokens, and has a place for each."""
-    return normed(all_reduce(x, RANKS) + torch.full((TOKENS, 1), 0.5) * scale, scale) @ one
-
-
-def summed_again(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """A sum takes what follows from another one."""
-    return normed(all_reduce(normed(all_reduce(x, RANKS), scale), RANKS), scale) @ one
-
-
-def scaled_by_one_of_all(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """A number that follows from the sums of all tokens."""
-    return normed(all_reduce(x, RANKS) * all_reduce(x @ other, RANKS).amax(), scale) @ one
-
-
 def test_whatever_shape_parts_of_tokens_take_they_compute_the_bits_of_all() -> None:
-    functions = (reduced_before, repeated, cut_behind, with_constants, summed_again, scaled_by_one_of_all)
     modules, runs = {}, []
-    for function in functions:
+    for function in TOKEN_BY_TOKEN:
         for form, sums in (("whole", WHOLE), ("split", SPLIT)):
             graph, name = lower_function(function, inputs(), RANKS, sums), f"{function.__name__} {form}"
             assert is_split(graph.hlo) == (form == "split"), name
@@ -140,34 +100,9 @@ def test_whatever_shape_parts_of_tokens_take_they_compute_the_bits_of_all() -> N
             given = dict(zip(("x.0", "x.1", "x.2", "x.3"), inputs(), strict=True))
             runs.append(Given(name, {each: given[each] for each in graph.io.names("input")}))
     for rank in execute(modules, [()] * RANKS, runs):
-        for place, function in enumerate(functions):
+        for place, function in enumerate(TOKEN_BY_TOKEN):
             whole, split = (rank[2 * place + form]["y"] for form in (0, 1))
             assert torch.equal(whole, split), function.__name__
-
-
-def used_whole(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return all_reduce(x, RANKS) @ one
-
-
-def reduced_over_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return all_reduce(x, RANKS).sum(1) * scale
-
-
-def other_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """What meets the sums is another one for each token."""
-    return normed(all_reduce(x, RANKS) + x, scale) @ one
-
-
-def number_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + x.sum(-1, keepdim=True), scale) @ one
-
-
-def computed_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + torch.tanh(x), scale) @ one
-
-
-def tokens_in_one_dimension(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + torch.tanh(x.flatten()).view(x.shape), scale) @ one
 
 
 @pytest.mark.parametrize(
@@ -177,10 +112,7 @@ def tokens_in_one_dimension(x: Tensor, scale: Tensor, one: Tensor, other: Tensor
         (block, RANKS),
         (used_whole, TOKENS),
         (reduced_over_tokens, TOKENS),
-        (other_tokens, TOKENS),
-        (number_of_each_token, TOKENS),
-        (computed_of_each_token, TOKENS),
-        (tokens_in_one_dimension, TOKENS),
+        *((function, TOKENS) for function in WITH_ANOTHER_OF_EACH),
     ],
 )
 def test_sums_stay_whole_where_tokens_cannot_be_split_or_nothing_is_saved(
@@ -210,6 +142,22 @@ def _reads(module: Any, each: Any, parameter: int) -> bool:
         if operand.opcode == "parameter" and operand.parameter_number == parameter:
             return True
     return False
+
+
+def test_both_forms_of_a_graph_cost_the_same_and_moved_numbers_nothing() -> None:
+    """A norm: a square, its sum and what it is divided by, of each token a mean, an addition and a root, and two products."""
+
+    def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return normed(all_reduce(x, RANKS), scale) @ one
+
+    costs = [
+        sum_cost(graph.hlo, graph.io)
+        for graph in (lower_function(function, inputs(), RANKS, each) for each in (WHOLE, SPLIT))
+    ]
+    assert [each.form for each in costs] == ["whole", "split"] and costs[0].forms == costs[1].forms
+    whole, split = costs[0].both
+    assert whole.elements == {4: 4 * TOKENS * WIDTH + 3 * TOKENS} and whole.collectives == 1
+    assert split.elements == {4: whole.elements[4] // RANKS} and split.collectives == 2
 
 
 def test_sums_in_float32_are_gathered_in_the_type_of_the_model() -> None:
