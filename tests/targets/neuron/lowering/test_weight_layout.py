@@ -82,7 +82,7 @@ class _Layers(nn.Module):
         self.embed = nn.Embedding(7, 4)
         self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5, bias=False)
         self.head = nn.Linear(4, 7, bias=False)
-        self.router = nn.Parameter(torch.empty(2, 4))
+        self.router, self.gate = nn.Parameter(torch.empty(2, 4)), nn.Parameter(torch.empty(2, 4))
         self.experts = nn.Parameter(torch.empty(2, 6, 4))
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
@@ -91,9 +91,11 @@ class _Layers(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         routed = nn.functional.linear(x.double(), self.router.double()).float()
+        gate = self.gate.double()  # which two read
+        gated = (nn.functional.linear(x.double(), gate) * gate.sum()).float()
         y = self.b(torch.tanh(self.b(x)[..., :4]))
-        expert = x.expand(2, *x.shape[1:]) @ self.experts.transpose(1, 2)
-        return torch.cat([self.a(x), y, self.head(x), routed, expert[:1], expert[1:]], -1)
+        expert = x.expand(2, *x.shape[1:]) @ self.experts.permute(0, -1, 1)
+        return torch.cat([self.a(x), y, self.head(x), routed, gated, expert[:1], expert[1:]], -1)
 
 
 class _Step(nn.Module):
@@ -114,7 +116,7 @@ def export(step: nn.Module) -> torch.export.ExportedProgram:
 
 
 def lower(step: nn.Module) -> LoweredGraph:
-    inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 29), "float32")]
+    inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 31), "float32")]
     return lower_program(decompose(export(step)), "function", "function", inputs, outputs, 1)
 
 
@@ -129,6 +131,7 @@ def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
     ]
     assert layout.replaced == {"model.a.weight", "model.b.weight", "model.router", "model.experts"}
     graph = lower(step)
+    assert len(set(graph.io.names("weight"))) == len(graph.io.names("weight"))  # also of a layer that runs twice
     stored = {each.name: each.tensor(step.get_parameter) for each in layout.stored}
     given = {"x.ids": IDS} | dict(step.named_parameters(remove_duplicate=False)) | stored
     (tmp_path / "function.hlo").write_bytes(graph.hlo)
@@ -137,6 +140,23 @@ def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
     (expected,) = step(IDS)
     assert (found.cpu() - expected).abs().max() < 2e-6
     assert graph_cost("function", graph.hlo, graph.io, "trn2").transposed == 0
+
+
+class _WithState(nn.Module):
+    """Its state is no weight of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 3)
+        self.register_buffer("state", torch.ones(4, 5))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor]:
+        return (self.model(ids[..., None].expand(-1, -1, 4).float() + self.state.t()[:1]),)
+
+
+def test_what_is_no_weight_of_the_model_is_stored_as_it_is() -> None:
+    layout = weight_layout(decompose(export(_WithState())))
+    assert layout == WeightLayout((StoredWeight(("model.weight",), (1, 0)),), frozenset({"model.weight"}))
 
 
 def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
