@@ -32,6 +32,7 @@ from ..runtime.traced_runner import open_runner
 from ..targets import get_target
 from ..targets.neuron.lowering.requirements import check_reading
 from ..targets.neuron.sdk.devices import find_devices
+from ..targets.neuron.sdk.flags import step_timeout
 from ..targets.rank_options import IN_ENVIRONMENT, RankOptions
 from .report import CheckError, Report
 
@@ -53,16 +54,18 @@ def check_artifact(
         profile: what is told of all runs, and where a device's runtime writes its own; its context is open.
 
     Raises:
-        ValueError: the artifact is for another target, or `runs` is below 1.
+        ValueError: the artifact is for another target, `runs` is below 1, or an option of ranks is none.
         FileNotFoundError: it has no golden tokens.
         ArtifactError: its golden tokens were changed after the export.
         RuntimeError: this machine lacks what reads graphs in HLO.
     """
     golden = _check_asked(artifact, runs)
-    if artifact.target not in NEURON_TARGETS:
+    if artifact.target in NEURON_TARGETS:
+        step_timeout(ranks.timeout)
+        capture = None if profile is None else profile.capture_folder(artifact.target)
+        ranks = replace(ranks, capture=capture)
+    else:
         ranks.refuse(artifact.target)
-    elif profile is not None:
-        ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
     report = Report(
         {
             "torch": torch.__version__,

@@ -276,10 +276,10 @@ class RankedExecutable:
 
     def _silence(self, doing: str, timeout: float, silent: Sequence[RankProcess]) -> NeuronRuntimeError:
         who = ", ".join(rank.name for rank in silent)
-        message = f"{doing} failed: {who} did not answer within {timeout:.0f} s"
+        message = f"{doing} failed: {who} did not answer within {timeout:g} s"
         if timeout == self._limit + _SLACK:
             message += (
-                f", which is {EXEC_TIMEOUT_VARIABLE}={self._limit:.0f} and {_SLACK:.0f} more; if a step may take longer, as "
+                f", which is {EXEC_TIMEOUT_VARIABLE}={self._limit:g} and {_SLACK:g} more; if a step may take longer, as "
                 f"the first one does while ranks join, raise it or rank_timeout"
             )
         return NeuronRuntimeError(f"{message}; load the model again")

@@ -23,6 +23,8 @@ EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 # Seconds. nrt-developer-guide.rst has 600 for trn1 and inf2, and the list of variables 30; the first execution also sets up the
 # collectives of all ranks, which takes minutes.
 EXEC_TIMEOUT = 600.0
+# Eleven days. Whoever waits for a socket counts milliseconds in 32 bits.
+LONGEST_TIMEOUT = 1e6
 # Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
 # worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
 _RING_CACHE: Mapping[str, str] = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
@@ -73,7 +75,7 @@ def step_timeout(given: float | None) -> float:
     """Seconds that the runtime gives one step: what is given, else what the variable says, else EXEC_TIMEOUT.
 
     Raises:
-        ValueError: it is no number above zero.
+        ValueError: it is no number above zero, or beyond LONGEST_TIMEOUT.
     """
     variable = os.environ.get(EXEC_TIMEOUT_VARIABLE)
     if given is None and variable is None:
@@ -83,8 +85,11 @@ def step_timeout(given: float | None) -> float:
         seconds = float(text or "")
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name}={text} is no time; give seconds above 0, or leave it out for {EXEC_TIMEOUT:.0f}")
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"{name}={text} is no time for a step; give seconds above 0 and up to {LONGEST_TIMEOUT:,.0f}, or leave it out for "
+            f"{EXEC_TIMEOUT:.0f}"
+        )
     return seconds
 
 

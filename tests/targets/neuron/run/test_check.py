@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +26,11 @@ from optimum_neuron.acceptance.report import REMEDIES, CheckError
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
+from optimum_neuron.runtime.profile import TRACE_NAME
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -103,6 +107,39 @@ def test_a_check_can_be_profiled(
     assert captured == (graphs if package else set()) and (folder / "device").exists() == bool(package)
     assert check(artifact, "--profile", folder) == 1
     assert "which exists; name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("again", [False, True])
+def test_signals_leave_no_half_of_a_profile(
+    again: bool, number: int, code: int, hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ends the checks in their third run of a graph; where it comes again, the trace of the others is being written."""
+    folder, report = tmp_path / "profile", tmp_path / "check.json"
+    run, write, left = HloExecutable.run, Path.write_text, [2]
+
+    def interrupted_run(*arguments: Any) -> Sequence[Tensor]:
+        left[0] -= 1
+        if left[0] < 0:
+            signal.raise_signal(number)
+        return run(*arguments)
+
+    def interrupted_write(path: Path, text: str, **options: str) -> int:
+        if again:
+            write(path, text[: len(text) // 2], **options)
+            signal.raise_signal(number)
+        return write(path, text, **options)
+
+    monkeypatch.setattr(HloExecutable, "run", interrupted_run)
+    monkeypatch.setattr(Path, "write_text", interrupted_write)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        assert check(hlo_artifact, "--profile", folder, "--json", report) == code
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert not report.exists()
+    assert [path.name for path in folder.iterdir()] == ([] if again else [TRACE_NAME])
+    assert again or len(read_trace(folder).names("graphs")) == 2
 
 
 def test_tokens_that_the_host_did_not_record_fail(
@@ -183,8 +220,11 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
         checks._check_token_ids(artifact, Faulty())
 
 
-def test_without_a_device_the_rest_is_skipped(
-    neuron_sdk: Callable[..., NeuronTools], sharp_checkpoints: dict[str, Path], tmp_path: Path
+def test_without_a_device_the_rest_is_skipped_and_a_limit_that_is_none_refused(
+    neuron_sdk: Callable[..., NeuronTools],
+    sharp_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     neuron_sdk(None, "lite")
     artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2")
@@ -192,6 +232,10 @@ def test_without_a_device_the_rest_is_skipped(
     assert code == 1 and "no Neuron device" in found["load"]["problem"]
     later = list(REMEDIES)[list(REMEDIES).index("load") + 1 :]
     assert [found[name]["status"] for name in later] == ["skipped"] * len(later)
+    capsys.readouterr()
+    assert check(artifact, "--rank-timeout", "0") == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: rank_timeout=0.0 is no time for a step")
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "no JSON"])

@@ -94,9 +94,10 @@ def test_a_step_has_the_time_of_the_option_the_variable_or_600_seconds(
 @pytest.mark.parametrize(
     ("given", "variable", "message"),
     [
-        (0.0, None, r"rank_timeout=0\.0 is no time; give seconds above 0"),
+        (0.0, None, r"rank_timeout=0\.0 is no time for a step; give seconds above 0 and up to 1,000,000"),
         (float("nan"), "5", r"rank_timeout=nan is no time"),
-        (None, "soon", r"NEURON_RT_EXEC_TIMEOUT=soon is no time; give seconds above 0, or leave it out for 600"),
+        (1e7, None, r"rank_timeout=10000000\.0 is no time .* up to 1,000,000"),
+        (None, "soon", r"NEURON_RT_EXEC_TIMEOUT=soon is no time for a step; .*, or leave it out for 600"),
     ],
 )
 def test_what_is_no_time_is_refused(
