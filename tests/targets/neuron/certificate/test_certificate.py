@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import export_tiny, tiny_config
 from optimum.commands.register.neuron import NeuronInspectCommand
+from tampering import read_json, write
 
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.checkpoints.digest import file_sha256
@@ -204,6 +205,29 @@ def test_verify_tells_numbers_and_graphs_that_differ(hlo_artifact: Callable[[str
     wrong = {line.subject for line in _verify(folder) if not line.holds}
     subject = document["expected"][0]["outputs"][0]["subject"]
     assert wrong == {f"{name}: sha256", "lint rules passed", f"{subject} in float32"}
+
+
+def test_a_graph_that_all_files_vouch_for_is_told_by_its_numbers(
+    hlo_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whoever changes the HLO, what describes it, the certificate's digests and the manifest together."""
+    folder = tmp_path / "out"
+    shutil.copytree(hlo_artifact("llama"), folder)
+    path = next((folder / "graphs").glob("token_generation*.hlo"))
+    module = hlo.parse(path.read_bytes())
+    norm = next(each for _, each in hlo.instructions(module) if each.opcode == "rsqrt")
+    norm.opcode = "logistic"
+    path.write_bytes(hlo.serialize(module))
+    sha256 = file_sha256(path)
+    write(folder, f"graphs/{path.name}", path.read_bytes())
+    described = read_json(path.with_suffix(".json")) | {"hlo_sha256": sha256}
+    write(folder, f"graphs/{path.stem}.json", json.dumps(described).encode())
+    document = read_json(folder / CERTIFICATE_NAME)
+    document["graphs"][path.stem] = document["executed"]["graphs"][path.stem] = sha256
+    write(folder, CERTIFICATE_NAME, json.dumps(document).encode())
+    wrong = {line.subject for line in _verify(folder) if not line.holds}
+    assert f"{path.stem}: decode.logits in float32" in wrong
+    assert all(" in float32" in subject for subject in wrong)
 
 
 @pytest.mark.parametrize("change", [{"step": 99}, {"rank": 1}, {"rows": [7]}, {"positions": [10**9]}, {"heads": [9]}])
