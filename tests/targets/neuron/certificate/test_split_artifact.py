@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An artifact whose ranks split the tokens of a chunk, as its export writes it; its certificate executes all ranks."""
+"""An artifact whose ranks split the tokens of a chunk, as its export writes it: the compiler lists its operators, and its certificate
+executes all ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from helpers import export_tiny
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.targets.neuron import sequence_parallel
 from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
 from optimum_neuron.targets.neuron.lowering import hlo
 
 
@@ -48,5 +50,6 @@ def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
     for kind, row_groups in (("chunked_prefill", 1), ("mixed", 2)):
         assert found[kind]["reduce-scatter"] == SUMS and not found[kind]["all-reduce"]
         assert found[kind]["all-gather"] == SUMS + row_groups * OF_CHOICE
+    assert lint_artifact(Artifact.open(path), operators=installed_operators()) == []
     comparisons = Certificate.read(path).comparisons
     assert comparisons and all(each.holds for each in comparisons)

@@ -43,7 +43,7 @@ BroadcastInDim Ceil Clamp Compare Concatenate Constant ConvertElementType Cos Cu
 DynamicUpdateSlice Eq Exp Floor Gather Ge GetTupleElement Gt Iota Le Log LogicalAnd LogicalNot Lt Max Min Mul Ne Neg Pad Pow
 Reduce Reshape Rev RevSeq RngBitGenerator RngUniform Rsqrt Scatter Select SelectAndScatter ShiftRightLogical Sign Sin Slice
 Sqrt Sub Tanh Transpose Tuple
-DynamicSlice Expm1 Log1p Logistic LogicalOr Tan TopK
+DynamicSlice Expm1 Log1p Logistic LogicalOr ReduceScatter Tan TopK
 """
 VERSION = os.environ.get("FAKE_NCC_VERSION", "2.27.5334.0+f702b353")
 
