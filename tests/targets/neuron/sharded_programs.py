@@ -31,7 +31,7 @@ from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_wei
 
 
 NOISE = 2e-6  # of logits between -1 and 1, in float32
-SAMPLED = SamplingParams(20, 0.9, 0.8)
+SAMPLINGS = (GREEDY, SamplingParams(20, 0.9, 0.8), SamplingParams(temperature=1.0))  # the last from all tokens
 
 
 class RanksExecutable:
@@ -111,7 +111,7 @@ def _run_form(
     logits = []
     for deterministic in (False, True) if config.mixed_step else (False,):
         runner = GraphRunner(executable, config, specs, deterministic=deterministic)
-        for sampling in (GREEDY, SAMPLED):
+        for sampling in SAMPLINGS:
             uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist()
             expected, expected_logits = generate(reference, random_tokens(21), 6, sampling, uniforms)
             found, found_logits = generate(runner, random_tokens(21), 6, sampling, uniforms)
