@@ -14,10 +14,12 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Mamba2Config,
+    MiniMaxConfig,
     NemotronHConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
 )
 
 from optimum_neuron.graphs.interface import ATTENTION_NAME
@@ -66,6 +68,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "selective": lambda: JambaConfig(
         **SIZES, mamba_d_state=8, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2, attn_layer_offset=1,
         num_experts=1, num_experts_per_tok=1,
+    ),
+    "lightning": lambda: MiniMaxConfig(**SIZES, **LINEAR, num_local_experts=1, num_experts_per_tok=1, block_size=16),
+    "vectors": lambda: RecurrentGemmaConfig(
+        **SIZES, lru_width=64, attention_window_size=40, block_types=("recurrent", "attention")
     ),
 }  # fmt: skip
 # Whole models, as they are served: with attention or without, with recurrences, with convolutions, with both.

@@ -68,11 +68,18 @@ class LayerRecorder(LayerOfScan):
         return key, value
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        state = state_of(layer_idx, index, inputs, weight)
-        if any((each.layer_idx, each.index) == (layer_idx, index) for each in self.convolutions):
-            raise UnsupportedModelError(f"layer {layer_idx} keeps inputs of several convolutions in one place")
-        self.convolutions.append(state)
+        self._keep_inputs(state_of(layer_idx, index, inputs, weight))
         return inputs
+
+    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        _, channels, tokens = inputs.shape
+        self._keep_inputs(ConvolutionState(layer_idx, index, past, channels))
+        return inputs.new_zeros((tokens, channels, past))
+
+    def _keep_inputs(self, state: ConvolutionState) -> None:
+        if any((each.layer_idx, each.index) == (state.layer_idx, state.index) for each in self.convolutions):
+            raise UnsupportedModelError(f"layer {state.layer_idx} keeps inputs of several convolutions in one place")
+        self.convolutions.append(state)
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
         self.recurrences.append(recurrence_of(*self.number(), call))

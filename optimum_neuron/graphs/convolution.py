@@ -25,6 +25,10 @@ class ConvolutionBackend(Protocol):
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """From `inputs [1, channels, tokens]` and `weight [channels, kernel]` to `[1, channels, tokens]`."""
 
+    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        """For a layer that convolves by itself: from `inputs [1, channels, tokens]` to `[tokens, channels, past]`, what came before
+        each, zeros before position 0."""
+
 
 # From inputs, weight and bias, as those of a backend.
 Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -99,6 +103,22 @@ class SlotConvolutions:
         self._sources: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Summed term by term: in one order, whatever the number of tokens.
+        taps = weight.to(torch.promote_types(inputs.dtype, torch.float32)).unbind(1)
+        own, *before = self._take_on(layer_idx, index, inputs)
+        output = own * taps[-1]
+        for earlier, tap in zip(before, reversed(taps[:-1]), strict=True):
+            output = output + earlier * tap
+        if bias is not None:
+            output = output + bias
+        return output.to(inputs.dtype).transpose(0, 1)[None]
+
+    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        _, *before = self._take_on(layer_idx, index, inputs)
+        return torch.stack(before[::-1], -1)
+
+    def _take_on(self, layer_idx: int, index: int, inputs: Tensor) -> list[Tensor]:
+        """Inputs `[tokens, channels]` of each token, of the position before it, and so on; keeps the last ones."""
         state = self._cache.convolution(layer_idx, index)
         slots, past, channels = state.shape
         if past not in self._sources:
@@ -106,15 +126,9 @@ class SlotConvolutions:
         before, kept = self._sources[past]
         own = inputs[0].transpose(0, 1).to(state.dtype)
         known = torch.cat([state.flatten(0, 1), own, own.new_zeros((1, channels))])
-        # Summed term by term: in one order, whatever the number of tokens.
-        taps = weight.to(torch.promote_types(inputs.dtype, torch.float32)).unbind(1)
-        output = own * taps[-1]
-        for source, tap in zip(before, reversed(taps[:-1]), strict=True):
-            output = output + known.index_select(0, source) * tap
-        if bias is not None:
-            output = output + bias
+        earlier = [known.index_select(0, source) for source in before]
         state.copy_(known.index_select(0, kept).view(state.shape))
-        return output.to(inputs.dtype).transpose(0, 1)[None]
+        return [own, *earlier]
 
     def _find_sources(self, slots: int, past: int) -> tuple[list[Tensor], Tensor]:
         """Rows of `[slots * past + tokens + 1, channels]`, which are the states, the step's own inputs, and zeros.

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,12 +25,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
 from .index_keys import IndexBackend, IndexKeys
-from .interface import StepBackend
+from .indexers import set_indexers
+from .interface import StepBackend, attending
 from .layer_index import plain_index
+from .layers_by_token import keeps_own_state, set_own_states
 from .masks import UnsupportedModelError
+from .own_run import running
 from .own_scores import ScoreKeys
-from .recurrence import RecurrenceBackend
-from .recurrent_functions import LastState
+from .own_states import KeptState, StatesOfLayers, is_kept, state_of_run
+from .recurrence import RecurrenceBackend, scanning
+from .recurrent_functions import LastState, set_recurrences
 
 
 # By what layers that select keys hand index keys to the cache, or to their layer of it.
@@ -63,6 +69,19 @@ class Backends:
     convolutions: ConvolutionBackend
     recurrences: RecurrenceBackend
     index: IndexBackend
+
+    @contextmanager
+    def serving(self, position_ids: Tensor) -> Iterator[None]:
+        """For the forward passes within, of tokens at these positions `[tokens]`."""
+        with attending(self.attention), scanning(self.recurrences, self.convolutions):
+            yield
+
+
+def set_stand_ins(model: nn.Module) -> None:
+    """Has a model's code call what backends serve: functions of recurrences, layers that keep states by themselves, indexers."""
+    set_recurrences(model)
+    set_own_states(model)
+    set_indexers(model)
 
 
 class IndexCache:
@@ -151,10 +170,11 @@ class StepCache(IndexCache):
         return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Never, for a layer's code: it then hands over all inputs, whatever their number."""
+        """Never, for a layer's code: it then hands over all inputs, whatever their number. Always, for one that takes its state on
+        by itself, a token at a time."""
         if layer_idx is not None:
             self._recurrences.enter(layer_idx)
-        return False
+        return running() is not None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None, for the same reason."""
@@ -162,19 +182,35 @@ class StepCache(IndexCache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
-    ) -> ConvolutionInput:
+    @property
+    def layers(self) -> StatesOfLayers:
+        return StatesOfLayers()
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, state_idx: int = 0, **_: object) -> Any:
         self._recurrences.enter(layer_idx)
+        if is_kept(conv_states):
+            return conv_states
         return ConvolutionInput(conv_states, partial(self._convolutions.convolve, plain_index(layer_idx), state_idx))
 
     def update_recurrent_state(
-        self, recurrent_states: LastState, layer_idx: int, state_idx: int = 0, **_: object
-    ) -> LastState:
+        self, recurrent_states: LastState | Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> LastState | Tensor:
+        run = running()
+        if run is not None and run.keeps(recurrent_states):
+            return recurrent_states
         if not isinstance(recurrent_states, LastState):
             raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
         self._recurrences.leave(layer_idx)
         return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> KeptState:
+        self._recurrences.enter(layer_idx)
+        return state_of_run()
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: object) -> None:
+        if not is_kept(linear_cache):
+            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        self._recurrences.leave(layer_idx)
 
 
 @dataclass(frozen=True)
@@ -211,7 +247,7 @@ class CacheNeeds:
             biased=own and biased,
             counts=_counts_tokens(model),
             numbers=not own and _numbers_tokens(model),
-            convolves=bool(used & {"update_conv_state", "update_recurrent_state"}),
+            convolves=bool(used & {"update_conv_state", "update_recurrent_state", "get_linear_cache"}),
             indexes=bool(used & _KEEP_INDEX),
             first_position=_first_position(model),
             keyword="cache_params" if "cache_params" in takes else "past_key_values",
@@ -252,7 +288,7 @@ def keeps_convolution(module: nn.Module) -> bool:
 
 def keeps_recurrence(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep the state of a recurrence."""
-    return "update_recurrent_state" in _names(module)
+    return "update_recurrent_state" in _names(module) or keeps_own_state(module)
 
 
 def selects_keys(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
+from .convolution import ConvolutionBackend
 from .kv_cache import KVCache
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
@@ -146,13 +147,14 @@ class RecurrenceBackend(Protocol):
         """A layer hands over its last state."""
 
 
-_backends: ContextVar[RecurrenceBackend | None] = ContextVar("recurrences of the running forward pass", default=None)
+_Backends = tuple[RecurrenceBackend, ConvolutionBackend]
+_backends: ContextVar[_Backends | None] = ContextVar("recurrences of the running forward pass", default=None)
 
 
 @contextmanager
-def scanning(backend: RecurrenceBackend) -> Iterator[None]:
-    """For the forward passes within: who computes recurrences."""
-    token = _backends.set(backend)
+def scanning(backend: RecurrenceBackend, convolutions: ConvolutionBackend) -> Iterator[None]:
+    """For the forward passes within: who computes recurrences, and who has the inputs that layers keep beside them."""
+    token = _backends.set((backend, convolutions))
     try:
         yield
     finally:
@@ -161,7 +163,14 @@ def scanning(backend: RecurrenceBackend) -> Iterator[None]:
 
 def running_backend() -> RecurrenceBackend | None:
     """None outside of a step."""
-    return _backends.get()
+    backends = _backends.get()
+    return None if backends is None else backends[0]
+
+
+def running_convolutions() -> ConvolutionBackend | None:
+    """None outside of a step."""
+    backends = _backends.get()
+    return None if backends is None else backends[1]
 
 
 @dataclass

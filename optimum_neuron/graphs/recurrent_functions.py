@@ -124,6 +124,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "mamba_selective_scan": _selective_scan,
 }
+REPLACED = frozenset(_OURS)
 
 
 def set_recurrences(model: nn.Module) -> None:

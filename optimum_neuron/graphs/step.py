@@ -17,14 +17,11 @@ from .attention import AttentionRows, CachedAttention
 from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts
-from .indexers import set_indexers
-from .interface import attending
 from .kv_cache import KVCache, block_indices, write_indices
-from .model_cache import Backends, CacheNeeds
+from .model_cache import Backends, CacheNeeds, set_stand_ins
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
-from .recurrence import SCAN_KINDS, ScanRows, SlotScans, scanning
-from .recurrent_functions import set_recurrences
+from .recurrence import SCAN_KINDS, ScanRows, SlotScans
 from .scores import Scores
 from .slot_index import SlotIndex
 from .slot_keys import SlotKeys
@@ -85,8 +82,7 @@ class StepModule(nn.Module):
         self.spec = spec
         self._needs = CacheNeeds.of(model)
         set_experts(model)
-        set_recurrences(model)
-        set_indexers(model)
+        set_stand_ins(model)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
@@ -190,7 +186,7 @@ class StepModule(nn.Module):
         if keeps:
             kwargs["logits_to_keep"] = output_rows
         kwargs |= self._needs.arguments(position_ids, backends, self.spec.sequence_length)
-        with attending(backends.attention), scanning(backends.recurrences), routing(self.ops.experts, actual):
+        with backends.serving(position_ids), routing(self.ops.experts, actual):
             logits = self.model(input_ids=input_ids[None], **kwargs).logits[0]
         return (logits if keeps else logits[output_rows]).float()
 

@@ -28,6 +28,7 @@ from .threads import fit_threads
 # depend on its place in the step: tiles have 4 rows where several threads share a few, 6 with AVX2 on Intel's CPUs.
 _ROW_MULTIPLE = 12
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm})
+_SUMS_OF_PRODUCTS = frozenset({torch.baddbmm, Tensor.baddbmm})
 # What is left of a tensor behind its last whole pair of vectors, these compute by other code, which rounds otherwise.
 _VECTORS = 64
 _ELEMENTWISE = frozenset(
@@ -58,6 +59,8 @@ class _EqualRows(TorchFunctionMode):
             return _linear(*args, **kwargs)
         if func in _PRODUCTS and args[0].dim() > 1:
             return _product(func, *args, **kwargs)
+        if func in _SUMS_OF_PRODUCTS:
+            return _sum_of_products(func, *args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func in _ELEMENTWISE and args and not kwargs.get("inplace"):
@@ -77,6 +80,14 @@ def _product(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) 
     if not missing:
         return func(x, *args, **kwargs)
     return func(nn.functional.pad(x, (0, 0, 0, missing)), *args, **kwargs)[..., : x.shape[-2], :].contiguous()
+
+
+def _sum_of_products(func: Callable[..., Tensor], added: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`added` has a row for all of `x`, or a row each."""
+    missing = (0, 0, 0, -x.shape[-2] % _ROW_MULTIPLE)
+    if added.shape[-2] > 1:
+        added = nn.functional.pad(added, missing)
+    return func(added, nn.functional.pad(x, missing), *args, **kwargs)[..., : x.shape[-2], :].contiguous()
 
 
 def _attention(

@@ -17,13 +17,9 @@ from ...config import NeuronConfig
 from ...errors import first_line
 from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
-from ..indexers import set_indexers
-from ..interface import attending
 from ..masks import UnsupportedModelError
-from ..model_cache import Backends, CacheNeeds
+from ..model_cache import Backends, CacheNeeds, set_stand_ins
 from ..one_thread import one_thread
-from ..recurrence import scanning
-from ..recurrent_functions import set_recurrences
 from ..spec import ModelSpec
 from ..step import accepts
 from .parity import check_layers, check_result, comparable
@@ -109,14 +105,13 @@ def look_at(
     needs = CacheNeeds.of(model)
     recorder = LayerRecorder(by_itself=needs.by_itself, biased=needs.biased)
     set_experts(model)
-    set_recurrences(model)
-    set_indexers(model)
+    set_stand_ins(model)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
     backends = Backends(recorder, recorder, recorder, recorder)
     kwargs |= needs.arguments(positions[0], backends, sequence_length)
     kwargs |= {"input_ids": token, "use_cache": False}
-    with torch.inference_mode(), attending(recorder), scanning(recorder), routing(no_experts), _NoProducts():
+    with torch.inference_mode(), backends.serving(positions[0]), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
     return ModelSpec(

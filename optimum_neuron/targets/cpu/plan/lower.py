@@ -32,6 +32,7 @@ from .calls import (
 )
 from .elementwise import lower_elementwise
 from .fusion import REGISTER_DTYPES, Pending
+from .head_linears import split_heads
 from .pointwise import ALIASES, CONVERSIONS, FILLED, SHAPED, UNDEFINED, VIEWS, aten
 from .program import Plan, TorchCall
 from .torch_calls import copy_by_torch, lower_torch_call, writes
@@ -73,6 +74,7 @@ def lower(program: ExportedProgram) -> tuple[Plan, dict[str, Tensor]]:
     Raises:
         UnknownOperationError: the graph has an operation that is not one of torch's operators on tensors.
     """
+    split_heads(program)
     graph = program.graph_module.graph
     writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
     live = _live(graph.nodes)
