@@ -25,16 +25,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .convolution import ConvolutionBackend, ConvolutionInput
 from .index_keys import IndexBackend, IndexKeys
-from .indexers import set_indexers
 from .interface import StepBackend, attending
 from .layer_index import plain_index
-from .layers_by_token import keeps_own_state, set_own_states
+from .layers_by_token import keeps_own_state
 from .masks import UnsupportedModelError
 from .own_run import running
 from .own_scores import ScoreKeys
 from .own_states import KeptState, StatesOfLayers, is_kept, state_of_run
+from .position_tables import numbering
 from .recurrence import RecurrenceBackend, scanning
-from .recurrent_functions import LastState, set_recurrences
+from .recurrent_functions import LastState
 
 
 # By what layers that select keys hand index keys to the cache, or to their layer of it.
@@ -73,15 +73,8 @@ class Backends:
     @contextmanager
     def serving(self, position_ids: Tensor) -> Iterator[None]:
         """For the forward passes within, of tokens at these positions `[tokens]`."""
-        with attending(self.attention), scanning(self.recurrences, self.convolutions):
+        with attending(self.attention), scanning(self.recurrences, self.convolutions), numbering(position_ids):
             yield
-
-
-def set_stand_ins(model: nn.Module) -> None:
-    """Has a model's code call what backends serve: functions of recurrences, layers that keep states by themselves, indexers."""
-    set_recurrences(model)
-    set_own_states(model)
-    set_indexers(model)
 
 
 class IndexCache:

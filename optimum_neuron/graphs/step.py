@@ -18,7 +18,7 @@ from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts
 from .kv_cache import KVCache, block_indices, write_indices
-from .model_cache import Backends, CacheNeeds, set_stand_ins
+from .model_cache import Backends, CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
 from .recurrence import SCAN_KINDS, ScanRows, SlotScans
@@ -26,6 +26,7 @@ from .scores import Scores
 from .slot_index import SlotIndex
 from .slot_keys import SlotKeys
 from .spec import CHUNK, DECODE, GraphSpec, TensorSpec
+from .stand_ins import set_stand_ins
 
 
 class RowGroup(NamedTuple):

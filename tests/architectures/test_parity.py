@@ -19,6 +19,7 @@ NEEDED = (
     "mixtral", "qwen3_moe", "gpt_oss", "dots1", "deepseek_v2", "deepseek_v3", "longcat_flash", "llama4_text",
     "gemma3n_text", "diffllama", "afmoe", "codegen", "hrm_text", "jetmoe", "lfm2", "lfm2_moe",
     "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "zamba2", "mamba2", "minimax", "recurrent_gemma", "zaya",
+    "roformer",
 )  # fmt: skip
 
 

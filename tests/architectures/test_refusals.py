@@ -100,7 +100,6 @@ def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("roformer", "ignores position_ids and counts the tokens of a call"),
         ("cpmant", "attends by code of its own, which adds Tensor"),
         ("inkling_text", "calls attention with position_bias="),
         ("git", "computes with its attention mask"),
@@ -111,6 +110,12 @@ def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
 def test_a_model_is_refused_by_its_cause(name: str, reason: str, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"cannot be exported: .*{reason}"):
         inspect_model(tiny_model(name, dtype))
+
+
+def test_a_model_that_numbers_tokens_by_those_of_a_call_is_refused() -> None:
+    with pytest.raises(ValueError, match="ignores position_ids and counts the tokens of a call"):
+        inspect_model(tiny_model("trocr", use_learned_position_embeddings=False))
+    inspect_model(tiny_model("trocr"))  # its table takes positions, though nobody passes it some
 
 
 def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
