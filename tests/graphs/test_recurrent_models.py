@@ -112,6 +112,19 @@ def test_no_cut_or_neighbor_changes_a_bit(kind: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("kind", ["lightning", "vectors"])
+def test_a_request_starts_from_nothing_whatever_its_slot_holds(kind: str) -> None:
+    steps, text = runner(kind, prefill_chunk_size=8), random_tokens(17, seed=3)
+    steps.reset_all()
+    expected = prefill_pieces(steps, 1, text, [8, 8, 1]).clone()
+    for name in ("key_1", "value_1", "state_0_0", "anchor_0_0", "tail_0_0", *["conv_0_0"] * (kind == "vectors")):
+        state = steps.executable.read_state(f"kv_cache.{name}")
+        steps.executable.write_state(f"kv_cache.{name}", torch.full_like(state, torch.nan))
+    for pieces in ([8, 8, 1], [1, 8, 8]):
+        steps.reset(1)
+        assert torch.equal(prefill_pieces(steps, 1, text, pieces), expected)
+
+
 def test_what_a_model_keeps_is_found_by_running_it() -> None:
     spec = inspect_model(model("gated delta"))
     assert spec.recurrences == (RecurrentState(0, 0, 4, 16, 8, 4 * (16 + 8 + 1 + 1)),)
