@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -87,7 +88,19 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
             f"{folder / 'config.json'} describes no model: {_one_line(error)}; restore it or export the model again"
         ) from error
     keep_frequencies(model)
+    _keep_float32(model, options["dtype"])
     return model.eval().requires_grad_(False)
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives tensors their types as transformers loads them: some stay in float32 in a model of a 16-bit type, such as what is added
+    to a router's scores."""
+    names = re.compile(
+        "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)) or "(?!)"
+    )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if names.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def model_for(artifact: Artifact, layout: Mapping[str, Stored], *, trust_remote_code: bool) -> nn.Module:
@@ -112,7 +125,7 @@ def model_for(artifact: Artifact, layout: Mapping[str, Stored], *, trust_remote_
 def check_tensors(model: nn.Module, tensors: Mapping[str, Stored], dtype: str) -> None:
     """Compares tensors, named as in `weights.named_tensors`, with what a model of an artifact takes.
 
-    Which parameters transformers keeps in float32, whatever the model's type is, it tells by loading a checkpoint only.
+    More may be in float32 than transformers keeps so, whatever the model's type is.
 
     Raises:
         ValueError: one is missing, or has another shape or type.
