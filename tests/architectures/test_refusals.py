@@ -221,7 +221,14 @@ def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
             compute()
 
 
-@pytest.mark.parametrize("name", ["falcon", "codegen", "llama4_text", "stablelm", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "codegen",
+        "lfm2",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("falcon", "llama4_text", "stablelm")),
+    ],
+)
 def test_what_is_taken_can_be_exported_and_computes_the_same(name: str) -> None:
     model, config = tiny_model(name), helpers.tiny_config(ctx_batch_size=1)
     spec = inspect_model(model)
