@@ -29,7 +29,7 @@ WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
 # 2: a slot keeps more than keys and values; what it keeps beside them would be overlooked by a reader of 1.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
 OWNED_FOLDERS = (GRAPHS_FOLDER, WEIGHTS_FOLDER)
 
@@ -204,6 +204,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def format_version(model: dict[str, Any]) -> int:
     """The oldest version whose readers can honour the artifact of a model, given as its manifest has it."""
+    if model.get("compressions"):
+        return 4
     if model.get("recurrences"):
         return 3
     return 2 if model.get("convolutions") or model.get("selections") else 1

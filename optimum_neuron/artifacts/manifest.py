@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import TARGETS, NeuronConfig
 from ..graphs.spec import (
+    Compression,
     ConvolutionState,
     GraphSpec,
     KeySelection,
@@ -44,6 +45,7 @@ _MODEL = record(
         "convolutions": listed(_sizes(ConvolutionState)),
         "recurrences": listed(_sizes(RecurrentState)),
         "selections": listed(_sizes(KeySelection)),
+        "compressions": listed(_sizes(Compression)),
         "num_embeddings": whole(1),
     },
     closed=True,

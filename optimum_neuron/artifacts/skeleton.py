@@ -159,7 +159,7 @@ def check_spec(model: nn.Module, spec: ModelSpec) -> None:
     # An artifact may take fewer ids than there are rows: a model may look them up in several tables.
     table = cast(nn.Embedding, pretrained.get_input_embeddings())
     taken = min(spec.num_embeddings, table.weight.shape[0])
-    without: dict[str, Any] = {"convolutions": [], "recurrences": [], "selections": []}
+    without: dict[str, Any] = {"convolutions": [], "recurrences": [], "selections": [], "compressions": []}
     found = replace(look_at(pretrained), num_embeddings=taken)
     difference = first_difference(without | spec.to_dict(), without | found.to_dict())
     if difference is not None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from . import kv_cache
+from .attention_parts import visible_groups
+from .compression import CompressedKeys, CompressionRecorder
 from .convolution import state_of
 from .index_keys import AskedKeys, KeySource
 from .interface import AttentionCall
@@ -47,8 +49,8 @@ class LayerCalls:
 
 
 @dataclass
-class LayerRecorder(LayerOfScan):
-    """Backend of attention, convolutions, recurrences and selections that learns what each layer keeps from one pass of the model."""
+class LayerRecorder(LayerOfScan, CompressionRecorder):
+    """Backend of attention and of all that layers keep beside keys and values: learns what that is from one pass of the model."""
 
     by_itself: bool = False
     biased: bool = False
@@ -125,6 +127,7 @@ class AttentionRows:
     masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
     past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
+    compressed: dict[int, Tensor] = field(default_factory=dict)
     parts: dict[tuple[int, int], AttentionRows] = field(default_factory=dict)
 
     def visible(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
@@ -152,11 +155,18 @@ class AttentionRows:
             self.past[key] = self.visible(*key) & (columns < self.position_ids[:, :, None])
         return self.past[key]
 
+    def visible_groups(self, rate: int) -> Tensor:
+        """`[rows, tokens, groups]`: which of the context's keys a token may see that stand for `rate` tokens each."""
+        if rate not in self.compressed:
+            self.compressed[rate] = visible_groups(self.position_ids, rate, self.context_length // rate)
+        return self.compressed[rate]
+
     def part(self, start: int, stop: int) -> AttentionRows:
         """The same rows, of which only these tokens attend."""
         key = (start, stop)
         if key not in self.parts:
-            self.parts[key] = AttentionRows(self.position_ids[:, start:stop], self.blocks, self.context_length)
+            positions = self.position_ids[:, start:stop]
+            self.parts[key] = AttentionRows(positions, self.blocks, self.context_length, slots=self.slots)
         return self.parts[key]
 
 
@@ -247,10 +257,20 @@ class CachedAttention:
     @staticmethod
     def _call_of(call: AttentionCall, group: AttentionRows, start: int) -> AttentionCall:
         """The call of a group: what a layer selected, for its tokens alone."""
-        if call.selected is None:
+        if call.attends_to_all:
             return call
-        own = call.selected[start : start + group.position_ids.numel()]
-        return replace(call, selected=own.unflatten(0, group.position_ids.shape).transpose(1, 2))
+
+        rows = group.position_ids
+
+        def own(selected: Tensor) -> Tensor:
+            return selected[start : start + rows.numel()].unflatten(0, rows.shape)
+
+        compressed, selected = call.compressed, call.selected
+        if compressed is not None and compressed.selected is not None:
+            compressed = replace(compressed, selected=own(compressed.selected))
+        return replace(
+            call, compressed=compressed, selected=None if selected is None else own(selected).transpose(1, 2)
+        )
 
     @staticmethod
     def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
@@ -282,7 +302,14 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
     visible = selected_of(call, group.visible(call.sliding_window))
     broken = kv_cache.broken(keys)
-    kept = group.seen(call.sliding_window) & (broken == 0)
+    seen = group.seen(call.sliding_window)
+    if call.compressed is not None:
+        more, sees_more = compressed_of(call.compressed, group)
+        keys, values = torch.cat([keys, more], 2), torch.cat([values, more], 2)
+        visible = torch.cat([visible, sees_more[:, None].expand(-1, visible.shape[1], -1, -1)], -1)
+        seen = torch.cat([seen, sees_more.any(1)], -1)
+        broken = torch.cat([broken, kv_cache.broken(more)], -1)
+    kept = seen & (broken == 0)
     values = select_columns(values, kept)
     added = None
     if call.column_bias is not None:
@@ -317,6 +344,14 @@ def selected_of(call: AttentionCall, visible: Tensor, start: int = 0) -> Tensor:
     if call.selected is None:
         return visible[:, None]
     return visible[:, None] & call.selected[..., start : start + visible.shape[-1]]
+
+
+def compressed_of(compressed: CompressedKeys, group: AttentionRows) -> tuple[Tensor, Tensor]:
+    """Those of a group of rows, `[rows, 1, groups, dim]`, and which of them a token attends to, `[rows, tokens, groups]`."""
+    groups = group.context_length // compressed.rate
+    keys = kv_cache.read(compressed.keys, group.slots, len(group.position_ids), groups)
+    visible = group.visible_groups(compressed.rate)
+    return keys, visible if compressed.selected is None else visible & compressed.selected
 
 
 def select_columns(states: Tensor, kept: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from .compression import CompressedKeys, split_joined
 from .layer_index import plain_index
 from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
 from .recurrence import running_backend
@@ -48,7 +49,7 @@ class AttentionCall:
     the call of a layer `[tokens, 1 or kv_heads, columns]`, in that of a group of rows `[rows, 1 or kv_heads, tokens, columns]`; None
     leaves all.
     `column_bias [heads, columns]` is added to the scores of a key by its column, which is its position; a number that all keys of a
-    query have more changes nothing.
+    query have more changes nothing. `compressed` are keys that stand for several tokens each, which are attended to beside the others.
     """
 
     layer_idx: int
@@ -61,11 +62,12 @@ class AttentionCall:
     sinks: Tensor | None
     column_bias: Tensor | None = None
     selected: Tensor | None = None
+    compressed: CompressedKeys | None = None
 
     @property
     def attends_to_all(self) -> bool:
-        """Whether each token attends to all that it sees, which kernels take for granted."""
-        return self.selected is None
+        """Whether each token attends to all keys that it sees and to no others, which kernels take for granted."""
+        return self.selected is None and self.compressed is None
 
 
 _backends: ContextVar[StepBackend] = ContextVar("attention backend of the running forward pass")
@@ -98,6 +100,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
     selection = selection_of(attention_mask, others.values())
+    key, value, compressed = split_joined(key, value)
     call = AttentionCall(
         layer_idx=_layer_idx(module),
         query=query,
@@ -108,6 +111,7 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
         selected=None if selection is None else _by_kv_head(selection.selected, key.shape[1]),
+        compressed=compressed,
     )
     backend = attention_backend or _backends.get(None)
     if backend is None:

@@ -20,8 +20,9 @@ from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, and of recurrences
-    `state_<layer>_<index>`, `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`."""
+    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, of recurrences
+    `state_<layer>_<index>`, `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`, and of compressions `buffer_<layer>_<index>`
+    and `group_<layer>_<index>`."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
@@ -51,6 +52,13 @@ class KVCache(nn.Module):
         number = f"{layer_idx}_{index}"
         anchor, tail = (getattr(self, f"{name}_{number}", None) for name in ("anchor", "tail"))
         return getattr(self, f"state_{number}"), anchor, tail
+
+    def compression(self, layer_idx: int, index: int) -> tuple[Tensor, Tensor] | None:
+        """The last tokens of each slot that compressed keys are made of, and these keys, as `state_specs` has them: the buffers
+        themselves; None where no text has as many tokens as a key stands for."""
+        number = f"{layer_idx}_{index}"
+        tokens = getattr(self, f"buffer_{number}", None)
+        return None if tokens is None else (tokens, getattr(self, f"group_{number}"))
 
 
 def write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:

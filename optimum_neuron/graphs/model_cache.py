@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model gets as `past_key_values` where its code needs one: a view of the step's cache.
 
-Four kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
+Several kinds of models do. Some ask it how many tokens came before, to number positions themselves. Others attend in code of
 their own, without transformers' attention interface: these get the keys and values of all slots in a row, and a mask
 that leaves each token those of its own slot. That is as exact as the interface, but computes scores for all slots. Of those that
-add a bias to their scores, the operators are read instead (see own_scores.py). A fourth
-kind has the cache keep the inputs of its convolutions (see convolution.py), the states of recurrences (recurrence.py), or keys by which
-it selects keys (index_keys.py).
+add a bias to their scores, the operators are read instead (see own_scores.py). The others
+have the cache keep the inputs of convolutions (see convolution.py), the states of recurrences (recurrence.py), keys by which they
+select keys (index_keys.py), or compressed keys (compression.py).
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .compression import CompressingLayers, CompressionBackend
 from .convolution import ConvolutionBackend, ConvolutionInput
 from .index_keys import IndexBackend, IndexKeys
 from .interface import StepBackend, attending
@@ -63,12 +65,14 @@ class Backends:
         convolutions: computes those whose inputs the cache keeps.
         recurrences: computes those whose states it keeps, and is told which layer asks.
         index: keeps index keys.
+        compressions: keeps compressed keys.
     """
 
     attention: ModelBackend
     convolutions: ConvolutionBackend
     recurrences: RecurrenceBackend
     index: IndexBackend
+    compressions: CompressionBackend
 
     @contextmanager
     def serving(self, position_ids: Tensor) -> Iterator[None]:
@@ -141,12 +145,19 @@ class StepCache(IndexCache):
             are given positions.
         keys: of a model that attends by itself; None where the attention interface stores keys and values.
         columns: of a text, for a model that selects keys.
+        rates: by layer that keeps compressed keys, tokens that each stands for.
     """
 
     def __init__(
-        self, before: Tensor | int, keys: KeyStore | None, backends: Backends, columns: int | None = None
+        self,
+        before: Tensor | int,
+        keys: KeyStore | None,
+        backends: Backends,
+        rates: Mapping[int, int],
+        columns: int | None = None,
     ) -> None:
         super().__init__(backends.index)
+        self._compressing = CompressingLayers(backends.compressions, rates) if rates else None
         if columns is not None:
             # Of all keys, as a model of images keeps them: [3, 1, columns]. It puts those of the step's tokens behind them.
             self.position_ids = torch.arange(columns, dtype=torch.int32).expand(3, 1, -1)
@@ -154,6 +165,10 @@ class StepCache(IndexCache):
         self._keys = keys
         self._convolutions = backends.convolutions
         self._recurrences = backends.recurrences
+
+    @property
+    def layers(self) -> Any:
+        return super().layers if self._compressing is None else self._compressing
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
         return self._before
@@ -217,6 +232,7 @@ class CacheNeeds:
         numbers: so does its decoder, which takes no positions and numbers tokens from there on.
         convolves: a layer has it keep the inputs of a convolution or the state of a recurrence.
         indexes: a layer has it keep index keys.
+        rates: by layer that has it keep compressed keys, how many tokens transformers' own cache makes each of.
         first_position: the number of a text's first token, where the model makes positions of token ids: those behind padding's.
         keyword: how the model's forward pass calls it: models without attention have a name of their own.
     """
@@ -227,6 +243,7 @@ class CacheNeeds:
     numbers: bool
     convolves: bool
     indexes: bool
+    rates: Mapping[int, int] = field(default_factory=dict)
     first_position: int = 0
     keyword: str = "past_key_values"
 
@@ -242,6 +259,7 @@ class CacheNeeds:
             numbers=not own and _numbers_tokens(model),
             convolves=bool(used & {"update_conv_state", "update_recurrent_state", "get_linear_cache"}),
             indexes=bool(used & _KEEP_INDEX),
+            rates=_compression_rates(model) if "store_compression_weights" in used else {},
             first_position=_first_position(model),
             keyword="cache_params" if "cache_params" in takes else "past_key_values",
         )
@@ -265,13 +283,14 @@ class CacheNeeds:
     def _cache(self, position_ids: Tensor, backends: Backends, columns: int) -> StepCache | None:
         """None where nothing is asked for."""
         if self.biased:
-            return StepCache(columns - len(position_ids), ScoreKeys(backends.attention, columns), backends)
-        if not (self.by_itself or self.counts or self.numbers or self.convolves or self.indexes):
+            return StepCache(columns - len(position_ids), ScoreKeys(backends.attention, columns), backends, self.rates)
+        keeps = self.convolves or self.indexes or self.rates
+        if not (self.by_itself or self.counts or self.numbers or keeps):
             return None
         asked = self.counts or self.numbers
         before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
         keys = backends.attention if self.by_itself else None
-        return StepCache(before, keys, backends, columns if self.indexes else None)
+        return StepCache(before, keys, backends, self.rates, columns if self.indexes else None)
 
 
 def keeps_convolution(module: nn.Module) -> bool:
@@ -285,8 +304,14 @@ def keeps_recurrence(module: nn.Module) -> bool:
 
 
 def selects_keys(module: nn.Module) -> bool:
-    """Whether a module's own code has the cache keep index keys, by which it selects keys."""
-    return bool(_KEEP_INDEX & set(_names(module)))
+    """Whether a module's own code has the cache keep keys by which it selects keys."""
+    names = set(_names(module))
+    return bool(_KEEP_INDEX & names) or {"update_compressor_states", "topk"} <= names
+
+
+def _compression_rates(model: nn.Module) -> dict[int, int]:
+    layers = DynamicCache(config=model.config).layers
+    return {index: layer.compress_rate for index, layer in enumerate(layers) if hasattr(layer, "compress_rate")}
 
 
 def _attends_by_itself(model: nn.Module) -> bool:

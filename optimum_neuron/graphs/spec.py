@@ -110,6 +110,29 @@ class KeySelection:
 
 
 @dataclass(frozen=True)
+class Compression:
+    """Keys of a layer that stand for `rate` consecutive tokens each, and what slots keep until they have all of these.
+
+    Attributes:
+        index: which of the layer's compressions.
+        spans: groups of `rate` tokens that a key is made of: its own, and where it is 2 the one before it.
+        width: numbers of a token that keys are made of.
+        key_dim: of a key.
+    """
+
+    layer_idx: int
+    index: int
+    rate: int
+    spans: int
+    width: int
+    key_dim: int
+
+    def has_groups(self, config: NeuronConfig) -> bool:
+        """Whether a text of these graphs may have as many tokens as a key stands for."""
+        return self.rate <= config.sequence_length
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the graphs of one model have in common: found by running the model once, not read from its config.
 
@@ -123,17 +146,19 @@ class ModelSpec:
     convolutions: tuple[ConvolutionState, ...] = ()
     recurrences: tuple[RecurrentState, ...] = ()
     selections: tuple[KeySelection, ...] = ()
+    compressions: tuple[Compression, ...] = ()
     num_embeddings: int = field(kw_only=True)
 
     @property
     def reuses_prefixes(self) -> bool:
         """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
-        return not self.convolutions and not self.recurrences
+        return not self.convolutions and not self.recurrences and not self.compressions
 
     @property
     def stateful_layers(self) -> set[int]:
-        """Numbers of the layers that keep inputs of convolutions or states of recurrences."""
-        return {each.layer_idx for each in self.convolutions} | {each.layer_idx for each in self.recurrences}
+        """Numbers of the layers that keep inputs of convolutions, states of recurrences, or compressed keys."""
+        layers = {each.layer_idx for each in self.convolutions} | {each.layer_idx for each in self.recurrences}
+        return layers | {each.layer_idx for each in self.compressions}
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -147,6 +172,8 @@ class ModelSpec:
             data["recurrences"] = [asdict(state) for state in self.recurrences]
         if self.selections:
             data["selections"] = [asdict(selection) for selection in self.selections]
+        if self.compressions:
+            data["compressions"] = [asdict(compression) for compression in self.compressions]
         return data
 
     @classmethod
@@ -157,6 +184,7 @@ class ModelSpec:
             tuple(ConvolutionState(**state) for state in data.get("convolutions", ())),
             tuple(RecurrentState(**state) for state in data.get("recurrences", ())),
             tuple(KeySelection(**selection) for selection in data.get("selections", ())),
+            tuple(Compression(**compression) for compression in data.get("compressions", ())),
             num_embeddings=data.get("num_embeddings", data["vocab_size"]),
         )
 
@@ -315,6 +343,11 @@ def _blocks_in_place(config: NeuronConfig, kind: GraphKind, context_length: int)
     return -(-config.kv_blocks * context_length // config.sequence_length)
 
 
+def group_windows(tokens: int, rate: int) -> int:
+    """How many groups of `rate` consecutive tokens a row of so many may end, wherever it begins."""
+    return -(-tokens // rate)
+
+
 def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
     """All that requests keep, as state tensors.
 
@@ -322,13 +355,16 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per layer that selects keys, its index keys, as those of
     one head; per convolution `[batch_size + 1, past, channels]`;
     per recurrence, in float32, `[batch_size + 1, heads, key_dim, value_dim]`; where the target computes in blocks, once more, with a
-    tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows).
+    tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows); per compression
+    the last tokens of each slot, `[batch_size + rows, 1, spans * rate, width]`, and its keys, `[batch_size + rows, 1,
+    sequence_length // rate, key_dim]`, with as many more rows as take what is nobody's.
     """
     return (
         *_layer_states(config, model.layers),
         *_index_states(config, model.selections),
         *_convolution_states(config, model.convolutions),
         *_recurrent_states(config, model.recurrences),
+        *_compression_states(config, model.compressions),
     )
 
 
@@ -363,3 +399,18 @@ def _recurrent_states(config: NeuronConfig, recurrences: tuple[RecurrentState, .
             yield TensorSpec(f"kv_cache.tail_{number}", (slots, block, state.width), "float32")
     if recurrences and block is not None:
         yield TensorSpec("kv_cache.scanned", (slots,), "int32")
+
+
+def _compression_states(config: NeuronConfig, compressions: Iterable[Compression]) -> Iterable[TensorSpec]:
+    slots, rows = config.batch_size, config.ctx_batch_size
+    for each in compressions:
+        if each.has_groups(config):
+            length, groups = each.spans * each.rate, config.sequence_length // each.rate
+            tokens = slots + rows * config.prefill_chunk_size
+            windows = slots + rows * group_windows(config.prefill_chunk_size, each.rate)
+            for role, taken, columns, dim in (
+                ("buffer", tokens, length, each.width),
+                ("group", windows, groups, each.key_dim),
+            ):
+                shape = (slots + -(-taken // columns), 1, columns, dim)
+                yield TensorSpec(f"kv_cache.{role}_{each.layer_idx}_{each.index}", shape, config.dtype)

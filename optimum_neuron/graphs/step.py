@@ -23,6 +23,7 @@ from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
 from .recurrence import SCAN_KINDS, ScanRows, SlotScans
 from .scores import Scores
+from .slot_groups import SlotGroups
 from .slot_index import SlotIndex
 from .slot_keys import SlotKeys
 from .spec import CHUNK, DECODE, GraphSpec, TensorSpec
@@ -146,8 +147,15 @@ class StepModule(nn.Module):
             self._needs.biased,
         )
         places = _joined(slot_writes)
-        backends = Backends(attention, SlotConvolutions(self.kv_cache, *places), self._scans(groups, places), index)
-        return backends, self.ops.output_rows(torch.cat(last_tokens)), torch.cat(actual_tokens)
+        actual = torch.cat(actual_tokens)
+        backends = Backends(
+            attention,
+            SlotConvolutions(self.kv_cache, *places),
+            self._scans(groups, places),
+            index,
+            SlotGroups(self.kv_cache, rows_of_groups, actual, self.spec.batch_size, self.ops.write_cache),
+        )
+        return backends, self.ops.output_rows(torch.cat(last_tokens)), actual
 
     def _scans(self, groups: list[tuple[str, RowGroup]], slot_writes: tuple[Tensor, Tensor]) -> SlotScans:
         by_name = dict(groups)

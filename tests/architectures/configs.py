@@ -121,6 +121,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "gemma4_assistant": {"backbone_hidden_size": 64, "num_centroids": 8, "text_config": _TEXT_OF_ASSISTANT},
     "gemma4_unified_assistant": {
         "backbone_hidden_size": 64,

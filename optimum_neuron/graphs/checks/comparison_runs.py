@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -64,6 +65,16 @@ def selecting_run(vocab_size: int, width: int) -> LongRun:
     prompt, another = (random_prompt(vocab_size, seed, whole + 3) for seed in (3, 4))
     cuts = (*range(0, whole, LARGEST_SCAN_BLOCK), whole, whole + 1, whole + 2)
     return LongRun(prompt, another, cuts, (whole, whole + 1, whole + 2))
+
+
+def grouped_run(vocab_size: int, rates: Sequence[int], window: int) -> LongRun:
+    """Of compressed keys: several groups of each rate, and more than a window; the last token ends a group of the least rate."""
+    least = min(rates)
+    last = (max(2 * max(rates), window) // least + 2) * least - 1
+    first = min(47, last // 2)
+    prompt, another = (random_prompt(vocab_size, seed, last + 1) for seed in (4, 5))
+    cuts = (0, first, *range(first + 1, last, LARGEST_SCAN_BLOCK), last)
+    return LongRun(prompt, another, cuts, (*(end - 1 for end in cuts[-3:]), last))
 
 
 def own_logits(

@@ -77,6 +77,16 @@ def check_selections(model: PreTrainedModel, spec: ModelSpec, config: NeuronConf
     return [each.layer_idx for each in spec.selections if each.layer_idx not in selecting]
 
 
+def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+    """Raises ValueError where layers keep compressed keys by slots, and blocks are to attend where they lie."""
+    layers = {each.layer_idx for each in spec.compressions if each.has_groups(config)}
+    if layers and config.blocks_in_place:
+        raise ValueError(
+            f"{len(layers)} layers of {type(model).__name__} keep compressed keys, a slot's side by side, and on "
+            f"target={config.target!r} blocks attend where they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
+        )
+
+
 class _NoProducts(TorchFunctionMode):
     """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
 
@@ -109,7 +119,7 @@ def look_at(
     set_stand_ins(model)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    backends = Backends(recorder, recorder, recorder, recorder)
+    backends = Backends(recorder, recorder, recorder, recorder, recorder)
     kwargs |= needs.arguments(positions[0], backends, sequence_length)
     kwargs |= {"input_ids": token, "use_cache": False}
     with torch.inference_mode(), backends.serving(positions[0]), routing(no_experts), _NoProducts():
@@ -121,6 +131,7 @@ def look_at(
         tuple(recorder.convolutions),
         tuple(recorder.recurrences),
         tuple(recorder.selections),
+        tuple(recorder.compressions),
         num_embeddings=vocab_size,
     )
 

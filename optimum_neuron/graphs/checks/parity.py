@@ -20,6 +20,7 @@ from ..spec import ModelSpec
 from .comparison_runs import (
     PROMPT,
     LongRun,
+    grouped_run,
     long_logits,
     own_logits,
     random_prompt,
@@ -31,7 +32,7 @@ from .comparison_runs import (
 from .few_keys import few_keys
 
 
-# Of a layer that selects keys, or blocks of them: fewer than the prompt has.
+# Of a layer that selects keys, or blocks of them: fewer than the prompt has; so many compressed keys, too.
 _FEW_KEYS, _FEW_BLOCKS = 3, 2
 _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 # Differences of logits are parts of their range over the vocabulary. Below these nothing more is asked; above, a difference
@@ -66,10 +67,10 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
-    """What transformers' own cache of this model holds beside keys and values, index keys, inputs of convolutions and states of recurrences.
+    """What transformers' own cache of this model holds beside keys and values, index keys, and what else of its layers was seen.
 
     Args:
-        keeping: layers that keep such inputs and states, which were seen, or nothing at all.
+        keeping: layers that keep inputs of convolutions, states of recurrences or compressed keys, which were seen, or nothing at all.
     """
     try:
         layers = DynamicCache(config=model.config).layers
@@ -96,7 +97,8 @@ def _ranges(numbers: list[int]) -> str:
 def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) -> None:
     """Compares a prompt in chunks, among neighbors, with transformers' own attention over the whole prompt.
 
-    A model with recurrences is compared on a second prompt, which is longer than their blocks.
+    A model with recurrences is compared on a second prompt, which is longer than their blocks; one with compressed keys on one of several
+    groups of tokens.
 
     Models without data and models that a target has changed are not compared.
 
@@ -114,6 +116,10 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
             _compare(model, spec)
             if spec.recurrences:
                 _compare_long(model, spec, recurrent_run(vocab_size), "computes a recurrence")
+        if spec.compressions:
+            run = grouped_run(vocab_size, [each.rate for each in spec.compressions], _window(model))
+            with few_keys(model, _FEW_KEYS):
+                _compare_long(model, spec, run, "computes compressed keys")
         if spec.selections:
             _compare_selections(model, spec, vocab_size)
     except UnsupportedModelError as error:
@@ -161,6 +167,10 @@ def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int
             _compare(model, selecting)
         else:
             _compare_long(model, selecting, selecting_run(vocab_size, width), "selects keys")
+
+
+def _window(model: PreTrainedModel) -> int:
+    return getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
 
 
 def _compare_long(model: PreTrainedModel, spec: ModelSpec, run: LongRun, doing: str) -> None:

@@ -123,7 +123,7 @@ def _expected(spec: GraphSpec, facts: Facts) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "graph": asdict(spec),
-        "model": {"convolutions": [], "recurrences": [], "selections": []} | facts.model.to_dict(),
+        "model": {"convolutions": [], "recurrences": [], "selections": [], "compressions": []} | facts.model.to_dict(),
         "dtype": facts.dtype,
     }
 

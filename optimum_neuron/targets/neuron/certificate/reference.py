@@ -131,9 +131,9 @@ def run_reference(
 
 
 def _trash(state: TensorSpec, graph: GraphSpec) -> int:
-    """Blocks of keys and values behind those that rows may have; one row of another state."""
+    """Blocks of keys and values behind those that rows may have; rows of another state behind the slots."""
     has_blocks = graph.kv_block_size is not None and state.name.startswith(_IN_BLOCKS)
-    return state.shape[0] - graph.kv_blocks if has_blocks else 1
+    return state.shape[0] - (graph.kv_blocks if has_blocks else graph.batch_size)
 
 
 @torch.no_grad()

@@ -174,6 +174,7 @@ def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
         convolutions=tuple(each for each in spec.convolutions if each.layer_idx < layers),
         recurrences=tuple(each for each in spec.recurrences if each.layer_idx < layers),
         selections=tuple(each for each in spec.selections if each.layer_idx < layers),
+        compressions=tuple(each for each in spec.compressions if each.layer_idx < layers),
     )
 
 

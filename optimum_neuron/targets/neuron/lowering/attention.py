@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, AttentionRows, added_bias, select_columns, selected_of
+from ....graphs.attention import (
+    MASKED,
+    MASKED_HALF,
+    AttentionRows,
+    added_bias,
+    compressed_of,
+    select_columns,
+    selected_of,
+)
 from ....graphs.attention_parts import merge_attention_states
 from ....graphs.interface import AttentionCall
 from ..sdk.hardware import SBUF
@@ -65,7 +73,8 @@ def attend_decode(
         column = torch.arange(group.context_length, dtype=torch.int32)
         attended = (call.selected & (column == group.position_ids[:, None, :, None])).any(-1)
         own = own[0], torch.where(attended, own[1], MASKED)
-    return by_token(with_sinks(call, merge_attention_states(*past, *own)), value.dtype, 1)
+    state = _with_compressed(call, group, query, merge_attention_states(*past, *own))
+    return by_token(with_sinks(call, state), value.dtype, 1)
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -75,12 +84,33 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):
-        part_call = _part(call, first, first + length)
-        look = _visible_and_kept(part_call, group.part(first, first + length), keys)
+        part_call, part_group = _part(call, first, first + length), group.part(first, first + length)
+        look = _visible_and_kept(part_call, part_group, keys)
         part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
         state = _over_blocks(call, part, keys, values, look, width)
+        state = _with_compressed(part_call, part_group, part, state)
         outputs.append(by_token(with_sinks(call, state), values.dtype, length))
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+def _with_compressed(call: AttentionCall, group: AttentionRows, query: Tensor, state: State) -> State:
+    """Joined with attention over the keys that stand for several tokens each, the step's own among them.
+
+    Args:
+        query: `[rows, kv_heads, group * tokens, key_dim]`.
+    """
+    if call.compressed is None:
+        return state
+    keys, attended = compressed_of(call.compressed, group)
+    kept = attended.any(1) & (kv_cache.broken(keys) == 0)
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return attended[:, None, :, start:stop], kept[:, start:stop], None
+
+    _, width = score_block(
+        query.shape[0] * query.shape[1] * query.shape[2] // attended.shape[1], attended.shape[1], keys.shape[2]
+    )
+    return merge_attention_states(*state, *_over_blocks(call, query, keys, keys, look, width))
 
 
 def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
@@ -101,6 +131,8 @@ def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
 
 def _part(call: AttentionCall, first: int, last: int) -> AttentionCall:
     """The call of some tokens of each row."""
+    if call.compressed is not None and call.compressed.selected is not None:
+        call = replace(call, compressed=replace(call.compressed, selected=call.compressed.selected[:, first:last]))
     return call if call.selected is None else replace(call, selected=call.selected[:, :, first:last])
 
 

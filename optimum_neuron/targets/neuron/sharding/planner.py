@@ -45,6 +45,8 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
         raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
     if any(keeps_recurrence(module) for module in model.modules()):
         raise plan.refusal("its layers keep the states of recurrences, of which ranks do not have parts yet")
+    if needs.rates:
+        raise plan.refusal("its layers keep compressed keys, of which ranks do not have parts yet")
     with no_data():
         twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")

@@ -21,7 +21,7 @@ from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 # With a router of every kind: by groups, of one expert, with biases, interleaved with dense layers; and without experts.
 ROUTED = (
-    "afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
+    "afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v4", "lfm2_moe", "llama4_text", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 DENSE = (
