@@ -168,6 +168,9 @@ class StepCache(IndexCache):
 
     @property
     def layers(self) -> Any:
+        """By number: states of the layer that runs, what layers hand compressed keys to, or index keys."""
+        if running() is not None:
+            return StatesOfLayers()
         return super().layers if self._compressing is None else self._compressing
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
@@ -189,10 +192,6 @@ class StepCache(IndexCache):
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-    @property
-    def layers(self) -> StatesOfLayers:
-        return StatesOfLayers()
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, state_idx: int = 0, **_: object) -> Any:
         self._recurrences.enter(layer_idx)

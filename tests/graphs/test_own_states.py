@@ -103,10 +103,10 @@ class Attributes(nn.Module):
 
 def run(layer: nn.Module, hidden: Tensor, *, cached: bool = True) -> tuple[Any, Noting]:
     noting: Any = Noting()
-    backends = Backends(noting, noting, noting, noting)
+    backends = Backends(noting, noting, noting, noting, noting)
     if cached:
         set_own_states(layer)
-    arguments = {"past_key_values": StepCache(0, None, backends)} if cached else {}
+    arguments = {"past_key_values": StepCache(0, None, backends, {})} if cached else {}
     with torch.no_grad(), backends.serving(torch.arange(TOKENS)):
         return layer(hidden, **arguments), noting
 
