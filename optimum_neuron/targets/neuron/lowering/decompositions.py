@@ -32,6 +32,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.index_put.default] = put_where
     table[torch.ops.aten.cumsum.default] = running_sum
     table[torch.ops.aten.clamp.default] = bounded
+    table[torch.ops.aten.gelu.default] = gelu
     return program.run_decompositions(table)
 
 
@@ -69,6 +70,19 @@ def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         indices.append(index)
         scores = torch.where(chosen, -_BEYOND, scores)
     return torch.cat(values, dim), torch.cat(indices, dim).to(torch.int64)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """`torch.nn.functional.gelu` in float32, rounded once, as torch computes it of 16-bit numbers: torch-xla would round its constants
+    to them. NotImplemented of other numbers."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return NotImplemented
+    wide = x.float()
+    if approximate == "tanh":
+        inner = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+    else:
+        inner = torch.erf(wide * math.sqrt(0.5))
+    return (0.5 * wide * (1 + inner)).to(x.dtype)
 
 
 def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from lowered import lower_function
 from torch import Tensor
 
 from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.decompositions import put_where
+from optimum_neuron.targets.neuron.lowering.decompositions import gelu, put_where
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
 
 
@@ -80,6 +80,19 @@ def test_experts_whose_shapes_follow_the_routing_are_refused_before_anything_is_
     with pytest.raises(ValueError, match=told):
         export_tiny(tmp_path / "checkpoint", tmp_path / "out", target="hlo")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_constants_of_an_activation_are_not_rounded_to_16_bits(dtype: torch.dtype, approximate: str) -> None:
+    graph = lower_function(lambda x: torch.nn.functional.gelu(x, approximate=approximate), [X.to(dtype)])
+    constants = [each for _, each in hlo.instructions(hlo.parse(graph.hlo)) if each.opcode == "constant"]
+    assert constants and {hlo.dtype_name(each.shape) for each in constants} == {"float32"}
+    wide = torch.linspace(-8, 8, 4001)
+    expected = torch.nn.functional.gelu(wide, approximate=approximate)
+    found = gelu(wide.to(dtype), approximate=approximate)
+    rounded = torch.nn.functional.gelu(wide.to(dtype), approximate=approximate)
+    assert (found.float() - rounded.float()).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
 
 
 # In a process of its own, which must not end early.
