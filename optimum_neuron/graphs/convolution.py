@@ -32,6 +32,9 @@ class ConvolutionBackend(Protocol):
 
 # From inputs, weight and bias, as those of a backend.
 Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# A member of StepOps: from inputs `[tokens, channels]`, weight `[channels, kernel]`, bias `[channels]`, the state that it takes on in
+# place, `[slots + 1, kernel - 1, channels]`, and whose tokens these are, as SlotConvolutions has it, to `[tokens, channels]` float32.
+SlotConvolution = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
 class ConvolutionInput:
@@ -94,28 +97,38 @@ class SlotConvolutions:
     Args:
         rows, columns: `[tokens]`, where each token of the step is written in the KV cache: its slot and its position, or
             the trash row and a column that no other token has.
+        convolve: how a target computes them; None: as the reference does.
     """
 
-    def __init__(self, cache: KVCache, rows: Tensor, columns: Tensor) -> None:
+    def __init__(self, cache: KVCache, rows: Tensor, columns: Tensor, convolve: SlotConvolution | None = None) -> None:
         self._cache = cache
         self._rows = rows
         self._columns = columns
+        self._convolve = convolve
         self._sources: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # Summed term by term: in one order, whatever the number of tokens.
-        taps = weight.to(torch.promote_types(inputs.dtype, torch.float32)).unbind(1)
-        own, *before = self._take_on(layer_idx, index, inputs)
-        output = own * taps[-1]
-        for earlier, tap in zip(before, reversed(taps[:-1]), strict=True):
-            output = output + earlier * tap
-        if bias is not None:
-            output = output + bias
+        if self._convolve is None:
+            output = self._sum(self._take_on(layer_idx, index, inputs), weight, bias)
+        else:
+            state = self._cache.convolution(layer_idx, index)
+            own = inputs[0].transpose(0, 1).to(state.dtype)
+            output = self._convolve(own, weight, bias, state, self._rows, self._columns)
         return output.to(inputs.dtype).transpose(0, 1)[None]
 
     def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
         _, *before = self._take_on(layer_idx, index, inputs)
         return torch.stack(before[::-1], -1)
+
+    @staticmethod
+    def _sum(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Term by term: in one order, whatever the number of tokens."""
+        own, *before = inputs
+        taps = weight.to(torch.promote_types(own.dtype, torch.float32)).unbind(1)
+        output = own * taps[-1]
+        for earlier, tap in zip(before, reversed(taps[:-1]), strict=True):
+            output = output + earlier * tap
+        return output if bias is None else output + bias
 
     def _take_on(self, layer_idx: int, index: int, inputs: Tensor) -> list[Tensor]:
         """Inputs `[tokens, channels]` of each token, of the position before it, and so on; keeps the last ones."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kv_cache
 from .attention import CacheAttention, CacheWrite, DecodeAttention, ReadsVisible, attend_cache
+from .convolution import SlotConvolution
 from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
 from .interface import AttentionCall
@@ -32,7 +33,7 @@ def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StepOps:
-    """How a step attends, writes the cache, computes experts and recurrences, and chooses tokens; the defaults are the reference.
+    """How a step attends, writes the cache, convolves, computes experts and recurrences, and chooses tokens; the defaults are the reference.
 
     Attributes:
         attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
@@ -40,6 +41,7 @@ class StepOps:
             of it waits for the write; None: they attend as chunk rows do.
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
+        convolve: a layer's short convolution over the tokens of each slot; None: as SlotConvolutions does.
         experts: a layer's routed experts, of those layers that use transformers' experts interface.
         delta_rule, state_space_scan, selective_scan: a layer's recurrence, of those layers that compute it by functions of these kinds.
         sample: the on-device sampler, from what the model's head returns.
@@ -51,6 +53,7 @@ class StepOps:
     attend_decode: DecodeAttention | None = None
     write_cache: CacheWrite = kv_cache.write
     reads_visible: ReadsVisible = _reads_all
+    convolve: SlotConvolution | None = None
     experts: Experts = dense_experts
     delta_rule: Scan = delta_rule
     state_space_scan: Scan = state_space_scan

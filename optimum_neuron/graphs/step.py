@@ -150,7 +150,7 @@ class StepModule(nn.Module):
         actual = torch.cat(actual_tokens)
         backends = Backends(
             attention,
-            SlotConvolutions(self.kv_cache, *places),
+            SlotConvolutions(self.kv_cache, *places, self.ops.convolve),
             self._scans(groups, places),
             index,
             SlotGroups(self.kv_cache, rows_of_groups, actual, self.spec.batch_size, self.ops.write_cache),

@@ -18,7 +18,7 @@ from .host import InstructionSet, instruction_set
 
 
 CACHE_KIND = "kernels"
-INTERFACE = 4  # step_interface() of native/plan.cpp
+INTERFACE = 5  # step_interface() of native/plan.cpp
 
 
 @cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step attends, writes its cache, computes experts and chooses tokens on the cpu target: operators that a plan has kernels for.
+"""How a step attends, writes its cache, convolves, computes experts and chooses tokens on the cpu target: operators of a plan's kernels.
 
 In a traced graph they are one node each. Called on tensors they compute nothing: a plan alone runs them.
 """
@@ -33,6 +33,9 @@ _library.define(
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
+    "convolve(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, Tensor positions) -> Tensor"
+)
+_library.define(
     "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? share, Tensor? rates, Tensor(a!) state, "
     "Tensor slots, Tensor positions) -> Tensor"
 )
@@ -64,6 +67,12 @@ def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) ->
     return x.new_empty((*index.shape, weight.shape[1]))
 
 
+def _convolved(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    return inputs.new_empty(inputs.shape, dtype=torch.float32)
+
+
 def _walked(
     query: Tensor,
     key: Tensor,
@@ -90,6 +99,7 @@ _SHAPES: dict[str, Any] = {
     "attend": _attended,
     "write_cache": _written,
     "expert_linear": _projected,
+    "convolve": _convolved,
     "walk": _walked,
     "output_rows": _marked,
     "sample": _chosen,
@@ -152,6 +162,16 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
 
 
+def _convolve(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    """A drop-in for the convolution of `SlotConvolutions` that reads a slot's own inputs, and no other slot's."""
+    taps = weight.float().t().contiguous()
+    own_bias = None if bias is None else bias.float()
+    outputs: Tensor = getattr(torch.ops, NAMESPACE).convolve(inputs, taps, own_bias, state, slots, positions)
+    return outputs
+
+
 def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
     """A drop-in for the scans of StepOps that takes each slot's state on token by token, in place."""
     decay = call.decay if call.rates is not None else call.decay.exp()
@@ -185,6 +205,7 @@ OPS = StepOps(
     attend_cache=_attend,
     write_cache=_write_cache,
     reads_visible=is_taken,
+    convolve=_convolve,
     experts=_grouped_experts,
     delta_rule=_walk,
     state_space_scan=_walk,

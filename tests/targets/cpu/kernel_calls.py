@@ -31,6 +31,7 @@ from optimum_neuron.targets.cpu.plan.lower import lower
 from optimum_neuron.targets.cpu.plan.program import (
     Attend,
     Buffer,
+    Convolve,
     Experts,
     Layer,
     Linears,
@@ -232,6 +233,21 @@ class Kernels:
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
         self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+    def convolve(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded(inputs.shape, torch.float32)
+        before = [tensors(inputs), tensors(weight), tensors.optional(bias)]
+        self.run(Convolve(*before, *(tensors(each) for each in (state, slots, positions, output))), tensors)
+        check_guards(output)
+        return output
 
     def walk(
         self,

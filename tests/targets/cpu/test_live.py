@@ -54,7 +54,9 @@ class _Layer(nn.Module):
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         heads = self.up(normed).view(1, TOKENS, 3, 16).transpose(1, 2)
         turned = torch.cat([-heads[..., 8:], heads[..., :8]], -1) * heads
-        x = x + self.down(functional.silu(turned.transpose(1, 2).reshape(1, TOKENS, 48)))
+        each = turned.transpose(1, 2).reshape(-1, 16)  # several rows of a token, as gated norms have them
+        each = each * torch.rsqrt(each.square().mean(-1, keepdim=True) + 1e-6)
+        x = x + self.down(functional.silu(each.view(1, TOKENS, 48)))
         scores, chosen = torch.topk(x[0], 4)
         return (x[:, OPS.output_rows(rows)][0] + 1, scores.softmax(-1), chosen.int())
 

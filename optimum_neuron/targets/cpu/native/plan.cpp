@@ -121,6 +121,19 @@ bool run(Pool& pool, const Memory& memory, const WalkStep& step, int64_t tokens,
   return walk(pool, call);
 }
 
+bool run(Pool& pool, const Memory& memory, const ConvolveStep& step, int64_t tokens, int64_t of) {
+  ConvolveCall call = step.call;
+  call.inputs = memory.at(step.inputs);
+  call.weight = memory.as<const float>(step.weight);
+  call.bias = memory.as<const float>(step.bias);
+  call.slots = memory.as<const int32_t>(step.slots);
+  call.positions = memory.as<const int32_t>(step.positions);
+  call.state = memory.at(step.state);
+  call.output = memory.as<float>(step.output);
+  call.tokens = call.tokens / of * tokens;
+  return convolve(pool, call);
+}
+
 // A step, and of which tokens it may leave out the last; all of them where it has none.
 struct Entry {
   int64_t first, count;
@@ -132,8 +145,8 @@ struct Plan {
 };
 
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
-  static constexpr Step (*kReaders[])(Reader&) = {readMap,    readLinears, readExperts,
-                                                  readAttend, readSelect,  readWrite, readSample, readWalk};
+  static constexpr Step (*kReaders[])(Reader&) = {
+      readMap, readLinears, readExperts, readAttend, readSelect, readWrite, readSample, readWalk, readConvolve};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {
@@ -169,7 +182,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 4; }
+int64_t step_interface() { return 5; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

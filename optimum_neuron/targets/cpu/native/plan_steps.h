@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "convolution.h"
 #include "kernels.h"
 #include "map.h"
 #include "recurrence.h"
@@ -59,6 +60,11 @@ struct WriteStep {
   Place cache, states, blocks, columns;
 };
 
+struct ConvolveStep {
+  ConvolveCall call;
+  Place inputs, weight, bias, slots, positions, state, output;
+};
+
 struct WalkStep {
   WalkCall call;
   Place query, key, value, decay, share, rates, slots, positions, state, output;
@@ -69,7 +75,8 @@ struct SampleStep {
   Place logits, params, uniforms, tokens;
 };
 
-using Step = std::variant<Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep>;
+using Step = std::variant<
+    Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep, ConvolveStep>;
 
 class Reader {
  public:
@@ -239,6 +246,20 @@ Step readWalk(Reader& reader) {
   }
   for (int64_t* size :
        {&call.tokens, &call.heads, &call.keyHeads, &call.keyDim, &call.valueDim, &call.decays, &call.slotCount}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readConvolve(Reader& reader) {
+  ConvolveStep step{};
+  ConvolveCall& call = step.call;
+  call.type = reader.type();
+  for (Place* place :
+       {&step.inputs, &step.weight, &step.bias, &step.slots, &step.positions, &step.state, &step.output}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&call.tokens, &call.channels, &call.past, &call.slotCount, &call.stride}) {
     *size = reader.word();
   }
   return step;

@@ -13,6 +13,7 @@
 
 #include "attend_state.h"
 #include "range.h"
+#include "segments.h"
 #include "simd.h"
 
 namespace step {
@@ -24,47 +25,11 @@ constexpr int kVectors = kLanes >= 16 ? 2 : 4;
 constexpr int64_t kColumns = kVectors * kLanes;
 // Sums that run side by side hide how long an addition takes.
 constexpr int kSums = 2;
+constexpr int64_t kLineFloats = 64 / sizeof(float);
 // Multiply-adds of some 5 us.
 constexpr int64_t kTaskGrain = 1 << 17;
 
 using Columns = Vec[kVectors];
-
-// Tokens of a slot that stand side by side, but for idle ones: `count` places in a list of live tokens.
-struct Segment {
-  int64_t slot, first, count;
-};
-
-struct Live {
-  int32_t* tokens;
-  Segment* segments;
-  int64_t count;
-};
-
-// False where a slot is out of range or comes again behind another.
-bool findSegments(const WalkCall& call, Live& live, char* seen) {
-  std::fill_n(seen, call.slotCount, 0);
-  int64_t tokens = 0;
-  live.count = 0;
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    const int64_t slot = call.slots[t];
-    if (slot < 0 || slot > call.slotCount) {
-      return false;
-    }
-    if (slot == call.slotCount) {
-      continue;
-    }
-    if (live.count == 0 || live.segments[live.count - 1].slot != slot) {
-      if (seen[slot]) {
-        return false;
-      }
-      seen[slot] = 1;
-      live.segments[live.count++] = {slot, tokens, 0};
-    }
-    ++live.segments[live.count - 1].count;
-    live.tokens[tokens++] = static_cast<int32_t>(t);
-  }
-  return true;
-}
 
 // By what a state decays: a number, one of each row, or of each element, from its rate and the column's step.
 enum class Decay { kOne, kPerRow, kByRates };
@@ -89,18 +54,29 @@ class Walker {
 
   static int64_t floats(const WalkCall& call) { return call.keyDim * kColumns * (Kind == Decay::kByRates ? 2 : 1); }
 
-  void run(const Segment& segment, const int32_t* tokens) {
-    float* own = call_.state + (segment.slot * call_.heads + head_) * call_.keyDim * call_.valueDim + column_;
+  // Where some columns lie in the state of a slot.
+  static float* stateOf(const WalkCall& call, int64_t slot, int64_t head, int64_t column) {
+    return call.state + (slot * call.heads + head) * call.keyDim * call.valueDim + column;
+  }
+
+  // Meanwhile memory brings what lies at `next`, as far as it is not null: another walker's columns.
+  void run(const Segment& segment, const int32_t* tokens, const float* next) {
+    float* own = stateOf(call_, segment.slot, head_, column_);
     if (call_.positions[tokens[0]] == 0) {
       std::fill_n(state_, call_.keyDim * kColumns, 0.0f);
     } else {
       readRows(own, state_);
     }
-    for (int64_t t = 0; t < segment.count; ++t) {
-      step(tokens[t]);
+    step(tokens[0], next);
+    for (int64_t t = 1; t < segment.count; ++t) {
+      step(tokens[t], nullptr);
     }
     for (int64_t i = 0; i < call_.keyDim; ++i) {
-      std::memcpy(own + i * call_.valueDim, state_ + i * kColumns, width_ * sizeof(float));
+      Columns row;
+      UNROLL for (int j = 0; j < kVectors; ++j) {
+        row[j] = loadVec(state_ + i * kColumns + j * kLanes);
+      }
+      store(own + i * call_.valueDim, row);
     }
   }
 
@@ -129,6 +105,17 @@ class Walker {
     }
   }
 
+  INLINE void store(float* to, const Columns& columns) const {
+    alignas(64) float padded[kColumns];
+    float* const whole = width_ < kColumns ? padded : to;
+    UNROLL for (int j = 0; j < kVectors; ++j) {
+      storeVec(whole + j * kLanes, columns[j]);
+    }
+    if (width_ < kColumns) {
+      std::memcpy(to, padded, width_ * sizeof(float));
+    }
+  }
+
   // Calls body(row, sums) for all rows of the state, and returns the sums of all rows in `total`.
   template <class Body>
   INLINE void overRows(Columns& total, Body body) const {
@@ -147,7 +134,7 @@ class Walker {
     }
   }
 
-  INLINE void step(int64_t token) const {
+  INLINE void step(int64_t token, const float* next) const {
     const int64_t place = token * call_.heads + head_, keyPlace = token * call_.keyHeads + keyHead_;
     const float* query = call_.query + keyPlace * call_.keyDim;
     const float* key = call_.key + keyPlace * call_.keyDim;
@@ -185,6 +172,11 @@ class Walker {
     }
     Columns result;
     overRows(result, [&](int64_t row, Columns& sums) {
+      if (next) {
+        UNROLL for (int64_t j = 0; j < kColumns; j += kLineFloats) {
+          prefetchFar(next + row * call_.valueDim + j);
+        }
+      }
       const Vec own = broadcast(key[row]), asked = broadcast(query[row]);
       UNROLL for (int j = 0; j < kVectors; ++j) {
         float* p = state_ + row * kColumns + j * kLanes;
@@ -193,11 +185,7 @@ class Walker {
         sums[j] = fma(now, asked, sums[j]);
       }
     });
-    alignas(64) float output[kColumns];
-    UNROLL for (int j = 0; j < kVectors; ++j) {
-      storeVec(output + j * kLanes, result[j]);
-    }
-    std::memcpy(call_.output + place * call_.valueDim + column_, output, width_ * sizeof(float));
+    store(call_.output + place * call_.valueDim + column_, result);
   }
 
   const WalkCall& call_;
@@ -206,20 +194,23 @@ class Walker {
 };
 
 template <bool Delta, Decay Kind>
-void walkAll(Pool& pool, const WalkCall& call, const Live& live) {
+void walkAll(Pool& pool, const WalkCall& call, const Segments& segments) {
+  using Own = Walker<Delta, Kind>;
   const int64_t blocks = divideUp(call.valueDim, kColumns), perSegment = call.heads * blocks;
-  const int64_t parts = live.count * perSegment;
-  const int64_t bytes = Walker<Delta, Kind>::floats(call) * sizeof(float);
-  const int64_t tokens = live.count ? live.segments[live.count - 1].first + live.segments[live.count - 1].count : 0;
-  const int64_t tasks = std::min(parts, tokens * perSegment * call.keyDim * kColumns / kTaskGrain + 1);
+  const int64_t parts = segments.count * perSegment;
+  const int64_t bytes = Own::floats(call) * sizeof(float);
+  const int64_t tasks = std::min(parts, segments.live() * perSegment * call.keyDim * kColumns / kTaskGrain + 1);
+  // The last segments first: those of chunks, which take longest.
+  const auto segmentOf = [&](int64_t i) -> const Segment& { return segments.list[segments.count - 1 - i / perSegment]; };
+  const auto headOf = [&](int64_t i) { return i % perSegment / blocks; };
+  const auto columnOf = [&](int64_t i) { return i % blocks * kColumns; };
   pool.run(tasks, [&](int64_t task, int worker) {
     float* memory = static_cast<float*>(pool.scratch(worker, bytes));
     const Range own = part(parts, task, tasks);
     for (int64_t i = own.begin; i < own.end; ++i) {
-      // The last segments first: those of chunks, which take longest.
-      const Segment& segment = live.segments[live.count - 1 - i / perSegment];
-      const int64_t head = i % perSegment / blocks, column = i % blocks * kColumns;
-      Walker<Delta, Kind>(call, head, column, memory).run(segment, live.tokens + segment.first);
+      const int64_t j = i + 1;
+      const float* next = j < own.end ? Own::stateOf(call, segmentOf(j).slot, headOf(j), columnOf(j)) : nullptr;
+      Own(call, headOf(i), columnOf(i), memory).run(segmentOf(i), segments.tokens + segmentOf(i).first, next);
     }
   });
 }
@@ -227,11 +218,8 @@ void walkAll(Pool& pool, const WalkCall& call, const Live& live) {
 }  // namespace
 
 bool walk(Pool& pool, const WalkCall& call) {
-  const int64_t most = std::min(call.tokens, call.slotCount);
-  const int64_t segmentsBytes = most * sizeof(Segment), tokensBytes = call.tokens * sizeof(int32_t);
-  char* memory = static_cast<char*>(pool.shared(segmentsBytes + tokensBytes + call.slotCount));
-  Live live{reinterpret_cast<int32_t*>(memory + segmentsBytes), reinterpret_cast<Segment*>(memory), 0};
-  if (!findSegments(call, live, memory + segmentsBytes + tokensBytes)) {
+  Segments segments;
+  if (!segments.find(pool.shared(Segments::bytes(call.tokens, call.slotCount)), call.slots, call.tokens, call.slotCount)) {
     return false;
   }
   for (int64_t t = 0; t < call.tokens; ++t) {
@@ -241,11 +229,11 @@ bool walk(Pool& pool, const WalkCall& call) {
   }
   const bool perRow = call.decays > 1;
   if (call.rates) {
-    walkAll<false, Decay::kByRates>(pool, call, live);
+    walkAll<false, Decay::kByRates>(pool, call, segments);
   } else if (call.share) {
-    perRow ? walkAll<true, Decay::kPerRow>(pool, call, live) : walkAll<true, Decay::kOne>(pool, call, live);
+    perRow ? walkAll<true, Decay::kPerRow>(pool, call, segments) : walkAll<true, Decay::kOne>(pool, call, segments);
   } else {
-    perRow ? walkAll<false, Decay::kPerRow>(pool, call, live) : walkAll<false, Decay::kOne>(pool, call, live);
+    perRow ? walkAll<false, Decay::kPerRow>(pool, call, segments) : walkAll<false, Decay::kOne>(pool, call, segments);
   }
   return true;
 }

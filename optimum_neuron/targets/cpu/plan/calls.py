@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that become calls of kernels: linear layers, attention, experts, the cache, tables, the sampler, and joined tensors."""
+"""Nodes that become calls of kernels: linear layers, attention, experts, slots' states, tables, the sampler, and joined tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .builder import PlanBuilder, arguments
 from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
 from .pointwise import aten
-from .program import Attend, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
+from .program import Attend, Convolve, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
 from .values import Stored, operand
 
 
@@ -161,6 +161,19 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     target = builder.resting(cache)
     builder.before_writing(target.memory)
     builder.emit(WriteCache(_place(target), _place(new), block_numbers, column_numbers))
+    return True
+
+
+def lower_convolve(builder: PlanBuilder, node: Node) -> bool:
+    inputs, weight, bias, state, slots, positions = arguments(node)
+    own, taps = _as_rows(_adjacent(builder, inputs)), _contiguous(builder, weight)
+    own_bias = None if bias is None else _contiguous(builder, bias)
+    numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
+    target = builder.resting(state)
+    builder.before_writing(target.memory)
+    builder.emit(Convolve(own, taps, own_bias, _place(target), numbers, columns, _place(output)))
+    builder.values[node] = output
     return True
 
 

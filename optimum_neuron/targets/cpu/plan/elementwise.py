@@ -133,8 +133,30 @@ def _unary(builder: PlanBuilder, node: Node, op: str) -> bool:
             return False
         join = Join(builder, node, [source])
         return join.finish(join.compute("i" + op, join.register(source)))
+    if is_float(builder.fake(source).dtype) and _in_memory_order(builder, node, source, op):
+        return True
     join = Join(builder, node, [source])
     return join.finish(join.compute(op, join.floats(source)))
+
+
+def _in_memory_order(builder: PlanBuilder, node: Node, source: Node, op: str) -> bool:
+    """An operator on what lies side by side in another order of its dimensions: read and written as it lies."""
+    value = builder.values[source]
+    if not isinstance(value, Stored) or value.layout.is_contiguous() or node in builder.uses.written:
+        return False
+    order = sorted(range(value.layout.dim()), key=value.layout.stride, reverse=True)
+    layout = value.layout.permute(order)
+    if not layout.is_contiguous():
+        return False
+    builder.complete(value.memory)
+    group, _ = builder.group_of(layout.shape, [])
+    register = group.compute(op, (group.load(Stored(value.memory, layout), layout.shape, rows=False),))
+    wide = builder.uses.are_wide(node, builder.values)
+    output = builder.allocate(layout.shape, torch.float32 if wide else builder.fake(node).dtype)
+    group.store(register, output.memory, output.layout, rows=False)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    builder.values[node] = Stored(output.memory, output.layout.permute(back))
+    return True
 
 
 def _convert(builder: PlanBuilder, node: Node) -> bool:
@@ -146,8 +168,12 @@ def _convert(builder: PlanBuilder, node: Node) -> bool:
         return True
     # What int64 holds is known to fit where it is made int32.
     readable = before in REGISTER_DTYPES or (before == torch.int64 and after == torch.int32)
-    if not readable or after not in REGISTER_DTYPES or isinstance(builder.values[source], Known):
+    value = builder.values[source]
+    if not readable or after not in REGISTER_DTYPES or isinstance(value, Known):
         return False
+    if _is_unrounded(builder, node, value):
+        builder.values[node] = value
+        return True
     join = Join(builder, node, [source])
     register = join.register(source)
     if is_float(before) and is_float(after):
@@ -158,6 +184,14 @@ def _convert(builder: PlanBuilder, node: Node) -> bool:
     if not op and after == torch.bool:
         op = "ito_bool"
     return join.finish(join.compute(op, register) if op else register)
+
+
+def _is_unrounded(builder: PlanBuilder, node: Node, value: Any) -> bool:
+    """Whether a conversion, to float32 or to what Maps take unrounded, gives what a step left in float32: it need not be copied."""
+    if not isinstance(value, Stored) or value.memory.kind != "arena" or value.layout.dtype != torch.float32:
+        return False
+    taken = builder.fake(node).dtype == torch.float32 or builder.uses.are_wide(node, builder.values)
+    return taken and not builder.writes_by_torch
 
 
 def _copy(builder: PlanBuilder, node: Node) -> bool:

@@ -13,6 +13,7 @@ from .program import (
     OPS,
     Attend,
     Buffer,
+    Convolve,
     Experts,
     Item,
     Layer,
@@ -42,6 +43,7 @@ _KINDS: dict[type[Any], int] = {
     WriteCache: 5,
     Sample: 6,
     Walk: 7,
+    Convolve: 8,
 }
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
@@ -70,6 +72,7 @@ def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
         WriteCache: encoder.write_cache,
         Sample: encoder.sample,
         Walk: encoder.walk,
+        Convolve: encoder.convolve,
     }
     return [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
 
@@ -93,7 +96,7 @@ def _token_count(step: Any) -> int:
         return step.positions.shape[0] * step.positions.shape[1] if len(step.positions.shape) == 2 else 0
     if isinstance(step, Select):
         return math.prod(step.index.shape) if math.prod(step.source.shape[: step.dim]) == 1 else 0
-    if isinstance(step, Walk):
+    if isinstance(step, Convolve | Walk):
         return step.slots.shape[0] if step.slots.shape else 0
     if isinstance(step, Sample):
         return step.logits.shape[0] if step.logits.shape else 0
@@ -352,3 +355,21 @@ class _Encoder:
         yield from self._contiguous(step.state, "float32", (slots, heads, key_dim, value_dim))
         yield from self._contiguous(step.output, "float32", (tokens, heads, value_dim))
         yield from (tokens, heads, key_heads, key_dim, value_dim, decays, slots - 1)
+
+    def convolve(self, step: Convolve) -> Iterator[int]:
+        inputs, state = step.inputs, step.state
+        form = len(inputs.shape) == 2 and len(state.shape) == 3 and inputs.dtype in _FLOATS and 0 not in state.shape
+        _require(form, "its convolution has no form")
+        tokens, channels = inputs.shape
+        slots, past, kept = state.shape
+        adjacent = inputs.strides[1] == 1 or channels == 1
+        _require(adjacent and kept == channels, f"its convolution has {channels} channels, and keeps {kept}")
+        yield TYPES[inputs.dtype]
+        yield from self._place(inputs)
+        yield from self._contiguous(step.weight, "float32", (past + 1, channels))
+        yield from self._contiguous(step.bias, "float32", (channels,))
+        for indices in (step.slots, step.positions):
+            yield from self._contiguous(indices, "int32", (tokens,))
+        yield from self._contiguous(state, inputs.dtype, (slots, past, channels))
+        yield from self._contiguous(step.output, "float32", (tokens, channels))
+        yield from (tokens, channels, past, slots - 1, inputs.strides[0])

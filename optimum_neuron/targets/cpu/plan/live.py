@@ -18,6 +18,7 @@ from .encode import SIZES
 from .program import (
     Attend,
     Buffer,
+    Convolve,
     Experts,
     Item,
     Linears,
@@ -86,7 +87,7 @@ class _Demands:
 
     def follow(self, step: Step) -> Step:
         """A step with what it can leave out; adds what it needs to the demands."""
-        form = _form(step)
+        form = _form(step, self._count)
         tokens = None if form is None else self._tokens(form)
         live = [] if form is None else form.live
         if form is None or tokens is None:
@@ -206,9 +207,10 @@ class _Form:
 
 
 class _MapForm(_Form):
-    """A Map, whose domain has a dimension of tokens."""
+    """A Map, whose domain has a dimension of tokens, or begins with one of several rows of each."""
 
-    def __init__(self, step: Map) -> None:
+    def __init__(self, step: Map, count: int) -> None:
+        step = _by_token(step, count)
         accesses = [(item, item.access) for item in step.items if item.access is not None]
         self._domain = max((access.shape for item, access in accesses if not item.rows), key=len, default=())
         outer = _outer(self._domain, step)
@@ -223,6 +225,23 @@ class _MapForm(_Form):
         self.whole = [access for access in loads if not access.strides[dim]]
         self._step = replace(self._step, items=tuple(_outermost(item, dim) for item in self._step.items))
         return True
+
+
+def _by_token(step: Map, count: int) -> Map:
+    """A Map whose first dimension has several rows of each token, with a dimension for either, of the same order."""
+    shapes = {item.access.shape[:1] for item in step.items if item.access is not None}
+    first = shapes.pop()[0] if len(shapes) == 1 and () not in shapes else 0
+    if first <= count or first % count:
+        return step
+    return replace(step, items=tuple(_split_first(item, first // count) for item in step.items))
+
+
+def _split_first(item: Item, each: int) -> Item:
+    if item.access is None:
+        return item
+    (first, *shape), (stride, *strides) = item.access.shape, item.access.strides
+    split = replace(item.access, shape=(first // each, each, *shape), strides=(stride * each, stride, *strides))
+    return replace(item, access=split)
 
 
 def _outer(domain: tuple[int, ...], step: Map) -> int:
@@ -258,10 +277,10 @@ class _CallForm(_Form):
         return super().limited(tokens) if can_end_early(self._step) else self._step
 
 
-def _form(step: Step) -> _Form | None:
-    """None where a step computes no token by itself."""
+def _form(step: Step, count: int) -> _Form | None:
+    """None where a step computes none of `count` tokens by itself."""
     if isinstance(step, Map):
-        return _MapForm(step)
+        return _MapForm(step, count)
     if isinstance(step, Linears):
         parameters = [each for layer in step.layers for each in (layer.weight, layer.bias)]
         return _Form(step, [(layer.output, (0,)) for layer in step.layers], [(step.x, 0)], parameters)
@@ -269,6 +288,9 @@ def _form(step: Step) -> _Form | None:
         return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], [step.weight, step.bias])
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
+    if isinstance(step, Convolve):
+        own = [(each, 0) for each in (step.inputs, step.slots, step.positions)]
+        return _Form(step, [(step.output, (0,))], own, [step.weight, step.bias, step.state])
     if isinstance(step, Walk):
         reads = [step.query, step.key, step.value, step.decay, step.share, step.slots, step.positions]
         return _Form(

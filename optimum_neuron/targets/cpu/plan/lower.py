@@ -18,6 +18,7 @@ from .builder import PlanBuilder, arguments
 from .calls import (
     lower_attend,
     lower_cat,
+    lower_convolve,
     lower_copy,
     lower_experts,
     lower_linear,
@@ -47,6 +48,7 @@ _CALLS: dict[Any, Any] = {
     _OWN.expert_linear.default: lower_experts,
     _OWN.output_rows.default: lower_output_rows,
     _OWN.sample.default: lower_sample,
+    _OWN.convolve.default: lower_convolve,
     _OWN.walk.default: lower_walk,
     aten.linear.default: lower_linear,
     aten.matmul.default: lower_matmul,

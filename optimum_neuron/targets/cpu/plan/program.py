@@ -237,6 +237,24 @@ class WriteCache:
 
 
 @dataclass(frozen=True)
+class Convolve:
+    """A short causal convolution of each channel over the tokens of each slot, which keeps its last `past` inputs.
+
+    `inputs [tokens, channels]` and `state [slots + 1, past, channels]` are of one type; `weight [past + 1, channels]`, whose last row
+    is for a token's own input, `bias [channels]` and `output [tokens, channels]` float32; `slots`, `positions [tokens]` int32.
+    """
+
+    inputs: Operand
+    weight: Operand
+    bias: Operand | None
+    state: Operand
+    slots: Operand
+    positions: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
 class Walk:
     """A recurrence, token by token: `S = decay * S; d = value, or share * (value - key @ S); S += outer(key, d); output = query @ S`.
 
@@ -287,7 +305,7 @@ class TorchCall:
     tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | Walk | Sample | TorchCall
+Step = Map | Linears | Experts | Attend | Select | WriteCache | Convolve | Walk | Sample | TorchCall
 
 
 @dataclass(frozen=True)

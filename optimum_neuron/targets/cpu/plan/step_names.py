@@ -5,7 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .program import Attend, Buffer, Experts, Linears, Map, Operand, Select, Step, TorchCall, Walk, WriteCache
+from .program import (
+    Attend,
+    Buffer,
+    Convolve,
+    Experts,
+    Linears,
+    Map,
+    Operand,
+    Select,
+    Step,
+    TorchCall,
+    Walk,
+    WriteCache,
+)
 
 
 def step_name(step: Step, buffers: Sequence[Buffer]) -> str:
@@ -21,7 +34,7 @@ def step_name(step: Step, buffers: Sequence[Buffer]) -> str:
         operands = [step.source]
     elif isinstance(step, WriteCache):
         operands = [step.cache]
-    elif isinstance(step, Walk):
+    elif isinstance(step, Convolve | Walk):
         operands = [step.state]
     elif isinstance(step, Map):
         operands = [item.access for item in step.items if item.access is not None]
