@@ -33,8 +33,8 @@ from ..output import publish, warn
 
 
 if TYPE_CHECKING:
+    from ..measure import Case
     from ..model import Export
-    from .measure import Case
     from .report import ArtifactReport, Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +96,9 @@ def run(args: Namespace, folder: Path) -> Report:
     """Batch size by batch size: export, load in a fresh process, then measure at every prompt length."""
     from optimum_neuron import progress
 
+    from ..measure import PromptSource, measure_case
     from ..model import default_model, export
     from ..systems import artifact_config, load_ours, load_peers
-    from .measure import PromptSource, measure_case
     from .report import Report
 
     model = args.model or default_model()

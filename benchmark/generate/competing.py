@@ -27,8 +27,8 @@ from ..output import console, make_table, publish
 
 
 if TYPE_CHECKING:
+    from ..measure import PromptSource
     from ..systems import System
-    from .measure import PromptSource
 
 EXAMPLES = """
 examples:
@@ -60,9 +60,9 @@ def main() -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments()
     with reported_errors():
+        from ..measure import PromptSource
         from ..model import default_model, export
         from ..systems import artifact_config, load_ours, load_peers
-        from .measure import PromptSource
 
         warn_if_busy()
         model = args.model or default_model()

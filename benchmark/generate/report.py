@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ..measure import Case, Summary
 from ..output import console, drawing, make_table
 from ..systems import OURS
-from .measure import Case, Summary
 
 
 @dataclass(frozen=True)

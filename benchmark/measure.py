@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..machine import OtherProcesses
-from ..systems import OURS, Call, System, compiled_frames, timed_call
+from .machine import OtherProcesses
+from .systems import OURS, Call, System, compiled_frames, timed_call
 
 
 @dataclass(frozen=True)
