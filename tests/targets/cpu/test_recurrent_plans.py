@@ -73,7 +73,8 @@ def test_recurrences_are_kernels_and_keep_one_state(kind: str, artifact: Path) -
             {"Walk"} if kind in ("lightning", "vectors") else {"Walk", "Convolve"}
         )
         if kind in BY_KERNELS:
-            assert called <= (ROUTING if kind == "lightning" else set())
-            assert all(step["tokens"] for step in own)  # idle rows and padding are left out
+            assert called <= {"lightning": ROUTING, "vectors": {"aten.pad.default"}}.get(kind, set())
+            if kind != "lightning":  # of a router by torch's operators all rows are needed
+                assert all(step["tokens"] for step in own)  # idle rows and padding are left out
     tensors = json.loads(next((artifact / "graphs").glob("*.json")).read_text())["tensors"]
     assert not any("anchor" in name or "tail" in name or "scanned" in name for name in tensors)
