@@ -94,7 +94,7 @@ def test_a_seed_gives_the_same_text_on_every_target(smollm2: Any) -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("target", ["cpu", "eager"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("eager", marks=pytest.mark.full)])
 def test_the_engine_gives_each_request_what_it_gets_alone(smollm2: Any, target: str) -> None:
     model = smollm2(target, "float32")
     tokenizer = AutoTokenizer.from_pretrained(model.artifact.path)
