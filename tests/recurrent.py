@@ -84,7 +84,8 @@ SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
         linear_key_head_dim=16,
         linear_value_head_dim=8,
     ),
-    "mamba2": CONFIGS["state space"],
+    # Without limits of the time step, which transformers applies to prompts and not to the tokens that follow.
+    "mamba2": lambda: Mamba2Config(**SIZES, num_heads=8, state_size=8, n_groups=2, chunk_size=16, expand=2),
     "nemotron_h": lambda: NemotronHConfig(
         **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"},
         layers_block_type=["mamba", "attention", "mlp"],
