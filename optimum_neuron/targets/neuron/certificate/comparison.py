@@ -20,6 +20,8 @@ from .reference import Reference
 
 
 _COLUMNS, _POSITIONS = 24, 24
+# States that have a place for each token.
+_BY_TOKEN = ("kv_cache.key_", "kv_cache.value_", "kv_cache.index_")
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,8 @@ def sampled(expected: Expected, steps: Sequence[Step]) -> Expected:
     for key, entry in expected.outputs.items():
         size = entry.values.numel()
         if entry.rows is None:
-            positions = (
-                _written_positions(entry.values, written, random) + random.integers(0, size, _POSITIONS).tolist()
-            )
+            positions = _written_positions(key[1], entry.values, written, random)
+            positions += random.integers(0, size, _POSITIONS).tolist()
         else:
             positions = random.integers(0, size, min(size, _COLUMNS)).tolist() if size else []
         values = entry.values.flatten()[positions]
@@ -188,9 +189,11 @@ def sampled(expected: Expected, steps: Sequence[Step]) -> Expected:
     return kept
 
 
-def _written_positions(values: Tensor, written: Sequence[tuple[int, int]], random: np.random.Generator) -> list[int]:
-    """Flat positions in a state `[slots, heads, columns, dim]`, at tokens that were written; none in another state."""
-    if values.dim() != 4 or not values.numel():
+def _written_positions(
+    name: str, values: Tensor, written: Sequence[tuple[int, int]], random: np.random.Generator
+) -> list[int]:
+    """Flat positions in a state `[slots, heads, columns, dim]`, at tokens that were written; none in one without columns."""
+    if not name.startswith(_BY_TOKEN) or not values.numel():
         return []
     _, heads, columns, dim = values.shape
     places = []

@@ -33,6 +33,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.cumsum.default] = running_sum
     table[torch.ops.aten.clamp.default] = bounded
     table[torch.ops.aten.gelu.default] = gelu
+    table[torch.ops.aten.copy.default] = written_over
     return program.run_decompositions(table)
 
 
@@ -99,6 +100,12 @@ def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
         total = torch.cat([total[..., :shift], total[..., shift:] + total[..., :-shift]], dim=-1)
         shift *= 2
     return total.movedim(-1, dim)
+
+
+def written_over(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What `x.copy_(source)` leaves, where it is read again within the graph: torch-xla would write it into `x` itself, a parameter."""
+    source = source.to(x.dtype)
+    return source if source.shape == x.shape else source.expand(x.shape)
 
 
 def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:

@@ -71,6 +71,24 @@ def test_int64_is_bounded_without_the_ends_of_int64(bounds: dict[str, int], tmp_
     assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), (X * 6).trunc())
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.ops.aten.copy(x, x * 2) + x,
+        lambda x: torch.ops.aten.copy(x, torch.arange(3)) * x,
+    ],
+)
+def test_what_is_written_over_a_parameter_leaves_the_parameter(
+    function: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """A state that is written twice in a graph is read in between."""
+    graph = lower_function(function, [X])
+    (tmp_path / "function.hlo").write_bytes(graph.hlo)
+    program = HloProgram(tmp_path / "function.hlo", graph.io)
+    (found,) = program.run([X.to(program.device)])
+    assert torch.equal(found.cpu(), function(X))
+
+
 def test_experts_whose_shapes_follow_the_routing_are_refused_before_anything_is_lowered(tmp_path: Path) -> None:
     graph_model("dbrx", torch.float32).save_pretrained(tmp_path / "checkpoint")
     told = (

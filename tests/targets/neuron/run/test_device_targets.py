@@ -145,7 +145,7 @@ def test_lint_tells_findings_by_its_exit_code(
     run_command("neuron", "lint", "--model", str(sharp_checkpoints["qwen3"]), "--sequence-length", "128")
     assert "error" not in capsys.readouterr().out
     forward = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumsum(-1))
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x).cumprod(-1))
     with pytest.raises(SystemExit) as ended:
         run_command("neuron", "lint", "--model", str(sharp_checkpoints["llama"]), "--sequence-length", "128")
     assert ended.value.code == 1 and "reduce-window" in capsys.readouterr().out
