@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of a recurrence over blocks of tokens: all blocks at once as far as no state is needed, then one after another.
+"""The products of a recurrence over blocks of tokens: of all blocks at once but for the states between them, one after another.
+
+A compiler may contract a product and a sum in the code of one block and not in that of another. So the states between blocks are all
+that is computed block by block, and in whatever they are made of a selection stands between a product and a sum.
 
 Decays are summed where they are needed, never taken from one another: a sum over many tokens has lost what few of them add.
 The delta rule solves a triangular system per block, by inverses of its diagonal blocks of twice the size each time. That is
@@ -53,9 +56,11 @@ class BlockMasks:
 class Blocks(Protocol):
     """All blocks of a step, of which as much is computed as needs no state."""
 
-    def apply(self, number: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """From the state `[1, heads, key_dim, value_dim]` before a block to its outputs `[1, heads, block, value_dim]` and the state
-        behind it."""
+    def next_state(self, number: int, state: Tensor) -> Tensor:
+        """From the state `[1, heads, key_dim, value_dim]` before a block to the one behind it."""
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """From the states before all blocks `[blocks, heads, key_dim, value_dim]` to `[blocks, heads, block, value_dim]`."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,20 @@ class _Products:
     decay: Tensor
     broken: Tensor
 
-    def apply(self, number: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    def next_state(self, number: int, state: Tensor) -> Tensor:
         at = slice(number, number + 1)
-        values = self.values[at]
-        if self.predicting is not None:
-            values = values - self.predicting[at] @ state
-        output = self.queries[at] @ state + self.scores[at] @ values + self.broken[at]
-        state = self.decay[at] * state + self.keys[at].transpose(-1, -2) @ values + self.broken[at, :, -1:]
-        return output, state
+        added = self.keys[at].transpose(-1, -2) @ self._added_values(at, state)
+        return _kept(self.decay[at] * state, self.broken[at, :, -1:]) + added
+
+    def outputs(self, states: Tensor) -> Tensor:
+        return self.queries @ states + self.scores @ self._added_values(slice(None), states) + self.broken
+
+    def _added_values(self, at: slice, states: Tensor) -> Tensor:
+        return self.values[at] if self.predicting is None else self.values[at] - self.predicting[at] @ states
+
+
+def _kept(state: Tensor, broken: Tensor) -> Tensor:
+    return torch.where(broken == 0, state, broken)
 
 
 @dataclass(frozen=True)
@@ -117,10 +128,13 @@ class _States:
     queries: Tensor
     broken: Tensor
 
-    def apply(self, number: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    def next_state(self, number: int, state: Tensor) -> Tensor:
         at = slice(number, number + 1)
-        states = self.decays[at] * state[:, :, None] + self.sums[at] + self.broken[at, ..., None]
-        return (states * self.queries[at][..., None]).sum(-2), states[:, :, -1]
+        return _kept(self.decays[at, :, -1] * state, self.broken[at, :, -1:]) + self.sums[at, :, -1]
+
+    def outputs(self, states: Tensor) -> Tensor:
+        behind = self.decays * states[:, :, None] + self.sums + self.broken[..., None]
+        return (behind * self.queries[..., None]).sum(-2)
 
 
 def compute_blocks(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor, masks: BlockMasks) -> Blocks:
@@ -146,19 +160,22 @@ def compute_blocks(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor,
 
 def _states(parts: _Parts, rates: Tensor) -> Blocks:
     """Sums over twice as many tokens each time: log2(block) steps, in each of which a token looks at one before it."""
-    decays = parts.decay[..., None, :] * rates
-    sums = parts.key[..., None] * parts.value[..., None, :]
-    width, block = 1, parts.key.shape[2]
+    decays, block = parts.decay, parts.key.shape[2]
+    # By values: a selection by place is none in the code of a block's last token, which a compiler may know.
+    kept = parts.broken[..., None] == 0
+    sums = torch.where(kept, parts.key[..., None] * parts.value[..., None, :], 0.0)
+    width = 1
     while width < block:
-        sums = sums + decays.exp() * _shifted(sums, width)
+        earlier = (decays[..., None, :] * rates).exp() * _shifted(sums, width)
+        sums = sums + torch.where(kept, earlier, 0.0)
         decays = decays + _shifted(decays, width)
         width *= 2
-    return _States(decays.exp(), sums, parts.query, parts.broken)
+    return _States((decays[..., None, :] * rates).exp(), sums, parts.query, parts.broken)
 
 
-def _shifted(states: Tensor, width: int) -> Tensor:
-    """`[.., block, key_dim, value_dim]` of so many tokens earlier; zeros before the first."""
-    return nn.functional.pad(states[:, :, :-width], (0, 0, 0, 0, width, 0))
+def _shifted(x: Tensor, width: int) -> Tensor:
+    """`[blocks, heads, block, ...]` of so many tokens earlier; zeros before the first."""
+    return nn.functional.pad(x[:, :, :-width], (0, 0) * (x.dim() - 3) + (width, 0))
 
 
 def _parts(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor, masks: BlockMasks) -> _Parts:

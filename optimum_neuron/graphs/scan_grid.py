@@ -207,22 +207,23 @@ def _chunks(call: ScanCall, grid: Grid, current: Tensor, anchor: Tensor, tail: T
     blocks = compute_blocks(call, inputs.unflatten(0, shape), queries.unflatten(0, shape), nan.view(shape), grid.masks)
     begins = torch.where(_each(grid.resumes), anchor.index_select(0, grid.slots), current.index_select(0, grid.slots))
     begins = torch.where(_each(grid.fresh), 0.0, begins)
-    outputs: list[Tensor] = []
+    before: list[Tensor] = []
     last_anchor = begins[:1]
     for row in range(count):
         begin = begins[row : row + 1]
         state = torch.where(_each(grid.continues[row : row + 1]), last_anchor, begin) if row else begin
         last_anchor = state
         for number in range(1, grid.blocks + 1):
-            output, state = blocks.apply(row * grid.blocks + number - 1, state)
-            outputs.append(output)
+            before.append(state)
+            state = blocks.next_state(row * grid.blocks + number - 1, state)
             is_last = grid.whole[row : row + 1] == number * grid.block
             last_anchor = torch.where(_each(is_last), state, last_anchor)
         place = (grid.kept_in[row : row + 1],)
         current.index_put_(place, state)
         anchor.index_put_(place, last_anchor)
         tail.index_put_(place, new_tail[row : row + 1])
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, grid.outputs)
+    outputs = blocks.outputs(torch.cat(before))
+    return outputs.transpose(1, 2).flatten(0, 1).index_select(0, grid.outputs)
 
 
 def walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:

@@ -217,6 +217,8 @@ def test_generated_texts_are_those_of_transformers(tmp_path: Path, blocks: bool)
     outputs = made.generate_batch(prompts, max_new_tokens=new).values()
     assert [output.generated_tokens for output in outputs] == expected
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts[:3]])
+    # Rows of a batch are never preempted, and the cache of blocks has room for one.
+    rows = 1 if blocks else 3
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts[:rows]])
     found = made.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=new, **options)
-    assert found[:, longest:].tolist() == expected[:3]
+    assert found[:, longest:].tolist() == expected[:rows]

@@ -29,6 +29,10 @@ DENSE = (
     "cohere_compass_text", "ctrl", "cwm", "diffllama", "electra", "ernie", "ernie4_5", "exaone4", "falcon", "fuyu",
     "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "lfm2", "llama", "mistral", "mpt", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
+RECURRENT = (
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+)  # fmt: skip
 # One of each kind; the others by the full profile.
 KINDS = (
     "afmoe",
@@ -66,7 +70,8 @@ def mixed_graph(name: str) -> LoweredGraph:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.full]) for name in (*ROUTED, *DENSE)]
+    "name",
+    [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.full]) for name in (*ROUTED, *DENSE, *RECURRENT)],
 )
 def test_no_graph_needs_what_compilers_refuse(name: str) -> None:
     graph = mixed_graph(name)
