@@ -76,11 +76,16 @@ def _inspect(folder: Path) -> None:
     from rich.table import Table
 
     from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.graphs.state_sizes import StateSizes
 
     artifact = Artifact.open(folder)
     facts = Table("option", "value", title=str(folder), title_justify="left")
     for name, value in artifact.config.to_dict().items():
         facts.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    facts.add_section()
+    kept = StateSizes.of(artifact.states())
+    facts.add_row("cache per token", f"{kept.per_token:,} bytes")
+    facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
     facts.add_section()
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)

@@ -56,6 +56,16 @@ _LATENT = {
     "topk_group": 1,
 }
 
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1],
+}
+
 
 def heads(query: int, key_value: int, **sizes: Any) -> dict[str, Any]:
     """Numbers that do not divide: of heads, and of all else that is cut."""
@@ -88,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", _LATENT),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
+    "qwen3_next": ("qwen3_next", _RECURRENT),
     "one kv head": ("llama", heads(4, 1)),
     "an idle rank": ("llama", heads(3, 3)),
     "heads of SmolLM2": ("llama", heads(9, 3)),

@@ -274,6 +274,8 @@ def test_inspect_shows_config_graphs_and_versions(
     rows = {tuple(re.split(r"\s*[│┃]\s*", line.strip(" │┃"))) for line in shown.splitlines()}
     assert {("sequence_length", "64"), ("prefill_chunk_size", "8"), ("target", "eager")} <= rows
     assert ("chunked_prefill_chunk8_context64", "1 x 8", "64", "-") in rows
+    kept = {row[0]: row[1] for row in rows if row[0] in ("cache per token", "state per slot")}
+    assert kept == {"cache per token": "512 bytes", "state per slot": "0 bytes"}
     assert any(row[0] == "exported with torch" for row in rows)
     assert any(row[0] == "weights/model.safetensors" and float(row[-1]) > 0 for row in rows)
 

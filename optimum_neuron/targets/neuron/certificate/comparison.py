@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....graphs.state_sizes import BY_TOKEN
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 from .expected_chosen import expect_chosen
 from .expected_logprobs import expect_logprobs
 from .host_ranks import Found
-from .parts import StateParts, part, real_heads
+from .parts import StateParts, part, places_of, real_heads
 from .recording import Step
 from .reference import Reference
 
 
 _COLUMNS, _POSITIONS = 24, 24
-# States that have a place for each token.
-_BY_TOKEN = ("kv_cache.key_", "kv_cache.value_", "kv_cache.index_")
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,9 @@ def expect(
         moved_by = statistic(moved.states[name][:-trash].float() - state[:-trash].float(), dtype)
         subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"
         for rank in range(ranks):
-            own, kept = state, None
-            if parts is not None:
-                own, kept = part(state, parts[name][rank]), real_heads(parts[name][rank])
-            entry = Entry(subject, name, torch.empty(0), moved_by, None, kept, trash=trash)
-            entry.values = entry.pick(own)
+            places = places_of(parts, name, rank)
+            entry = Entry(subject, name, torch.empty(0), moved_by, None, real_heads(places), trash=trash)
+            entry.values = entry.pick(part(state, places))
             expected.outputs[len(steps), name, rank] = entry
     return expected
 
@@ -193,7 +190,7 @@ def _written_positions(
     name: str, values: Tensor, written: Sequence[tuple[int, int]], random: np.random.Generator
 ) -> list[int]:
     """Flat positions in a state `[slots, heads, columns, dim]`, at tokens that were written; none in one without columns."""
-    if not name.startswith(_BY_TOKEN) or not values.numel():
+    if not name.startswith(BY_TOKEN) or not values.numel():
         return []
     _, heads, columns, dim = values.shape
     places = []

@@ -15,14 +15,18 @@ from ..sharding.heads import PADDING, HeadLayout
 from ..sharding.plan import ShardPlan
 
 
-# By state: of each rank, the head or channel in each of its places, or PADDING.
+# By state: of each rank, the head or channel in each of its places, or PADDING. Without those that every rank has whole.
 StateParts = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
-    """By the plan of a model, whose layers have their numbers; what a plan does not cut is on every rank whole."""
-    index = {f"kv_cache.index_{each.layer_idx}": ((0,),) * plan.world_size for each in spec.selections}
-    return dict(_heads(plan, spec, model)) | index | dict(_channels(plan, spec, model))
+    """By the plan of a model, whose layers have their numbers."""
+    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model))
+
+
+def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
+    """What a rank holds of a state; None where that is all of it."""
+    return None if parts is None or name not in parts else parts[name][rank]
 
 
 def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
@@ -30,11 +34,11 @@ def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple
     for name, shared in plan.attention.items():
         layouts[cast(int, model.get_submodule(name).layer_idx)] = shared.layout
     for layer in spec.layers:
-        parts = (tuple(range(layer.kv_heads)),) * plan.world_size
-        if layer.layer_idx in layouts:
-            layout = layouts[layer.layer_idx]
-            slots, count = layout.key_value, layout.local_key_value
-            parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
+        if layer.layer_idx not in layouts:
+            continue
+        layout = layouts[layer.layer_idx]
+        slots, count = layout.key_value, layout.local_key_value
+        parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
         for role in ("key", "value"):
             yield f"kv_cache.{role}_{layer.layer_idx}", parts
 
@@ -42,21 +46,27 @@ def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple
 def _channels(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
     cut = {cast(int, model.get_submodule(name).layer_idx) for name in plan.convolutions}
     for state in spec.convolutions:
-        parts = (tuple(range(state.channels)),) * plan.world_size
-        if state.layer_idx in cut:
-            count = state.channels // plan.world_size
-            parts = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in range(plan.world_size))
+        if state.layer_idx not in cut:
+            continue
+        count = state.channels // plan.world_size
+        parts = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in range(plan.world_size))
         yield f"kv_cache.conv_{state.layer_idx}_{state.index}", parts
 
 
-def part(state: Tensor, places: tuple[int, ...]) -> Tensor:
-    """A rank's part of a state, of heads or of channels; zeros where it holds padding."""
+def part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
+    """A rank's part of a state, of heads or of channels; zeros where it holds padding. All of it without `places`."""
+    if places is None:
+        return state
     dim = cut_dim(state.shape)
     taken = state.index_select(dim, torch.tensor([max(place, 0) for place in places]))
     kept = torch.tensor([place != PADDING for place in places]).view(-1, *[1] * (state.dim() - 1 - dim))
     return torch.where(kept, taken, torch.zeros((), dtype=state.dtype))
 
 
-def real_heads(places: tuple[int, ...]) -> list[int] | None:
+def real_heads(places: tuple[int, ...] | None) -> list[int] | None:
     """The places of a rank that hold a head; None where all do."""
-    return None if PADDING not in places else [place for place, head in enumerate(places) if head != PADDING]
+    return (
+        None
+        if places is None or PADDING not in places
+        else [place for place, head in enumerate(places) if head != PADDING]
+    )

@@ -16,6 +16,7 @@ from ....graphs.checks.parity import shaken
 from ....graphs.kv_cache import KVCache
 from ....graphs.ops import EAGER_OPS
 from ....graphs.spec import GraphSpec, ModelSpec, SamplingParams, TensorSpec
+from ....graphs.state_sizes import BY_TOKEN
 from ....graphs.step import StepModule
 from ...eager import EagerExecutable
 from ..graph_io import COPY_SLOT
@@ -24,8 +25,6 @@ from .recording import Step, drawn, history
 
 
 _TOKENS = ".tokens"
-# Keys and values lie in blocks; all else that slots keep does not.
-_IN_BLOCKS = ("kv_cache.key_", "kv_cache.value_")
 _TEMPERATURE = SamplingParams._fields.index("temperature")
 # Where a uniform number may lie, as parts of how far rounding moves it.
 _PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
@@ -132,7 +131,7 @@ def run_reference(
 
 def _trash(state: TensorSpec, graph: GraphSpec) -> int:
     """Blocks of keys and values behind those that rows may have; rows of another state behind the slots."""
-    has_blocks = graph.kv_block_size is not None and state.name.startswith(_IN_BLOCKS)
+    has_blocks = graph.kv_block_size is not None and state.name.startswith(BY_TOKEN)
     return state.shape[0] - (graph.kv_blocks if has_blocks else graph.batch_size)
 
 

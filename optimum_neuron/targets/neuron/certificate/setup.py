@@ -28,7 +28,7 @@ from ..lowering.split_tokens import is_split
 from ..score_graphs import score_graphs, slots_input
 from ..sharding import shard_plan
 from .host_ranks import Found, Given, Module, execute
-from .parts import StateParts, part, state_parts
+from .parts import StateParts, part, places_of, state_parts
 from .recording import Step, chosen_tokens, drawn, history, record_steps
 from .trial import Trial, tied_in
 from .widened import widen
@@ -80,7 +80,7 @@ class Setup:
 
     def _held(self, rank: int, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, state in states.items():
-            yield name, state if self.parts is None else part(state, self.parts[name][rank])
+            yield name, part(state, places_of(self.parts, name, rank))
         for left in self._left().values():
             yield left.name, torch.zeros(left.shape, dtype=getattr(torch, left.dtype))
 

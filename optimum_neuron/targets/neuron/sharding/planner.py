@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ....artifacts.weights import named_tensors
 from ....errors import first_line
 from ....graphs.experts import is_experts
-from ....graphs.model_cache import CacheNeeds, keeps_recurrence
+from ....graphs.model_cache import CacheNeeds, keeps_convolution, keeps_recurrence
 from .blocks import find_blocks
 from .layers import share_attention, share_block, share_experts, share_norms, share_siblings, share_vocabulary
 from .modules import apply_plan
@@ -40,11 +40,10 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+    _check_recurrences(plan, model)
     needs = CacheNeeds.of(model)
     if needs.biased or needs.by_itself:
         raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
-    if any(keeps_recurrence(module) for module in model.modules()):
-        raise plan.refusal("its layers keep the states of recurrences, of which ranks do not have parts yet")
     if needs.rates:
         raise plan.refusal("its layers keep compressed keys, of which ranks do not have parts yet")
     with no_data():
@@ -79,7 +78,7 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
     if not styles:
         styles = _derive(plan, model, trace)
-    elif CacheNeeds.of(model).convolves:
+    elif any(keeps_convolution(module) and not keeps_recurrence(module) for module in model.modules()):
         raise plan.refusal(
             "its layers keep inputs of convolutions, of which its own plan (base_model_tp_plan) cuts none"
         )
@@ -100,6 +99,23 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
         share_siblings(plan, trace, siblings)
     share_norms(plan, model, trace)
     _sum_once(plan, reduced, matrices)
+
+
+def _check_recurrences(plan: ShardPlan, model: PreTrainedModel) -> None:
+    """Layers with recurrences are whole on every rank, and so are their states: a model's own plan has to leave them so."""
+    layers = [name for name, module in model.named_modules() if keeps_recurrence(module)]
+    if not layers:
+        return
+    styles = planned_styles(model)
+    if not styles:
+        raise plan.refusal(
+            "its layers keep the states of recurrences, and it declares no plan (base_model_tp_plan) of what ranks share beside them"
+        )
+    cut = [name for name, style in styles.items() if style in CUT and any(_is_below(name, layer) for layer in layers)]
+    if cut:
+        raise plan.refusal(
+            f"its plan cuts {cut[0]}, whose layer keeps the state of a recurrence, which every rank has whole"
+        )
 
 
 def _derive(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recurrent import model as recurrent
 from selecting import CONFIGS
 from sharded_ranks import make_model
 from torch import Tensor, nn
@@ -119,6 +120,14 @@ SMALL = {
         (
             lambda: changed("llama", "model.layers.1.mlp.act_fn", NormedActivation()),
             r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
+        ),
+        (
+            lambda: recurrent("state space"),
+            r"mamba2 .*: its layers keep the states of recurrences, and it declares no plan \(base_model_tp_plan\)",
+        ),
+        (
+            lambda: styled("qwen3_next", linear_attn__out_proj="rowwise"),
+            "its plan cuts model.layers.0.linear_attn.out_proj, whose layer keeps the state of a recurrence",
         ),
         (lambda: changed("llama", "lm_head", nn.Sequential(nn.Linear(64, 300))), "vocabulary is not one embedding"),
     ],

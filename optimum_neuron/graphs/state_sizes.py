@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes requests take of what is kept of them: by token, and by slot whatever its length. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .spec import TensorSpec
+
+
+# States that have a place for each token, `[blocks, heads, block_length, dim]`; all others have a row for each slot.
+BY_TOKEN = tuple(f"kv_cache.{role}_" for role in ("key", "value", "index"))
+_ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Bytes, of all layers together.
+
+    Attributes:
+        per_token: keys, values and index keys of a token.
+        per_slot: inputs of convolutions, states of recurrences and compressed keys, as large for a short text as for a long one.
+    """
+
+    per_token: int
+    per_slot: int
+
+    @classmethod
+    def of(cls, states: Iterable[TensorSpec]) -> StateSizes:
+        """Args: states: those of `state_specs`."""
+        per_token = per_slot = 0
+        for state in states:
+            size = math.prod(state.shape) * _ITEM_SIZES[state.dtype]
+            if state.name.startswith(BY_TOKEN):
+                per_token += size // (state.shape[0] * state.shape[2])
+            else:
+                per_slot += size // state.shape[0]
+        return cls(per_token, per_slot)
