@@ -88,6 +88,11 @@ class RecurrentState:
     value_dim: int
     width: int
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether each of its columns has decays of its own, by the numbers of a token: a key, values, and as many decays."""
+        return self.heads == 1 and self.width == self.key_dim + 2 * self.value_dim
+
 
 @dataclass(frozen=True)
 class KeySelection:
@@ -159,6 +164,11 @@ class ModelSpec:
         """Numbers of the layers that keep inputs of convolutions, states of recurrences, or compressed keys."""
         layers = {each.layer_idx for each in self.convolutions} | {each.layer_idx for each in self.recurrences}
         return layers | {each.layer_idx for each in self.compressions}
+
+    @property
+    def depth(self) -> int:
+        """How many layers keep anything of a text."""
+        return len({layer.layer_idx for layer in self.layers} | self.stateful_layers)
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {

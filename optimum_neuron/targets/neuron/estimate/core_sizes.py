@@ -19,6 +19,8 @@ from .model_sizes import Kind, ModelSizes, Weight
 
 # Each rank's own number, int32, is a weight.
 _RANK_BYTES = 4
+# Of a number of a recurrence's state, float32 in every model.
+_STATE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,14 @@ class CoreSizes:
     @property
     def depth(self) -> int:
         """Layers, of attention, of convolutions and of recurrences."""
-        return len({layer.layer_idx for layer in self.spec.layers} | self.spec.stateful_layers)
+        return self.spec.depth
+
+    @property
+    def state_bytes(self) -> int:
+        """What a step reads and writes of a slot, whatever its length: inputs of convolutions, and states as they are now."""
+        states = sum(each.heads * each.key_dim * each.value_dim for each in self.spec.recurrences)
+        inputs = sum(each.past * each.channels for each in self.spec.convolutions)
+        return _STATE_BYTES * states + self.itemsize * inputs
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:

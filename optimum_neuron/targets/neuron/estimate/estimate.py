@@ -200,10 +200,12 @@ def _estimates(
         if group["tensor_parallel_size"] in shares
     )
     notes = [f"{error}." for error in refused.values()]
-    if any(cores > 1 and share.heads == sum(sizes.heads) for cores, share in shares.items()):
+    if sizes.heads and any(cores > 1 and share.heads == sum(sizes.heads) for cores, share in shares.items()):
         notes.append(
             "The model's tensor parallel plan leaves its attention whole: every core has all of its heads and their cache."
         )
+    if any(cores > 1 for cores in shares) and sizes.spec.recurrences:
+        notes.append("Layers with recurrences are whole on every core, and so are the states that slots keep of them.")
     return found, notes
 
 

@@ -56,7 +56,7 @@ def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
     parent, _, attribute = path.rpartition(".")
     setattr(short.get_submodule(parent), attribute, nn.ModuleList([layers[place] for place in kept]))
     config.num_hidden_layers = len(kept)
-    if types[0] is not None:
+    if types[0] is not None and not isinstance(getattr(type(config), "layer_types", None), property):
         config.layer_types = [types[place] for place in kept]
     return LayerKinds(short, path, tuple(distinct.index(kind) for kind in kinds))
 

@@ -116,7 +116,7 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
         dtype=dtype,
         weights=tuple(_weights(model, wanted, probe.per_token)),
         spec=spec,
-        heads=tuple(probe.heads) or (text_config.num_attention_heads,) * len(spec.layers),
+        heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.layers),
         hidden_size=model.get_input_embeddings().weight.shape[1],
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         longest=getattr(text_config, "max_position_embeddings", None),

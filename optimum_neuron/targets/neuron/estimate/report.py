@@ -9,6 +9,8 @@ from itertools import groupby
 from math import floor, log10
 from typing import TYPE_CHECKING, Any
 
+from ....graphs.spec import state_specs
+from ....graphs.state_sizes import StateSizes
 from ..sdk.hardware import GIB, MIB, Instance
 from ..sdk.step_times import DECODE, MEASURED_CORES, PREFILL
 from .step_needs import GRAPH_RESERVE
@@ -44,7 +46,7 @@ def model_line(report: Report) -> str:
     sizes, config = report.sizes, report.estimates[0].config
     used = f", {sizes.active_parameters / 1e9:,.2f} B of them per token" if sizes.has_experts else ""
     return (
-        f"{report.model}: {sizes.parameters / 1e9:,.3f} B parameters{used}, {len(sizes.heads)} layers, {sizes.dtype}; batch "
+        f"{report.model}: {sizes.parameters / 1e9:,.3f} B parameters{used}, {sizes.spec.depth} layers, {sizes.dtype}; batch "
         f"size {config.batch_size}, sequence length {config.sequence_length:,}, chunks of {config.ctx_batch_size} x "
         f"{config.prefill_chunk_size}"
     )
@@ -152,6 +154,14 @@ def sentences(report: Report) -> list[str]:
         f"Weights and cache are exact. Graphs take {GRAPH_RESERVE // MIB} MiB each for their code, which is a guess on the "
         f"safe side."
     )
+    kept = _kept(report)
+    if kept.per_slot:
+        tokens = (
+            f", as {round(kept.per_slot / kept.per_token):,} tokens of keys and values do" if kept.per_token else ""
+        )
+        lines.append(
+            f"KV holds what layers keep by slot: {_mib(kept.per_slot)} MiB of each, whatever its length{tokens}."
+        )
     if fitting:
         lines.append(
             f"Ranges hold four of five published runs of other models and groups of cores than those that were fitted. Of the runs held out of "
@@ -162,6 +172,15 @@ def sentences(report: Report) -> list[str]:
             least, most = MEASURED_CORES
             lines.append(f"tp?: no run on fewer than {least} cores or more than {most} was published.")
     return lines
+
+
+def _kept(report: Report) -> StateSizes:
+    """Of the whole model."""
+    return StateSizes.of(state_specs(report.estimates[0].config, report.sizes.spec))
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.{3 if size < MIB else 1}f}"
 
 
 def _to_rent(fitting: list[Estimate]) -> str:
@@ -214,13 +233,15 @@ def _nearest(report: Report) -> str:
 
 def to_json(report: Report) -> dict[str, Any]:
     """Everything, in bytes, seconds and tokens per second."""
-    sizes = report.sizes
+    sizes, kept = report.sizes, _kept(report)
     return {
         "model": report.model,
         "parameters": sizes.parameters,
         "parameters_per_token": sizes.active_parameters,
         "dtype": sizes.dtype,
         "context_length": report.context_length,
+        "cache_bytes_per_token": kept.per_token,
+        "state_bytes_per_slot": kept.per_slot,
         "estimates": [_estimate_json(one) for one in report.estimates],
         "notes": sentences(report),
     }

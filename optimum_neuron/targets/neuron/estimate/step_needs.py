@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, TensorSpec, graph_specs, state_specs
 from ..expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
-from ..lowering.attention import score_block
+from ..lowering import attention
 from ..sdk.hardware import MIB, Chip
 
 
@@ -52,7 +52,7 @@ def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
     Activations are those of the graph that needs most, in whole scratch pages. Every graph takes a reserve of its own.
     """
     graphs = graph_specs(config)
-    live = max(live_bytes(sizes, graph, chip) for graph in graphs)
+    live = max(live_bytes(sizes, graph, chip, config.scan_block) for graph in graphs)
     return Memory(
         weights=sizes.weight_bytes,
         kv_cache=cache_bytes(sizes, config),
@@ -72,18 +72,24 @@ def _state_itemsize(state: TensorSpec, config: NeuronConfig, sizes: CoreSizes) -
     return sizes.itemsize if state.dtype == config.dtype else 4
 
 
-def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip) -> int:
+def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int | None) -> int:
     """The largest set of tensors that a step needs at once beside weights and cache.
 
     The hidden states, their residual and a normalized copy in float32 live all the time; with them either what the widest
-    block's projections read and write, or one layer's attention, or the logits.
+    block's projections read and write, or one layer's attention, or its recurrence, or the logits.
+
+    Args:
+        scan_block: tokens of a block of a recurrence (NeuronConfig).
     """
     groups = _row_groups(graph)
     tokens = sum(group.tokens for group in groups)
     hidden = tokens * sizes.hidden_size * (2 * sizes.itemsize + 4)
     block = max(tokens * sizes.block_width, *(_expert_elements(each.layer, tokens, chip) for each in sizes.experts), 0)
     return hidden + max(
-        block * sizes.itemsize, _attention_bytes(sizes, graph, groups), _logits_bytes(sizes, graph, tokens)
+        block * sizes.itemsize,
+        _attention_bytes(sizes, graph, groups),
+        _recurrence_bytes(sizes, groups, scan_block or 1),
+        _logits_bytes(sizes, graph, tokens),
     )
 
 
@@ -129,12 +135,35 @@ def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[_Rows]) ->
         dims = layer.key_dim + layer.value_dim
         projected = tokens * (layer.heads + layer.kv_heads) * dims * sizes.itemsize
         for group in groups:
-            length, width = score_block(group.rows * layer.heads, group.length, columns)
+            length, width = attention.score_block(group.rows * layer.heads, group.length, columns)
             in_blocks = (length, width) != (group.length, columns)
             gathered = (layer.key_dim + layer.value_dim * in_blocks) * columns if group.gathered else 0
-            window = group.rows * layer.kv_heads * (gathered + layer.value_dim * width) * sizes.itemsize
-            scores = group.rows * length * width * (layer.heads * SCORE_BYTES + 1)
+            # As many as blocks may have, not as these have, of which there is a whole number: so a larger step never needs less.
+            limit = attention.SCORES_LIMIT // (4 * layer.heads)
+            selected = min(group.rows * columns, max(limit // group.length, group.rows * width))
+            looked_at = min(group.tokens * columns, max(limit, group.rows * length * width))
+            window = layer.kv_heads * (group.rows * gathered + layer.value_dim * selected) * sizes.itemsize
+            scores = looked_at * (layer.heads * SCORE_BYTES + 1)
             most = max(most, projected + window + scores)
+    return most
+
+
+def _recurrence_bytes(sizes: CoreSizes, groups: list[_Rows], block: int) -> int:
+    """Of all tokens, what changes a state, queries and results, in float32. Beside them, of decode rows their states, old and new; of
+    chunk rows what their windows have of all blocks at once: of a selective scan states behind each token, else scores and
+    what of queries, keys and values is decayed."""
+    most = 0
+    for each in sizes.spec.recurrences:
+        state, keys, values = each.key_dim * each.value_dim, each.heads * each.key_dim, each.heads * each.value_dim
+        numbers = sum(group.tokens for group in groups) * (each.width + keys + values)
+        for group in groups:
+            if not group.gathered:
+                numbers += group.rows * 2 * each.heads * state
+                continue
+            window = group.rows * -(-(group.length + block - 1) // block) * block
+            of_token = 3 * each.heads * state if each.is_selective else 4 * (keys + each.heads * block) + 2 * values
+            numbers += window * (each.width + of_token)
+        most = max(most, 4 * numbers)
     return most
 
 

@@ -62,7 +62,7 @@ class StepWork:
     """What one core of a group does in a step, each in seconds at the chip's peak, but for the latencies.
 
     Attributes:
-        weights, cache: reading them.
+        weights, cache: reading them, and writing the states of recurrences and convolutions.
         products: of weights and what they are multiplied with.
         scores: reading and writing attention's float32 scores once.
         latencies: layers, each counted once and once more for every doubling of the group.
@@ -97,7 +97,7 @@ def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, c
     products = flops(sizes, rows, length, 0) + routed
     return StepWork(
         weights=(weight_bytes_read(sizes, 0) + moved) / chip.core_bandwidth,
-        cache=cache_bytes_read(sizes, rows, context_length) / chip.core_bandwidth,
+        cache=cache_bytes_moved(sizes, rows, context_length) / chip.core_bandwidth,
         products=products / chip.core_flops(sizes.dtype),
         scores=scores / chip.core_bandwidth,
         latencies=sizes.depth * (1 + math.log2(cores)),
@@ -135,7 +135,7 @@ def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: Ste
     """
     ((rows, length, context),) = _rows(graph)
     accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
-    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_read(sizes, rows, context)
+    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_moved(sizes, rows, context)
     memory = reading / chip.core_bandwidth
     routed = routed_flops(sizes, rows * length)
     products = (flops(sizes, rows, length, context) + routed) / chip.core_flops(sizes.dtype)
@@ -163,9 +163,10 @@ def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
     return sum(layers * each.moved for layers, each in done), sum(layers * each.flops for layers, each in done)
 
 
-def cache_bytes_read(sizes: CoreSizes, rows: int, context_length: float) -> float:
-    """Bytes of keys and values that a step reads: the graph's context, whatever of it is in use."""
-    return rows * context_length * sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
+def cache_bytes_moved(sizes: CoreSizes, rows: int, context_length: float) -> float:
+    """Bytes that a step reads of keys and values, the graph's context, whatever of it is in use; and its rows' states, read and written."""
+    token_bytes = sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
+    return rows * (context_length * token_bytes + 2 * sizes.state_bytes)
 
 
 def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:

@@ -19,7 +19,7 @@ import pytest
 from helpers import export_tiny
 from optimum.commands import optimum_cli
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, T5Config
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, Qwen3NextConfig, RwkvConfig, T5Config
 
 from optimum_neuron.checkpoints import checkpoint
 from optimum_neuron.config import NeuronConfig
@@ -260,7 +260,7 @@ def test_bad_input_gets_one_sentence(
     ("config", "options", "fragments"),
     [
         (T5Config(), (), ["encoder-decoder", "t5"]),
-        (MambaConfig(num_hidden_layers=1, hidden_size=64), (), ["MambaForCausalLM"]),
+        (RwkvConfig(num_hidden_layers=2, hidden_size=64), (), ["RwkvForCausalLM"]),
         (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), ["gpt2", "tensor_parallel_size=2"]),
     ],
 )
@@ -274,6 +274,57 @@ def test_models_that_cannot_run_are_refused(
     config.save_pretrained(tmp_path)
     line = refused("--model", tmp_path, *options)
     assert all(fragment in line for fragment in fragments), line
+
+
+MAMBA = MambaConfig(num_hidden_layers=3, hidden_size=64, state_size=16, vocab_size=300)
+HYBRID = Qwen3NextConfig(
+    num_hidden_layers=4,
+    hidden_size=64,
+    num_experts=0,
+    decoder_sparse_step=1,
+    mlp_only_layers=[0, 1, 2, 3],
+    vocab_size=300,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "per_token", "per_slot"),
+    [
+        # By layer, in float32 a state and an anchor of 16 rows for 128 channels, and a tail of 64 tokens: keys, values and steps;
+        # and three inputs of 128 channels in bfloat16. A number for all of them tells how far chunks came.
+        (MAMBA, 3, 0, 3 * (4 * (2 * 16 * 128 + 64 * (16 + 128 + 128)) + 2 * 3 * 128) + 4),
+        # Three layers of 32 heads of 128 x 128, with keys of 16 heads; one of attention with 2 heads of 256.
+        (
+            HYBRID,
+            4,
+            2 * 2 * 2 * 256,
+            3 * (4 * (2 * 32 * 128 * 128 + 64 * (32 * 128 + 32 * 128 + 2 * 32)) + 2 * 3 * (2 * 16 + 32) * 128) + 4,
+        ),
+    ],
+)
+def test_what_recurrences_keep_is_told_by_slot(
+    config: PreTrainedConfig,
+    layers: int,
+    per_token: int,
+    per_slot: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config.save_pretrained(tmp_path)
+    document = tmp_path / "estimate.json"
+    sizes = ("--batch-size", "4", "--sequence-length", "1024", "--dtype", "bfloat16")
+    call_cli(monkeypatch, "--model", tmp_path, "--target", "trn2", "--json", document, *sizes)
+    shown, found = " ".join(capsys.readouterr().out.split()), json.loads(document.read_text())
+    assert (found["cache_bytes_per_token"], found["state_bytes_per_slot"]) == (per_token, per_slot)
+    one = found["estimates"][0]
+    assert one["config"]["tensor_parallel_size"] == 1
+    assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot)
+    assert f"B parameters, {layers} layers" in shown and "KV holds what layers keep by slot" in shown
+    assert ("tokens of keys and values do" in shown) == bool(per_token)
+    refused = f"{config.model_type} cannot be shared by tensor_parallel_size=2 ranks: its layers keep the states of recurrences"
+    assert (refused in shown) == (not per_token)
+    assert ("Layers with recurrences are whole on every core" in shown) == bool(per_token)
 
 
 def test_a_picture_needs_matplotlib(

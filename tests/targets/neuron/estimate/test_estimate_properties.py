@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
-from optimum_neuron.graphs.spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs
 from optimum_neuron.targets.neuron.estimate.core_sizes import AttentionSizes, CoreSizes, Experts
 from optimum_neuron.targets.neuron.estimate.estimate import estimate
-from optimum_neuron.targets.neuron.estimate.step_needs import memory
+from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes, memory
 from optimum_neuron.targets.neuron.expert_forms import ExpertLayer
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB
 
@@ -113,6 +113,7 @@ def test_what_fits_is_where_the_largest_sizes_say(core: CoreSizes, options: dict
 @given(core_models(), sizes_asked(), st.integers(1, 8))
 def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: int) -> None:
     config = NeuronConfig.from_dict(options)
+    chip = CHIPS[config.target]
     fixed = {**options, "prefill_chunk_size": config.prefill_chunk_size, "context_buckets": config.context_buckets}
     longer = config.sequence_length * times
     changes = [
@@ -124,9 +125,13 @@ def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: 
             changed = NeuronConfig.from_dict(fixed | change)
         except ValueError:
             continue
-        less, more = (memory(core, one, CHIPS[config.target]) for one in (NeuronConfig.from_dict(fixed), changed))
+        both = (NeuronConfig.from_dict(fixed), changed)
+        less, more = (memory(core, one, chip) for one in both)
         for part in ("weights", "kv_cache", "activations", "reserve", "total"):
             assert getattr(less, part) <= getattr(more, part)
+        # Not in whole pages, of which most changes need as many.
+        few, many = (max(live_bytes(core, graph, chip, one.scan_block) for graph in graph_specs(one)) for one in both)
+        assert few <= many
 
 
 @given(core_models(), sizes_asked())
