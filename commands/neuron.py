@@ -77,7 +77,6 @@ def _inspect(folder: Path) -> None:
 
     from optimum_neuron.artifacts.artifact import Artifact
     from optimum_neuron.graphs.state_sizes import StateSizes
-    from optimum_neuron.graphs.spec import byte_count
 
     artifact = Artifact.open(folder)
     facts = Table("option", "value", title=str(folder), title_justify="left")
@@ -87,9 +86,6 @@ def _inspect(folder: Path) -> None:
     kept = StateSizes.of(artifact.states())
     facts.add_row("cache per token", f"{kept.per_token:,} bytes")
     facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
-    for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):
-        if specs:
-            facts.add_row(name, f"{byte_count(specs):,} bytes, {len(specs)} tensors")
     facts.add_section()
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)

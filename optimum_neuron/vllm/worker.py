@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from ..artifacts.artifact import Artifact
 from ..config import NEURON_TARGETS
-from ..graphs.spec import byte_count
 from ..runtime.runner import GraphRunner
 from ..targets import get_target
 from .model_runner import ModelRunner
@@ -107,7 +107,9 @@ class NeuronWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """All layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
         size = self.cache_config.block_size
-        stored = byte_count((*self._artifact.states(), *self._artifact.snapshots()))
+        stored = sum(
+            math.prod(state.shape) * getattr(torch, state.dtype).itemsize for state in self._artifact.states()
+        )
         per_token = -(-stored // (self._blocks * size))
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
         return {"cache": spec}
