@@ -47,7 +47,6 @@ KINDS = (
     "gpt_oss",
     "lfm2_moe",
     "llama",
-    "minimax_m3_vl_text",
 )
 FORBIDDEN_OPERATORS = {"sort", "topk", "reduce-window", "while", "custom-call", "rng", "rng-bit-generator"}
 FORBIDDEN_TYPES = {"float64", "int64", "uint64", "uint32", "complex64", "complex128"}
