@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from filelock import FileLock
 from hypothesis import settings
@@ -39,6 +40,11 @@ from optimum_neuron.targets.eager import EagerExecutable
 
 # Dense, with sliding windows, with experts, with latent attention.
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
+# With convolutions too; those that are lowered to HLO by the full profile alone are marked.
+LOWERED = [
+    pytest.param(name, marks=[pytest.mark.full] if name in ("gemma2", "deepseek_v3") else [])
+    for name in (*ARCHITECTURES, "lfm2")
+]
 VOCAB, LENGTH, CHUNK_SIZE = 300, 64, 8
 # One context bucket and chunk size: a graph per kind, since each costs the cpu target seconds.
 SIZES: dict[str, Any] = {

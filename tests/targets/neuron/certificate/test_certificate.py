@@ -85,6 +85,7 @@ def test_widening_changes_types_alone(half: Path) -> None:
     assert "bfloat16" not in names and {each.dtype for each in io.inputs} <= {"float32", "int32"}
 
 
+@pytest.mark.full
 def test_of_a_large_model_the_first_layers_of_each_kind_are_executed(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,10 @@ def test_decode_attention_around_the_kernel_is_certified_and_gives_the_tokens_of
 
 
 # Each of other sizes than what was lowered before.
-@pytest.mark.parametrize(("defect", "slots"), [("own token", 1), ("mask", 2), ("scale", 4)])
+@pytest.mark.parametrize(
+    ("defect", "slots"),
+    [("mask", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (("own token", 1), ("scale", 4)))],
+)
 def test_attention_that_is_called_wrongly_is_not_certified(
     defect: str, slots: int, sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_attention_that_is_called_wrongly_is_not_certified(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_decode_rows_that_the_kernel_does_not_compute_keep_theirs(
     sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

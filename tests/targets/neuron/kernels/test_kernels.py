@@ -87,7 +87,7 @@ def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("defect", ["position", "scale"])
+@pytest.mark.parametrize("defect", ["position", pytest.param("scale", marks=pytest.mark.full)])
 def test_a_kernel_that_is_called_wrongly_is_not_certified(
     defect: str, sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ with_models = pytest.mark.parametrize(
 
 
 @with_models
-@pytest.mark.parametrize("sizes", [SLOTS, BLOCKS], ids=["slots", "blocks"])
+@pytest.mark.parametrize("sizes", [SLOTS, pytest.param(BLOCKS, marks=pytest.mark.full)], ids=["slots", "blocks"])
 def test_graphs_are_linted_certified_and_choose_as_eager_steps_do(
     name: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
-    ARCHITECTURES,
+    LOWERED,
     artifact_runner,
     decode_rows,
     eager_runner,
@@ -40,7 +40,7 @@ PROMPT = random_tokens(29)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "lfm2"])
+@pytest.mark.parametrize("name", LOWERED)
 def test_tokens_are_those_of_the_eager_target(
     name: str, sampling: SamplingParams, hlo_artifact: Callable[[str], Path], sharp_checkpoints: dict[str, Path]
 ) -> None:

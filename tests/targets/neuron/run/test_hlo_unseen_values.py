@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from canaries import CANARIES, same_bits, serve_steps
-from helpers import ARCHITECTURES, artifact_runner
+from helpers import LOWERED, artifact_runner
 
 from optimum_neuron.graphs.spec import ModelSpec
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "lfm2"])
+@pytest.mark.parametrize("name", LOWERED)
 def test_what_no_token_sees_and_what_a_neighbor_holds_changes_no_bit(
     name: str, hlo_artifact: Callable[[str], Path], tiny_specs: dict[str, ModelSpec]
 ) -> None:

@@ -38,9 +38,7 @@ SHARDED = pytest.mark.parametrize(
     ("name", "ranks"),
     [
         ("llama", 4),
-        ("gpt_oss", 2),
-        pytest.param("llama", 2, marks=pytest.mark.full),
-        pytest.param("gpt_oss", 4, marks=pytest.mark.full),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("llama", 2), ("gpt_oss", 2), ("gpt_oss", 4))),
     ],
 )
 
