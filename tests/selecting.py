@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import decode_rows, decode_tokens, prefill_pieces, random_tokens
 from hypothesis import strategies as st
 from tiny import TINY_SIZES
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
 
 
 SELECTED = 8
@@ -108,3 +113,19 @@ def cut_in_pieces(total: int, most: int) -> st.SearchStrategy[list[int]]:
         return [*pieces[:-1], *[most] * (pieces[-1] // most), *[pieces[-1] % most] * (pieces[-1] % most > 0)]
 
     return st.lists(st.integers(1, most), min_size=total // 3, max_size=total // 3).map(cut)
+
+
+def logits_in_pieces(
+    runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: list[int], *, neighbors: bool
+) -> list[Tensor]:
+    """Of a prompt in a slot of three and of a token behind it; with `neighbors` another slot decodes beside each chunk."""
+    other = (slot + 1) % 3
+    if neighbors:
+        prefill_pieces(runner, other, random_tokens(11, seed=slot), [11])
+    start, logits = 0, torch.empty(0)
+    for count in pieces:
+        chunk, decodes = [Chunk(slot, prompt[start : start + count])], {other: start} if neighbors else {}
+        output = runner.step(chunk, decode_rows(runner, decodes))
+        assert output.chunk_logits is not None
+        logits, start = output.chunk_logits[0].clone(), start + count
+    return [logits, decode_tokens(runner, {slot: 5})[1][slot]]

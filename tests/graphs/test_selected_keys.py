@@ -14,7 +14,6 @@ import torch
 from helpers import (
     LENGTH,
     artifact_runner,
-    decode_rows,
     decode_tokens,
     eager_runner,
     examples,
@@ -27,7 +26,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from selecting import SELECTED, cut_in_pieces, make_checkpoint, reference
+from selecting import SELECTED, cut_in_pieces, logits_in_pieces, make_checkpoint, reference
 from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import Artifact
@@ -39,7 +38,6 @@ from optimum_neuron.graphs.selection import select_largest
 from optimum_neuron.graphs.spec import KeySelection, ModelSpec, state_specs
 from optimum_neuron.graphs.top_keys import TopKeys
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 
 
 KINDS = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
@@ -94,16 +92,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
     def run(slot: int, pieces: list[int], neighbors: bool) -> list[Tensor]:
         runner.reset_all()
         fill_rows(runner, spec, range(4), None if neighbors else 0.0)
-        other = (slot + 1) % 3
-        if neighbors:
-            prefill_pieces(runner, other, random_tokens(11, seed=slot), [11])
-        start, logits = 0, torch.empty(0)
-        for count in pieces:
-            chunk, decodes = [Chunk(slot, prompt[start : start + count])], {other: start} if neighbors else {}
-            output = runner.step(chunk, decode_rows(runner, decodes))
-            assert output.chunk_logits is not None
-            logits, start = output.chunk_logits[0].clone(), start + count
-        return [logits, decode_tokens(runner, {slot: 5})[1][slot]]
+        return logits_in_pieces(runner, slot, prompt, pieces, neighbors=neighbors)
 
     expected = run(0, [16, 2], False)
 

@@ -11,7 +11,18 @@ import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import DTYPES, Kernels, Planned, RefusedError, Tensors, int32, random, same_bits, with_dtypes
+from kernel_calls import (
+    DTYPES,
+    Kernels,
+    Planned,
+    RefusedError,
+    Tensors,
+    int32,
+    random,
+    same_bits,
+    with_dtypes,
+)
+from random_steps import steps_of
 from torch import Tensor
 
 from optimum_neuron.targets.cpu.operators import NAMESPACE
@@ -83,17 +94,9 @@ def test_cuts_neighbours_slots_and_threads_change_no_bit(
     layer = Layer.random(1, *shape, dtype)
     texts = [replace(layer, inputs=random(size, shape[0], dtype=dtype)) for size in sizes]
     slots = choose.sample(range(SLOTS), len(texts))
-    state, done = layer.state(), [0] * len(texts)
+    state = layer.state()
     results: list[list[Tensor]] = [[] for _ in texts]
-    while any(begin < size for begin, size in zip(done, sizes, strict=True)):
-        places: list[tuple[int, int | None]] = []  # a text and its token, or none: idle, with what nobody may see
-        for number in choose.sample(range(len(texts)), len(texts)):
-            take = choose.randint(0, min(sizes[number] - done[number], 7))
-            for place in range(done[number], done[number] + take):
-                places += [(number, None)] * (choose.random() < 0.2) + [(number, place)]
-            done[number] += take
-        if not places:
-            continue
+    for places in steps_of(choose, sizes):
         rows = [texts[i].inputs[0] * NAN if at is None else texts[i].inputs[at] for i, at in places]
         apart = torch.full((len(rows), shape[0] + 5), NAN, dtype=dtype)[:, 2 : shape[0] + 2]
         apart.copy_(torch.stack(rows))

@@ -12,6 +12,7 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import Kernels, Planned, RefusedError, Tensors, int32, same_bits
+from random_steps import steps_of
 from torch import Tensor
 
 from optimum_neuron.targets.cpu.operators import NAMESPACE
@@ -120,17 +121,9 @@ def test_cuts_neighbours_slots_and_threads_change_no_bit(
     texts = [Text.random(kind, size, *shape) for size in sizes]
     texts = [replace(text, rates=texts[0].rates) for text in texts]  # which a layer has, not a text
     slots = choose.sample(range(SLOTS), len(texts))
-    state, done = texts[0].state(), [0] * len(texts)
+    state = texts[0].state()
     results: list[list[Tensor]] = [[] for _ in texts]
-    while any(begin < size for begin, size in zip(done, sizes, strict=True)):
-        places: list[tuple[int, int | None]] = []  # a text and its token, or none: idle, with what nobody may see
-        for number in choose.sample(range(len(texts)), len(texts)):
-            take = choose.randint(0, min(sizes[number] - done[number], 7))
-            for place in range(done[number], done[number] + take):
-                places += [(number, None)] * (choose.random() < 0.2) + [(number, place)]
-            done[number] += take
-        if not places:
-            continue
+    for places in steps_of(choose, sizes):
         parts = {
             name: None
             if getattr(texts[0], name) is None
