@@ -27,7 +27,9 @@ BLOCKS = SIZES | {"kv_block_size": 64, "kv_cache_tokens": 256}  # 4 blocks for 3
 GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-@pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("eager", marks=pytest.mark.full), pytest.param("cpu", marks=pytest.mark.slow)]
+)
 def folders(
     request: pytest.FixtureRequest, sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:

@@ -74,7 +74,7 @@ def distance(left: Outputs, right: Outputs) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_give_the_logits_and_tokens_of_one(
     models: dict[str, PreTrainedModel],
