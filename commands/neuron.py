@@ -76,6 +76,7 @@ def _inspect(folder: Path) -> None:
     from rich.table import Table
 
     from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.graphs.spec import byte_count
     from optimum_neuron.graphs.state_sizes import StateSizes
 
     artifact = Artifact.open(folder)
@@ -86,6 +87,9 @@ def _inspect(folder: Path) -> None:
     kept = StateSizes.of(artifact.states())
     facts.add_row("cache per token", f"{kept.per_token:,} bytes")
     facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
+    for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):
+        if specs:
+            facts.add_row(name, f"{byte_count(specs):,} bytes, {len(specs)} tensors")
     facts.add_section()
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)

@@ -58,6 +58,10 @@ class NeuronConfig:
             each row has a slot of `sequence_length` tokens of its own.
         kv_cache_tokens: tokens that all requests hold together, at most; of a cache of blocks. Default: `batch_size` times
             `sequence_length`.
+        state_snapshots: of a model that keeps state of all tokens of a slot (recurrences, short convolutions, compressed keys), places
+            for copies of it, behind which prompts that start alike go on; each takes what one slot's state takes. 0: they reuse
+            nothing. Default: two for each row, as a text parts from others in one place and its prompt ends in another; on Neuron
+            targets, whose graphs copy no state, 0.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
@@ -92,6 +96,7 @@ class NeuronConfig:
     sequence_length: int = 1024
     kv_block_size: int | None = None
     kv_cache_tokens: int | None = None
+    state_snapshots: int | None = None
     prefill_chunk_size: int = _DERIVED
     prefill_chunk_buckets: tuple[int, ...] = ()
     ctx_batch_size: int = 1
@@ -120,6 +125,7 @@ class NeuronConfig:
         _check_choice("target", self.target, TARGETS)
         self._check_kernels()
         self._check_blocks()
+        self._check_snapshots()
         self._complete_sizes()
         self._check_sizes()
 
@@ -182,6 +188,20 @@ class NeuronConfig:
             raise ValueError(
                 f"kv_cache_tokens={tokens} must be a multiple of kv_block_size={block} and hold one request of "
                 f"sequence_length={length} at least; make it {max(length, -(-tokens // block) * block)}"
+            )
+
+    def _check_snapshots(self) -> None:
+        count = self.state_snapshots
+        if count is None:
+            return
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"state_snapshots must be a whole number or None, not {count!r}")
+        if not 0 <= count <= LARGEST_SIZE:
+            raise ValueError(f"state_snapshots={count} must be between 0 and {LARGEST_SIZE}")
+        if count and self.target in HLO_TARGETS:
+            raise ValueError(
+                f"state_snapshots={count} needs state in this process's memory, and graphs of target={self.target!r} copy none; "
+                f"leave it out, or use target='cpu'"
             )
 
     def _complete_sizes(self) -> None:
@@ -271,6 +291,13 @@ class NeuronConfig:
         if self.target in WALKING_TARGETS:
             return None
         return min(LARGEST_SCAN_BLOCK, max(2, 1 << (self.prefill_chunk_size.bit_length() - 1)))
+
+    @property
+    def snapshot_places(self) -> int:
+        """Copies of a slot's state that are kept at the same time, of a model that has any."""
+        if self.state_snapshots is not None:
+            return self.state_snapshots
+        return 0 if self.target in HLO_TARGETS else 2 * self.batch_size
 
     @property
     def block_length(self) -> int:

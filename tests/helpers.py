@@ -29,6 +29,7 @@ from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import EAGER_OPS, StepOps
+from optimum_neuron.graphs.slot_copies import empty_snapshots
 from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs, state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
@@ -122,7 +123,7 @@ def eager_runner(
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec, ops).eval() for spec in graphs}
     return GraphRunner(
-        EagerExecutable(steps, cache),
+        EagerExecutable(steps, cache, empty_snapshots(config, model_spec)),
         config,
         graphs,
         model_spec,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import export_tiny
 from optimum.commands import optimum_cli
 
 import optimum_neuron.export
@@ -278,6 +279,22 @@ def test_inspect_shows_config_graphs_and_versions(
     assert kept == {"cache per token": "512 bytes", "state per slot": "0 bytes"}
     assert any(row[0] == "exported with torch" for row in rows)
     assert any(row[0] == "weights/model.safetensors" and float(row[-1]) > 0 for row in rows)
+
+
+def test_inspect_counts_what_snapshots_of_state_take(
+    tiny_checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = export_tiny(tiny_checkpoints["lfm2"], tmp_path / "lfm2", state_snapshots=2)
+    call_cli(monkeypatch, "neuron", "inspect", path)
+    rows = {tuple(re.split(r"\s*[│┃]\s*", line.strip(" │┃"))) for line in capsys.readouterr().out.splitlines()}
+    # Three convolutions that keep three inputs of 64 channels; a layer of attention with two heads of keys and of values.
+    kept, columns = 3 * 3 * 64 * 4, 2 * 2 * 16 * 4
+    states = 4 * (64 * columns + kept)
+    assert {("state_snapshots", "2"), ("snapshots of state", f"{2 * kept:,} bytes, 3 tensors")} <= rows
+    assert ("KV cache and state", f"{states:,} bytes, 5 tensors") in rows
 
 
 def test_names_are_no_markup(

@@ -67,6 +67,7 @@ def test_defaults_are_complete() -> None:
         "sequence_length": 1024,
         "kv_block_size": None,
         "kv_cache_tokens": None,
+        "state_snapshots": None,
         "prefill_chunk_size": 512,
         "prefill_chunk_buckets": [],
         "ctx_batch_size": 1,
@@ -303,6 +304,8 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
         ({"kv_block_size": 128, "kv_cache_tokens": 896}, ["kv_cache_tokens=896", "sequence_length=1024"]),
         ({"kv_block_size": 128, "kv_cache_tokens": 1100}, ["kv_cache_tokens=1100", "kv_block_size=128", "1152"]),
         ({"kv_block_size": 128, "context_buckets": (200, 1024)}, ["(200, 1024)", "kv_block_size=128", "[200]"]),
+        ({"state_snapshots": -1}, ["state_snapshots=-1", "between 0 and"]),
+        ({"state_snapshots": 4, "target": "trn2"}, ["state_snapshots=4", "target='trn2'", "leave it out"]),
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"dtype": None}, ["dtype=None"]),
         ({"target": "trn9"}, ["target='trn9'", "cpu", *NEURON_TARGETS]),
@@ -313,6 +316,20 @@ def test_values_that_contradict_each_other_are_both_named(options: dict[str, Any
         NeuronConfig(**options)
     for text in named:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [True, 1.0, "4"])
+def test_snapshots_are_counted_in_whole_numbers(count: Any) -> None:
+    with pytest.raises(TypeError, match="state_snapshots must be a whole number or None, not"):
+        NeuronConfig(state_snapshots=count)
+
+
+def test_there_are_two_snapshots_for_each_row_unless_it_is_told_and_none_in_devices() -> None:
+    assert NeuronConfig(batch_size=3, target="cpu").snapshot_places == 6
+    assert NeuronConfig(batch_size=3, target="cpu", state_snapshots=0).snapshot_places == 0
+    assert NeuronConfig(batch_size=3, target="eager", state_snapshots=7).snapshot_places == 7
+    assert NeuronConfig(batch_size=3, target="trn2").snapshot_places == 0
+    assert dataclasses.replace(NeuronConfig(batch_size=3), target="hlo").snapshot_places == 0
 
 
 def test_a_step_that_just_fits_is_accepted() -> None:

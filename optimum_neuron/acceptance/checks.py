@@ -80,7 +80,7 @@ def check_artifact(
     loaded = report.run("load", lambda: _load(artifact, runners, ranks, profile))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
     one_block = "the cache is one slot, or one block" if artifact.config.kv_blocks == 1 else ""
-    no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model cannot share a prefix"
+    no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model keep state, which no graph copies"
     for name, check, skipped in (
         ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: _check_chunks(artifact, runner), ""),

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..checkpoints.digest import file_sha256
 from ..config import NeuronConfig
-from ..graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
+from ..graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, snapshot_specs, state_specs
 from .manifest import check_manifest, config_of
 from .schema import read_object, shown
 
@@ -94,6 +94,10 @@ class Artifact:
     def states(self) -> tuple[TensorSpec, ...]:
         """The KV cache as state tensors."""
         return state_specs(self.config, self.model)
+
+    def snapshots(self) -> tuple[TensorSpec, ...]:
+        """Places for copies of slots' states; none where slots keep nothing beside keys and values."""
+        return snapshot_specs(self.config, self.model)
 
     def file(self, name: str) -> Path:
         """The path of a file listed in the manifest."""

@@ -16,7 +16,7 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..graphs.spec import TensorSpec
+from ..graphs.spec import TensorSpec, byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, has_huge_pages, mapped, zeroed
@@ -127,12 +127,12 @@ def _with_tied(tensors: dict[str, _Stored], artifact: Artifact) -> dict[str, _St
 
 def check_memory(specs: Sequence[TensorSpec]) -> None:
     """Raises ValueError where states are larger than all memory of this machine."""
-    needed = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
+    needed = byte_count(specs)
     memory = _memory()
     if needed > memory:
         raise ValueError(
             f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
-            f"with a smaller batch_size, sequence_length or kv_cache_tokens"
+            f"with a smaller batch_size, sequence_length, kv_cache_tokens or state_snapshots"
         )
 
 

@@ -16,9 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
 
+import numpy as np
+
 from .block_pool import NO_MATCH, BlockMatch, BlockPool
 from .placement import Placement
 from .request import RequestState
+from .snapshots import Resumption, SnapshotTable
 from .step import Assignment, BlockCopy, Preempted, PrefixReuse, Step
 
 
@@ -29,6 +32,7 @@ class BlockDraft:
         rows: the blocks of each row.
         free_rows: ascending.
         holders: all requests that have a row.
+        snapshots: of state that rows keep beside blocks; None where they keep none.
 
     Attributes:
         preempted: who gives back what they have, the last by priority and arrival first.
@@ -41,8 +45,10 @@ class BlockDraft:
         rows: Sequence[Sequence[int]],
         free_rows: Sequence[int],
         holders: Iterable[RequestState],
+        snapshots: SnapshotTable | None = None,
     ) -> None:
         self._pool = pool
+        self._snapshots = snapshots
         self._size = pool.block_length
         self._rows = rows
         self._free_rows = free_rows
@@ -69,16 +75,26 @@ class BlockDraft:
         """Where a request would go on; None where it cannot start for want of blocks."""
         if state.slot is not None:
             return Placement(state.slot, None)
-        found = self._pool.match(state.tokens, self._given) if reuse else NO_MATCH
+        found, resumed = self._find(state.tokens) if reuse else (NO_MATCH, Resumption(0))
         if self._needed(state, len(found.shared)) + self._revives(found) > self._free_to_promise():
             return None
-        length = len(found.shared) * self._size + found.common
-        return Placement(self._free_rows[self._starts], PrefixReuse(None, length) if length else None, found)
+        known = PrefixReuse(None, resumed.length, resumed.snapshot) if resumed.length else None
+        return Placement(self._free_rows[self._starts], known, found, resumed.parts_at)
 
     def may_share(self, state: RequestState, length: int) -> bool:
         """False where no block shares `length` tokens with a prompt."""
-        found = self._pool.match(state.tokens, self._given)
-        return len(found.shared) * self._size + found.common >= length
+        return self._find(state.tokens)[1].length >= length
+
+    def _find(self, tokens: np.ndarray) -> tuple[BlockMatch, Resumption]:
+        """Blocks with the first tokens of a request, and where it goes on: behind these, or where a snapshot is."""
+        found = self._pool.match(tokens, self._given)
+        full = len(found.shared) * self._size
+        if self._snapshots is None:
+            return found, Resumption(full + found.common)
+        # Behind a full block there may be anything.
+        has = full + (self._pool.length(found.source) if found.common else 1)
+        resumed = self._snapshots.resume(tokens, full + found.common, has=has)
+        return found.first(resumed.length, self._size), resumed
 
     def room(self, state: RequestState, placement: Placement | None) -> int:
         """Tokens by which a request could advance with the blocks that are left; 0 of one that cannot start."""

@@ -28,6 +28,15 @@ class BlockMatch(NamedTuple):
     common: int
     ends: bool
 
+    def first(self, length: int, block_length: int) -> BlockMatch:
+        """What of it has the first `length` tokens."""
+        full, rest = divmod(length, block_length)
+        if not rest:
+            return BlockMatch(self.shared[:full], 0, 0, False)
+        if full < len(self.shared):
+            return BlockMatch(self.shared[:full], self.shared[full], rest, False)
+        return self._replace(common=rest)
+
 
 NO_MATCH = BlockMatch((), 0, 0, False)
 
@@ -69,6 +78,10 @@ class BlockPool:
     def references(self, block: int) -> int:
         """How many rows have a block."""
         return self._references[block]
+
+    def length(self, block: int) -> int:
+        """How many tokens a block contains."""
+        return int(self._lengths[block])
 
     def contents(self, block: int) -> np.ndarray:
         """Tokens that others may use, int32 `[length]`."""

@@ -13,7 +13,8 @@ from .block_draft import BlockDraft
 from .block_pool import BlockPool
 from .request import RequestState
 from .slots import MIN_REUSE
-from .step import Assignment, PrefixReuse, ScheduledChunk, Step
+from .snapshots import SnapshotTable
+from .step import Assignment, KeptState, PrefixReuse, ScheduledChunk, Step
 
 
 class BlockTable:
@@ -21,9 +22,13 @@ class BlockTable:
 
     Args:
         min_reuse: tokens that a part of a block must have to be copied.
+        snapshots: of state that rows keep beside blocks; None where they keep none.
     """
 
-    def __init__(self, config: NeuronConfig, min_reuse: int = MIN_REUSE) -> None:
+    def __init__(
+        self, config: NeuronConfig, min_reuse: int = MIN_REUSE, snapshots: SnapshotTable | None = None
+    ) -> None:
+        self.snapshots = snapshots
         self.pool = BlockPool(config.kv_blocks, config.block_length, min_reuse)
         self.free_slots = list(range(config.batch_size))
         self._blocks: list[list[int]] = [[] for _ in self.free_slots]
@@ -56,7 +61,7 @@ class BlockTable:
         Args:
             holders: all requests that have a row.
         """
-        return BlockDraft(self.pool, self._blocks, self.free_slots, holders)
+        return BlockDraft(self.pool, self._blocks, self.free_slots, holders, self.snapshots)
 
     def hold(self, slot: int, request_id: str, reuse: PrefixReuse | None = None) -> None:
         """Gives a free row to a request.
@@ -82,12 +87,14 @@ class BlockTable:
         self.pool.release(self._blocks[slot])
         self._blocks[slot], self._known[slot] = [], 0
 
-    def change(self, step: Step, live: Callable[[Assignment], object]) -> None:
-        """Makes blocks the rows' that a step assigned them to.
+    def change(self, step: Step, live: Callable[[Assignment | KeptState], RequestState | None]) -> None:
+        """Makes blocks the rows' that a step assigned them to, and follows what it kept.
 
         Args:
-            live: whether the request of an assignment was not aborted since; otherwise the step wrote to the blocks for nobody.
+            live: the request of an assignment; None where it was aborted since, and the step wrote to the blocks for nobody.
         """
+        if self.snapshots is not None:
+            self.snapshots.change(step, live)
         for copy in step.copies:
             self.pool.touch(copy.source)
         for assignment in step.assignments:
@@ -120,13 +127,17 @@ class BlockTable:
         """Notes that a row got tokens that nobody may reuse: its own blocks were void when they were assigned."""
 
     def clear(self) -> None:
-        """Forgets all contents, and those to come of rows that are held."""
+        """Forgets all contents, and those to come of rows that are held, and all snapshots."""
         self.pool.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self._known = [0 if holder is None else -1 for holder in self._holders]
 
     def check(self) -> None:
         """Raises AssertionError where the table contradicts itself."""
         self.pool.check()
+        if self.snapshots is not None:
+            self.snapshots.check()
         free = [slot for slot, holder in enumerate(self._holders) if holder is None]
         assert self.free_slots == free, f"free rows {self.free_slots} beside {self._holders}"
         assert not any(self._blocks[slot] for slot in free), "a free row has blocks"

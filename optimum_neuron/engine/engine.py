@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ..runtime.runner import GraphRunner
-from ..runtime.step_rows import PromptPart, StepRows
+from ..runtime.step_rows import Prefix, PromptPart, StepRows
 from ..runtime.token_ids import check_token_ids
 from .policy import SchedulerOptions
 from .request import Request
@@ -53,9 +53,8 @@ class Engine:
         self.options = options or SchedulerOptions()
         # A decode row computes other last bits than a chunk row: only prompts are reused where bits matter.
         used = replace(self.options, reuse_generated=False) if runner.deterministic else self.options
-        if not runner.reuses_prefixes:
-            used = replace(used, prefix_reuse=False)
-        self.scheduler = Scheduler(runner.config, used, runner.family)
+        snapshots = runner.kept.places if runner.kept.needed else None
+        self.scheduler = Scheduler(runner.config, used, runner.family, snapshots=snapshots)
         self.statistics = Statistics()
         self._vocab_size = vocab_size
         self._num_embeddings = vocab_size if runner.num_embeddings is None else runner.num_embeddings
@@ -133,7 +132,10 @@ class Engine:
         decodes = [self._samplers[decode.request_id] for decode in step.decodes]
         tokens: list[int] = []
         failures: list[RequestFailure] = []
-        for sampler, choice in self._rows.run(decodes, parts, step.graph):
+        chosen = self._rows.run(decodes, parts, step.graph)
+        for kept in step.kept:
+            self.runner.keep_state(kept.slot, kept.place)
+        for sampler, choice in chosen:
             token = self._choose(sampler, choice) if isinstance(choice, Tensor) else choice
             if not isinstance(token, RequestFailure) and token >= self._num_embeddings:
                 token = self._unreadable(sampler.request.request_id, token)
@@ -166,7 +168,7 @@ class Engine:
             runner.copy_block(*copy)
         for chunk in step.chunks:
             if chunk.reuse and chunk.reuse.source_slot is None:
-                runner.resume(chunk.slot, chunk.reuse.length)
+                runner.resume(chunk.slot, chunk.reuse.length, chunk.reuse.snapshot)
         return parts
 
     def _part(self, chunk: ScheduledChunk, now: float) -> PromptPart[RequestSampler]:
@@ -175,8 +177,10 @@ class Engine:
             if not chunk.preemptions:
                 self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
             sampler.slot = chunk.slot
-            source = None if chunk.reuse is None else chunk.reuse.source_slot
-            self._rows.start(sampler, None if chunk.reuse is None or source is None else (source, chunk.reuse.length))
+            known, reuse = None, chunk.reuse
+            if reuse is not None and reuse.source_slot is not None:
+                known = Prefix(reuse.source_slot, reuse.length, reuse.snapshot)
+            self._rows.start(sampler, known)
         tokens = self.scheduler.state(chunk.request_id).tokens[chunk.start : chunk.start + chunk.count]
         return PromptPart(sampler, tokens, chunk.is_last)
 

@@ -12,11 +12,13 @@ from .step import Preempted, PrefixReuse, Step
 
 
 class Placement(NamedTuple):
-    """Where a request goes on: its row, and, where it starts, what is in the cache of it already."""
+    """Where a request goes on: its row, and, where it starts, what is in the cache of it already, and where it parts from others,
+    as in `ScheduledChunk`."""
 
     slot: int
     reuse: PrefixReuse | None
     found: BlockMatch = NO_MATCH
+    parts_at: int = 0
 
     @property
     def start(self) -> int:

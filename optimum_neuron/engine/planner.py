@@ -109,13 +109,24 @@ def _fill(candidates: Sequence[RequestState], draft: _Draft) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a prompt would go on if it were taken now, and by how much it could; `at` is None where it has to wait."""
+    """Where a prompt would go on if it were taken now, and by how much it could; `at` is None where it has to wait.
+
+    Attributes:
+        left: tokens to the prompt's end.
+        parts_at: as in `ScheduledChunk`.
+    """
 
     state: RequestState
     at: Placement | None
     start: int
     left: int
     room: int
+    parts_at: int
+
+    @property
+    def most(self) -> int:
+        """Tokens to the prompt's end, or to a cut before it."""
+        return self.parts_at - self.start if self.start < self.parts_at else self.left
 
 
 class _Draft:
@@ -141,7 +152,8 @@ class _Draft:
         at = self.cache.place(state, self._may_reuse(state))
         start = state.computed if state.slot is not None or at is None else at.start
         room = min(self._room(state), self.cache.room(state, at))
-        return _Place(state, at, start, len(state.tokens) - start, room)
+        parts_at = state.parts_at if state.slot is not None or at is None else at.parts_at
+        return _Place(state, at, start, len(state.tokens) - start, room, parts_at)
 
     def may_end(self, state: RequestState) -> bool:
         """Cheaper than `place`, for the many prompts that are too long whatever they reuse."""
@@ -152,7 +164,7 @@ class _Draft:
 
     def fits(self, place: _Place) -> bool:
         """Whether as much of the prompt as has to be taken at once, or else the rest of it, fits into what is left."""
-        return place.room >= (place.state.atomic_tokens or place.left)
+        return place.most == place.left and place.room >= (place.state.atomic_tokens or place.left)
 
     def ends(self, place: _Place) -> bool:
         """Whether the prompt would end in this step."""
@@ -161,7 +173,7 @@ class _Draft:
     def take(self, place: _Place) -> None:
         """Gives a prompt what fits, where anything does."""
         state, at = place.state, place.at
-        count = min(state.atomic_tokens or place.left, place.room)
+        count = min(state.atomic_tokens or place.most, place.room)
         if at is None or not count:
             return
         if count < place.left and not state.atomic_tokens:
@@ -182,6 +194,7 @@ class _Draft:
             generated=len(state.output_token_ids),
             preemptions=state.preemptions,
             recomputed=max(0, min(place.start + count, state.lost) - place.start),
+            parts_at=place.parts_at,
         )
 
     def _may_reuse(self, state: RequestState) -> bool:

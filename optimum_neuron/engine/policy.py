@@ -36,8 +36,8 @@ class SchedulerOptions:
         max_bypass: steps in a row in which prompts of the same priority that end in one step may go before a longer
             one. "all_chunks" never lets them.
         chunk_alignment: a chunk that is not a prompt's last ends at a multiple of this, unless nothing would be left.
-        prefix_reuse: whether a prompt reuses the cache rows of an earlier request that starts alike, where a model's
-            slots keep nothing but such rows.
+        prefix_reuse: whether a prompt reuses the cache rows of an earlier request that starts alike; where a model's slots keep
+            state beside such rows, as far as there is a snapshot of it.
         reuse_generated: whether those may be rows of generated tokens, not only of prompts.
 
     Raises:

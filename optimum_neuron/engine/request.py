@@ -110,6 +110,7 @@ class RequestState:
         slot: row of the cache, from the first chunk on.
         tokens: int32 `[n]`, what it takes in before it generates: its prompt, and what it had generated when it was preempted.
         computed: of these, how many are in the cache, reused ones included.
+        parts_at: where its chunks have a cut, as in `ScheduledChunk`.
         bypassed: steps in a row in which later prompts went before this one.
         preemptions: how often it was preempted.
         lost: the most tokens that it had in the cache when it was.
@@ -120,6 +121,7 @@ class RequestState:
     max_new_tokens: int
     slot: int | None = None
     computed: int = 0
+    parts_at: int = 0
     bypassed: int = 0
     preemptions: int = 0
     lost: int = 0
@@ -160,7 +162,7 @@ class RequestState:
         self.lost = max(self.lost, self.cached)
         self.preemptions += 1
         self.tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
-        self.slot, self.computed, self.status = None, 0, RequestStatus.WAITING
+        self.slot, self.computed, self.parts_at, self.status = None, 0, 0, RequestStatus.WAITING
 
     def append(self, token_id: int) -> FinishReason | None:
         """Adds a generated token and returns why the request ends with it, or None where it goes on.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
 
@@ -22,7 +23,17 @@ from .planner import ChunkLimits, plan_chunks
 from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
 from .request import Request, RequestState, RequestStatus
 from .slots import MIN_REUSE, SlotTable
-from .step import Assignment, PassedOver, Preempted, ScheduledChunk, ScheduledDecode, Step, TokenEvent
+from .snapshots import SnapshotTable
+from .step import (
+    Assignment,
+    KeptState,
+    PassedOver,
+    Preempted,
+    ScheduledChunk,
+    ScheduledDecode,
+    Step,
+    TokenEvent,
+)
 
 
 # Waiting prompts that a step looks at. More would find shorter ones to let pass, at a cost that every step pays.
@@ -37,6 +48,8 @@ class Scheduler:
         options: how steps are filled.
         family: the graphs, which choose that of each step; None: those that `config` describes.
         min_reuse: tokens that a common prefix must have to be reused.
+        snapshots: places for snapshots of state that slots keep beside keys and values, without which they reuse nothing; None where
+            they keep none.
 
     Attributes:
         options: as given.
@@ -54,6 +67,7 @@ class Scheduler:
         family: GraphFamily | None = None,
         *,
         min_reuse: int = MIN_REUSE,
+        snapshots: int | None = None,
     ) -> None:
         self.options = options or SchedulerOptions()
         self._config = config
@@ -67,9 +81,13 @@ class Scheduler:
                 f"max_step_tokens={self._largest_step} must exceed batch_size={config.batch_size}, or decoding leaves no "
                 f"token for a prompt; raise max_step_tokens to {config.batch_size + 1} or more"
             )
-        self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse)
+        self._reuses = self.options.prefix_reuse and snapshots != 0
+        kept = None
+        if snapshots is not None and self._reuses:
+            kept = SnapshotTable(snapshots, min_reuse, config.ctx_batch_size * config.prefill_chunk_size)
+        self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse, kept)
         if config.kv_block_size is not None:
-            self.slots = BlockTable(config, min_reuse)
+            self.slots = BlockTable(config, min_reuse, kept)
         self._costs = StepCosts()
         self._live: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []
@@ -160,7 +178,10 @@ class Scheduler:
             context = max((self._running[decode.slot].context for decode in decodes), default=0)
             prefilling = [state for state in prefilling if state.arrival not in gone]
         step = self._step(draft, prefilling, decodes, context)
-        return None if step is None else draft.complete(step, self._running)
+        if step is None:
+            return None
+        step, kept = draft.complete(step, self._running), self.slots.snapshots
+        return step if kept is None else replace(step, kept=kept.plan(step, self.state))
 
     def _step(
         self,
@@ -219,7 +240,7 @@ class Scheduler:
             tokens_per_prompt=options.long_prefill_token_threshold or config.sequence_length,
             alignment=options.chunk_alignment,
             max_bypass=options.max_bypass,
-            prefix_reuse=options.prefix_reuse,
+            prefix_reuse=self._reuses,
         )
 
     def commit(
@@ -286,7 +307,7 @@ class Scheduler:
         insort(self._waiting, state, key=_queue_order)
 
     def _current(
-        self, item: ScheduledChunk | ScheduledDecode | PassedOver | Preempted | Assignment
+        self, item: ScheduledChunk | ScheduledDecode | PassedOver | Preempted | Assignment | KeptState
     ) -> RequestState | None:
         """The request that a step means; None where it was aborted since, even if a new one has its id."""
         state = self._live.get(item.request_id)
@@ -299,7 +320,7 @@ class Scheduler:
             _remove(self._waiting, state)
             insort(self._prefilling, state, key=_queue_order)
             self.slots.hold(chunk.slot, request.request_id, chunk.reuse)
-            state.slot, state.status = chunk.slot, RequestStatus.PREFILLING
+            state.slot, state.parts_at, state.status = chunk.slot, chunk.parts_at, RequestStatus.PREFILLING
             start = 0
         if request.atomic:  # its rows depend on tokens behind them: no other prompt may reuse them
             self.slots.overwritten(chunk)

@@ -9,7 +9,8 @@ import numpy as np
 
 from .placement import Placement
 from .request import RequestState
-from .step import Assignment, Preempted, PrefixReuse, ScheduledChunk, Step
+from .snapshots import Resumption, SnapshotTable
+from .step import Assignment, KeptState, Preempted, PrefixReuse, ScheduledChunk, Step
 
 
 # A shorter common prefix saves no step, and to copy it costs more than to compute it along with the rest.
@@ -24,9 +25,17 @@ class SlotTable:
 
     Args:
         min_reuse: tokens that a common prefix must have to be reused.
+        snapshots: of state that slots keep beside rows; None where they keep none.
     """
 
-    def __init__(self, batch_size: int, sequence_length: int, min_reuse: int = MIN_REUSE) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        sequence_length: int,
+        min_reuse: int = MIN_REUSE,
+        snapshots: SnapshotTable | None = None,
+    ) -> None:
+        self.snapshots = snapshots
         self._tokens = np.zeros((batch_size, sequence_length), np.int32)
         self._lengths = np.zeros(batch_size, np.int64)
         self._last_used = np.zeros(batch_size, np.int64)
@@ -105,8 +114,10 @@ class SlotTable:
         """Forgets the contents beyond `length`."""
         self._lengths[slot] = min(length, int(self._lengths[slot]))
 
-    def change(self, step: Step, live: Callable[[Assignment], object]) -> None:
-        """A step assigns no slots apart from its chunks."""
+    def change(self, step: Step, live: Callable[[Assignment | KeptState], RequestState | None]) -> None:
+        """Follows what a step kept; it assigns no slots apart from its chunks."""
+        if self.snapshots is not None:
+            self.snapshots.change(step, live)
 
     def overwritten(self, chunk: ScheduledChunk) -> None:
         """Notes that a slot got tokens that nobody may reuse; what a first chunk continues in place stays."""
@@ -115,8 +126,10 @@ class SlotTable:
             self.set_length(chunk.slot, chunk.start if in_place else 0)
 
     def clear(self) -> None:
-        """Forgets the contents of all slots."""
+        """Forgets the contents of all slots, and all snapshots."""
         self._lengths.fill(0)
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def may_share(self, prompt: np.ndarray, length: int) -> bool:
         """False where no slot shares `length` tokens with a prompt. Looks at the last of them only: far cheaper than
@@ -149,12 +162,12 @@ class SlotTable:
         best = int(np.argmax(2 * common + ends_there))
         return int(rows[best]), int(common[best])
 
-    def assign(self, prompt: np.ndarray, taken: Collection[int], reuse: bool) -> tuple[int, PrefixReuse | None]:
+    def assign(self, prompt: np.ndarray, taken: Collection[int], reuse: bool) -> Placement:
         """Picks a free slot for a prompt, and the prefix that it need not compute. Changes nothing.
 
         At least the last prompt token is left to compute: its logits choose the first generated token. A prefix is
         continued in place where that destroys nothing beyond it that is not to be overwritten anyway; otherwise it is
-        copied from its slot, which a request may hold.
+        copied from its slot, which a request may hold. Where slots keep state, it is as long as a snapshot has it.
 
         Args:
             prompt: int32 `[n]`.
@@ -166,12 +179,18 @@ class SlotTable:
         """
         victim = self._victim(taken)
         source, common = self.match(prompt, taken) if reuse else (0, 0)
-        length = min(common, len(prompt) - 1)
-        if length < self._min_reuse:
-            return victim, None
-        ends_there = common == self._lengths[source]
-        in_place = self._free[source] and (ends_there or source == victim)
-        return source if in_place else victim, PrefixReuse(source, length)
+        found = self.resume(prompt, source, common)
+        if found.length < self._min_reuse:
+            return Placement(victim, None, parts_at=found.parts_at)
+        in_place = self._free[source] and (common == self._lengths[source] or source == victim)
+        known = PrefixReuse(source, found.length, found.snapshot)
+        return Placement(source if in_place else victim, known, parts_at=found.parts_at)
+
+    def resume(self, prompt: np.ndarray, source: int, common: int) -> Resumption:
+        """Where a prompt goes on that has `common` tokens of a slot, as `match` found them."""
+        if self.snapshots is None:
+            return Resumption(min(common, len(prompt) - 1))
+        return self.snapshots.resume(prompt, common, has=int(self._lengths[source]))
 
     def _victim(self, taken: Collection[int]) -> int:
         """An empty slot, else the free one that was used least recently."""
@@ -191,6 +210,8 @@ class SlotTable:
         assert self.free_count == rows - len(holders), f"{self.free_count} free beside {self._holders}"
         assert ((self._lengths >= 0) & (self._lengths <= columns)).all(), f"lengths {self._lengths} beyond {columns}"
         assert (self._last_used <= self._uses).all()
+        if self.snapshots is not None:
+            self.snapshots.check()
 
 
 class SlotDraft:
@@ -209,7 +230,7 @@ class SlotDraft:
     def place(self, state: RequestState, reuse: bool) -> Placement:
         if state.slot is not None:
             return Placement(state.slot, None)
-        return Placement(*self._slots.assign(state.tokens, self._taken, reuse))
+        return self._slots.assign(state.tokens, self._taken, reuse)
 
     def may_share(self, state: RequestState, length: int) -> bool:
         return self._slots.may_share(state.tokens, length)

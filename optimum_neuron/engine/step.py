@@ -12,14 +12,16 @@ from .request import FinishReason
 
 
 class PrefixReuse(NamedTuple):
-    """The first `length` tokens of a prompt are in the cache rows of `source_slot`.
+    """The first `length` tokens of a prompt are in the cache rows of `source_slot`, and the state behind them in `snapshot`.
 
     Where that is the chunk's own slot they are in place; otherwise they are copied before the step runs. In a cache of blocks
-    it is None: the blocks that the step assigns contain them, once its copies are made.
+    it is None: the blocks that the step assigns contain them, once its copies are made. The snapshot is None where slots keep no
+    state beside keys and values.
     """
 
     source_slot: int | None
     length: int
+    snapshot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class ScheduledChunk:
         generated: tokens that the request got before.
         preemptions: how often it was preempted before.
         recomputed: tokens of the chunk that were in the cache before it was.
+        parts_at: where the request's chunks have a cut, as its tokens part there from others that were computed before; 0: nowhere.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class ScheduledChunk:
     generated: int = 0
     preemptions: int = 0
     recomputed: int = 0
+    parts_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,17 @@ class Assignment(NamedTuple):
     arrival: int
 
 
+class KeptState(NamedTuple):
+    """The state of a slot, of the first `length` tokens of its request, is copied to a snapshot's place; `arrival` as in
+    `ScheduledChunk`."""
+
+    request_id: str
+    slot: int
+    length: int
+    place: int
+    arrival: int
+
+
 class BlockCopy(NamedTuple):
     """The first `length` tokens of a block are copied into another."""
 
@@ -97,7 +112,8 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one graph run does, and what is done before it: requests are preempted, then blocks assigned, then copies made.
+    """What one graph run does; what is done before it: requests are preempted, then blocks assigned, then copies made, and state
+    taken from snapshots; and what behind it: state is kept.
 
     The copies of reused prefixes are made in the order of `chunks`, or of `copies`: a later one may overwrite what an earlier
     one copies from.
@@ -107,6 +123,7 @@ class Step:
         decodes: in the order of their slots.
         passed_over: the prompt that this step passed over, if it did.
         preempted, assignments, copies: of a cache of blocks.
+        kept: of slots that keep state beside keys and values.
     """
 
     graph: GraphSpec
@@ -116,6 +133,7 @@ class Step:
     preempted: tuple[Preempted, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    kept: tuple[KeptState, ...] = ()
 
 
 class RequestFailedError(RuntimeError):

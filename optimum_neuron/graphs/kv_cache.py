@@ -148,13 +148,3 @@ def block_indices(
     block = torch.where(actual, blocks, own_block)
     column = torch.where(actual, position_ids, own_index) & (block_length - 1)
     return block.flatten(), column.flatten()
-
-
-def copy_slot(states: Iterable[Tensor], source: int, destination: int, length: int) -> None:
-    """Copies the first `length` columns of one slot, or block, into another, in place.
-
-    Args:
-        states: all layers' keys and values, each `[blocks, kv_heads, block_length, head_dim]`.
-    """
-    for state in states:
-        state[destination, :, :length] = state[source, :, :length]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -46,6 +47,15 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+# The types of state tensors.
+_ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+def byte_count(specs: Iterable[TensorSpec]) -> int:
+    """Memory that states take."""
+    return sum(math.prod(spec.shape) * _ITEM_SIZES[spec.dtype] for spec in specs)
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class ModelSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether a slot's first tokens can be another request's: not where state belongs to all tokens of a slot."""
+        """Whether a slot's first tokens alone can be another request's: not where state belongs to all tokens of a slot."""
         return not self.convolutions and not self.recurrences and not self.compressions
 
     @property
@@ -372,9 +382,25 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     return (
         *_layer_states(config, model.layers),
         *_index_states(config, model.selections),
+        *slot_state_specs(config, model),
+    )
+
+
+def slot_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Those of all states that are of all tokens of a slot together: a row for each slot, and behind them those that padding is written to."""
+    return (
         *_convolution_states(config, model.convolutions),
         *_recurrent_states(config, model.recurrences),
         *_compression_states(config, model.compressions),
+    )
+
+
+def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Where copies of slots' states are kept, in the order of `slot_state_specs`: `[snapshot_places, ...]`. No graph has them."""
+    places = config.snapshot_places
+    return tuple(
+        TensorSpec(f"snapshots.{state.name}", (places, *state.shape[1:]), state.dtype)
+        for state in slot_state_specs(config, model)
     )
 
 

@@ -70,6 +70,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         context_buckets=tuple(config.context_buckets),
         output_logits=True,
         tensor_parallel_size=1,
+        state_snapshots=0,
         kernels=(),
         target="eager",
     )

@@ -20,6 +20,7 @@ from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
 from ..targets import AheadExecutable, Executable, HasOtherGraphs
 from .block_tables import BlockTables
+from .kept_states import KeptStates
 from .process import OwnProcess
 from .step_checks import StepChecks
 from .step_tensors import Chunk, DecodeRows, InputTensors, StepOutput, group_inputs, kept, together
@@ -32,13 +33,14 @@ class GraphRunner:
         deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
             bit whatever else is served, also where graphs of different shapes round differently; every step costs the
             most.
-        model: whether its prefixes can be reused, and which token ids it takes; None checks neither.
+        model: whether slots keep state beside keys and values, and which token ids it takes; None: neither is known or checked.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
         num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
+        kept: which tokens' state snapshots are of, where slots keep state beside keys and values.
         tables: the blocks that each slot has; None where the cache has no blocks, and a slot room for `sequence_length` tokens.
         runs_ahead: whether `start` may be called, and FROM_SLOT be a token.
         process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
@@ -59,7 +61,7 @@ class GraphRunner:
         self.graph_calls: Counter[str] = Counter()
         self.family = GraphFamily(graphs, deterministic=deterministic)
         self.deterministic = deterministic
-        self.reuses_prefixes = model is None or model.reuses_prefixes
+        self.kept = KeptStates(executable, config, model)
         self.num_embeddings = None if model is None else model.num_embeddings
         # What a model chooses it can be given, but for those with more logits than embeddings.
         checks_decodes = model is not None and model.vocab_size > model.num_embeddings
@@ -103,16 +105,20 @@ class GraphRunner:
         """
         self._blocks().assign(slot, first, blocks)
 
-    def resume(self, slot: int, length: int) -> None:
+    def resume(self, slot: int, length: int, snapshot: int | None = None) -> None:
         """Makes a slot hold the first `length` tokens that its blocks contain already.
 
+        Args:
+            snapshot: of these tokens, where slots keep state beside keys and values.
+
         Raises:
-            ValueError: it has fewer blocks, or the model's state is not in them.
+            ValueError: it has fewer blocks, or the model's state is not in them, and the snapshot is of other tokens.
         """
         room = int(self._blocks().capacity[slot])
         if not 1 <= length <= room:
             raise ValueError(f"slot {slot} has blocks of {room} tokens: {length} of them cannot be resumed")
-        self._check_reuse(slot, length)
+        self.kept.check(slot, length, snapshot)
+        self.kept.restore(snapshot, slot)
         self.lengths[slot] = length
 
     def copy_block(self, source: int, destination: int, length: int) -> None:
@@ -137,15 +143,20 @@ class GraphRunner:
             )
         return self.tables
 
-    def reuse(self, slot: int, source: int, length: int) -> None:
+    def reuse(self, slot: int, source: int, length: int, snapshot: int | None = None) -> None:
         """Makes a slot hold the first `length` tokens of another, copied on the device, or of itself.
 
+        Args:
+            snapshot: of these tokens, where slots keep state beside keys and values; a slot that goes on behind all its own tokens
+                needs none.
+
         Raises:
-            ValueError: the source holds fewer tokens, or more than cache rows, or the cache has blocks. No slot is changed.
+            ValueError: the source holds fewer tokens, or the snapshot is of others, or the cache has blocks. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
         self.process.check()
-        self._check_reuse(source, length)
+        if snapshot is not None or source != slot or length != self.lengths[slot]:
+            self.kept.check(slot, length, snapshot)
         if self.tables is not None:
             raise ValueError(
                 f"slot {source} cannot be copied to slot {slot}: this artifact's cache has blocks; assign blocks, and resume"
@@ -154,14 +165,18 @@ class GraphRunner:
             raise ValueError(f"slot {source} holds {self.lengths[source]} tokens: {length} of them cannot be reused")
         if source != slot:
             self.executable.copy_slot(source, slot, length)
+        self.kept.restore(snapshot, slot)
         self.lengths[slot] = length
 
-    def _check_reuse(self, slot: int, length: int) -> None:
-        if not self.reuses_prefixes:
-            raise ValueError(
-                f"slot {slot} keeps state of all its {self.lengths[slot]} tokens together: the first {length} of them cannot be "
-                f"reused; reset the slot and compute them again"
-            )
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies what a slot keeps beside keys and values, of all its tokens, to the place of a snapshot.
+
+        Raises:
+            ValueError: there is no such place, or the slot has no tokens.
+            RuntimeError: the process was forked since the graphs were loaded.
+        """
+        self.process.check()
+        self.kept.keep(slot, int(self.lengths[slot]), snapshot)
 
     def warm_up(self) -> None:
         """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow.

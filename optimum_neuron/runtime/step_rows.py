@@ -58,6 +58,14 @@ class RowRequest(Protocol):
     def logprobs(self) -> bool: ...
 
 
+class Prefix(NamedTuple):
+    """The first `length` tokens of a slot, and the snapshot of the state behind them, where slots keep state."""
+
+    slot: int
+    length: int
+    snapshot: int | None = None
+
+
 R = TypeVar("R", bound=RowRequest)
 
 
@@ -100,11 +108,11 @@ class StepRows(Generic[R]):
             uniforms=np.zeros(slots, np.float32),
         )
 
-    def start(self, request: R, source: tuple[int, int] | None) -> None:
+    def start(self, request: R, source: Prefix | None) -> None:
         """Makes a request's slot its own.
 
         Args:
-            source: a slot and how many of its first tokens the request takes over; None: it starts from nothing.
+            source: what the request takes over; None: it starts from nothing.
         """
         if source is None:
             self._runner.reset(request.slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..artifacts.artifact import Artifact
 from ..graphs.family import rows_needed
 from ..graphs.spec import GraphSpec
-from ..targets import Executable, HasOtherGraphs, TellsOperators
+from ..targets import Executable, HasOtherGraphs, KeepsStates, TellsOperators
 from .profile import Profile
 from .runner import GraphRunner
 from .step_tensors import Chunk, DecodeRows, StepOutput
@@ -70,6 +71,12 @@ class TracedExecutable:
         self._executable.copy_slot(source, destination, length)
         self._trace.span("graphs", "copy_slot", start, source=source, destination=destination, length=length)
 
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        cast(KeepsStates, self._executable).keep_state(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        cast(KeepsStates, self._executable).restore_state(snapshot, slot)
+
     def read_state(self, name: str) -> Tensor:
         return self._executable.read_state(name)
 
@@ -118,9 +125,9 @@ class TracedRunner(GraphRunner):
         )
         return output
 
-    def reuse(self, slot: int, source: int, length: int) -> None:
+    def reuse(self, slot: int, source: int, length: int, snapshot: int | None = None) -> None:
         start = now()
-        super().reuse(slot, source, length)
+        super().reuse(slot, source, length, snapshot)
         self._trace.span("steps", "reuse prefix", start, slot=slot, source=source, tokens=length)
 
     def warm_up(self) -> None:

@@ -53,7 +53,7 @@ class Executable(Protocol):
         """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place."""
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        """Copies the first `length` cache columns of a slot into another, on the device."""
+        """Copies the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
 
     def read_state(self, name: str) -> Tensor:
         """A copy of a state tensor."""
@@ -68,6 +68,18 @@ class TellsOperators(Protocol):
 
     def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
         """As `Executable.run`; `ended` is called with each operator's name as it ends."""
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """An executable that copies what slots keep beside keys and values, for models that keep any: inputs of convolutions, states
+    of recurrences, all of it."""
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies a slot's state to a snapshot's place."""
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Copies a snapshot to a slot."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from ..artifacts.artifact import Artifact
 from ..artifacts.skeleton import assign, check_spec, check_tensors, model_for
 from ..artifacts.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
 from ..config import NeuronConfig
-from ..graphs.kv_cache import KVCache, copy_slot
+from ..graphs.kv_cache import KVCache
 from ..graphs.ops import EAGER_OPS
+from ..graphs.slot_copies import SlotCopies, empty_snapshots
 from ..graphs.step import StepModule
 from . import CompileJob, check_one_device
 from .rank_options import IN_ENVIRONMENT, RankOptions
@@ -111,13 +112,20 @@ def _elementwise(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: A
 
 
 class EagerExecutable:
-    """Step modules that share one model and one cache."""
+    """Step modules that share one model and one cache.
+
+    Args:
+        snapshots: as in `SlotCopies`.
+    """
 
     runs_ahead = False
 
-    def __init__(self, steps: dict[str, StepModule], cache: KVCache) -> None:
+    def __init__(
+        self, steps: dict[str, StepModule], cache: KVCache, snapshots: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._steps = steps
         self._states = {f"kv_cache.{name}": buffer for name, buffer in cache.named_buffers()}
+        self._copies = SlotCopies(self._states, snapshots or {})
 
     @torch.no_grad()
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -125,7 +133,13 @@ class EagerExecutable:
             return self._steps[graph](*inputs)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        copy_slot(self._states.values(), source, destination, length)
+        self._copies.copy_columns(source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._copies.keep(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._copies.restore(snapshot, slot)
 
     def read_state(self, name: str) -> Tensor:
         return self._states[name].clone()
@@ -158,11 +172,11 @@ class EagerTarget:
         fit_threads()
         artifact.verify()
         states, layout = artifact.states(), read_layout(artifact)
-        check_memory(states)
+        check_memory((*states, *artifact.snapshots()))
         model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
         check_tensors(model, layout, artifact.config.dtype)
         assign(model, read_weights(artifact))
         check_spec(model, artifact.model)
         cache = KVCache(states)
         steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in artifact.graphs}
-        return EagerExecutable(steps, cache)
+        return EagerExecutable(steps, cache, empty_snapshots(artifact.config, artifact.model))

@@ -82,6 +82,9 @@ class ModelRunner:
             self._run(decodes, groups.pop(0) if together else ())
         for group in groups:
             self._run((), group)
+        plan = scheduler_output.kv_connector_metadata
+        for request_id, place in plan.keep.items() if isinstance(plan, SlotPlan) else ():
+            self.runner.keep_state(self._requests[request_id].slot, place)
 
     def sample(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
         """What gives the tokens of the step that `execute` ran; it waits for the step's end, so that the next one may be executed before.

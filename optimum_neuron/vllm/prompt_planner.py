@@ -76,9 +76,10 @@ class PromptPlanner:
             states[0].bypassed += 1
             return {}
         planned = {chunk.request_id: chunk.count for chunk in plan.chunks}
+        cuts = {chunk.request_id: chunk.parts_at for chunk in plan.chunks}
         for state in states:
             if state.request.request_id in planned:
-                state.bypassed = 0
+                state.bypassed, state.parts_at = 0, cuts[state.request.request_id]
         if plan.passed_over is not None:
             states[0].bypassed += 1
         return planned

@@ -11,18 +11,18 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from ..runtime.runner import GraphRunner
-from ..runtime.step_rows import StepRows
+from ..runtime.step_rows import Prefix, StepRows
 from .requests import NO_ROW, SlotRequest
 
 
 class CacheRows(Protocol):
     """Follows what vLLM decided; `blocks` are vLLM's."""
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: tuple[int, int] | None) -> None:
+    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
         """Gives a request a row that holds its first `computed` tokens.
 
         Args:
-            source: the slot to take them from, and how many, where it is another.
+            source: what to take them from, where it is another slot.
         """
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
@@ -38,10 +38,10 @@ class SlotRows:
     def __init__(self, rows: StepRows[SlotRequest]) -> None:
         self._rows = rows
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: tuple[int, int] | None) -> None:
+    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
         held, state.slot = state.slot, blocks[0] - 1
         if source is None and computed and held == state.slot:
-            source = (held, computed)  # the next turn of a session goes on behind what its own slot holds
+            source = Prefix(held, computed)  # the next turn of a session goes on behind what its own slot holds
         self._rows.start(state, source)
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
@@ -62,7 +62,7 @@ class BlockRows:
         self._rows, self._runner, self._tables = rows, runner, runner.tables
         self._free = list(range(runner.config.batch_size))
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: tuple[int, int] | None) -> None:
+    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
         if state.slot == NO_ROW:
             state.slot = heappop(self._free)
         self._rows.start(state, None)

@@ -199,11 +199,23 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
             "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out, or "
             "export with --kv-block-size 128"
         )
-    if given().prefix_caching and not artifact.model.reuses_prefixes:
+    if given().prefix_caching and not _reuses_prefixes(artifact):
+        state = "this model keeps state of all tokens of a request together"
+        if compiled is None:
+            raise ValueError(
+                f"--enable-prefix-caching is not supported: {state}, and the artifact keeps state_snapshots="
+                f"{artifact.config.snapshot_places} of it; leave it out, or export with --state-snapshots 4"
+            )
         raise ValueError(
-            "--enable-prefix-caching is not supported: this model keeps state of all tokens together, so that no prefix can be "
-            "reused; leave it out"
+            f"--enable-prefix-caching is not supported: {state}, which vLLM's cache of blocks does not look for; leave it out, or "
+            f"export without --kv-block-size"
         )
+
+
+def _reuses_prefixes(artifact: Artifact) -> bool:
+    """Over slots, state is copied with their rows; vLLM's own cache of blocks would take blocks alone for a prefix."""
+    over_slots = artifact.config.kv_block_size is None and artifact.config.snapshot_places > 0
+    return artifact.model.reuses_prefixes or over_slots
 
 
 def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
@@ -211,7 +223,7 @@ def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
     fills a slot: over slots the connector reuses prefixes of any length."""
     cache = vllm_config.cache_config
     wanted = given().prefix_caching
-    reuses = artifact.model.reuses_prefixes and (cache.enable_prefix_caching if wanted is None else wanted)
+    reuses = _reuses_prefixes(artifact) and (cache.enable_prefix_caching if wanted is None else wanted)
     has_blocks = artifact.config.kv_block_size is not None
     cache.enable_prefix_caching = reuses and has_blocks
     if reuses and not has_blocks:

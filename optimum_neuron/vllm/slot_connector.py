@@ -21,15 +21,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..engine.slots import SlotTable
-from .settings import find_served
+from ..engine.slots import MIN_REUSE, SlotTable
+from ..engine.snapshots import Resumption, SnapshotTable
+from ..runtime.step_rows import Prefix
+from .settings import chunk_tokens, find_served
 
 
 @dataclass
 class SlotPlan(KVConnectorMetadata):
-    """What a step does before it computes: request id to the slot whose first rows it takes over, and how many."""
+    """What a step does beside what it computes.
 
-    reuse: dict[str, tuple[int, int]] = field(default_factory=dict)
+    Attributes:
+        reuse: before it, by request id: the slot whose first rows a request takes over, and how many.
+        keep: behind it, by request id: the place of a snapshot of what its slot keeps beside rows.
+    """
+
+    reuse: dict[str, Prefix] = field(default_factory=dict)
+    keep: dict[str, int] = field(default_factory=dict)
 
 
 class SlotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -42,10 +50,14 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
         config = served.artifact.config
-        self._slots = SlotTable(config.batch_size, config.sequence_length)
+        snapshots = None
+        if not served.artifact.model.reuses_prefixes:
+            snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, chunk_tokens(config))
+        self._slots = SlotTable(config.batch_size, config.sequence_length, snapshots=snapshots)
         self._holders: dict[int, Any] = {}  # slot to vLLM's request, which tells what is computed
         self._slot_of: dict[str, int] = {}
-        self._matched: dict[str, int] = {}  # source slots of prompts that this step may admit
+        self._matched: dict[str, tuple[int, Resumption]] = {}  # source slots of prompts that this step may admit
+        self._prompts: dict[str, tuple[int, int]] = {}  # how many tokens are no decode's, and where a chunk is cut
         self._plan = SlotPlan()
         self._pool: Any | None = None
 
@@ -75,20 +87,21 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens of a prompt are in some slot already."""
-        source, common, length = 0, 0, 0
+        source, common, found = 0, 0, Resumption(0)
         if not request.skip_reading_prefix_cache:
             self._read_contents()
             prompt = np.asarray(request.all_token_ids, dtype=np.int32)
             source, common = self._slots.match(prompt)
-            length = min(common, len(prompt) - 1)  # the last one's logits choose the next token
-            self._matched[request.request_id] = source
-        self._offer_slot(source, common)
-        return length, False
+            found = self._slots.resume(prompt, source, common)  # the last one's logits choose the next token
+            self._matched[request.request_id] = source, found
+        self._offer_slot(source, common if found.length else 0)
+        return found.length, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         slot = blocks.get_block_ids()[0][0] - 1
+        source, found = self._matched.get(request.request_id, (0, Resumption(0)))
         if num_external_tokens > 0:
-            self._plan.reuse[request.request_id] = (self._matched[request.request_id], num_external_tokens)
+            self._plan.reuse[request.request_id] = Prefix(source, num_external_tokens, found.snapshot)
             if (stats := request.prefill_stats) is not None:  # for vLLM they came from elsewhere
                 stats.num_local_cached_tokens, stats.num_external_cached_tokens = stats.num_cached_tokens, 0
         self._forget(request.request_id)
@@ -96,12 +109,36 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             self._forget(self._holders[slot].request_id)
         self._holders[slot] = request
         self._slot_of[request.request_id] = slot
+        self._prompts[request.request_id] = request.num_tokens, found.parts_at
         self._slots.write(slot, 0, np.asarray(request.all_token_ids[:num_external_tokens], dtype=np.int32))
 
     def build_connector_meta(self, scheduler_output: Any) -> SlotPlan:
         plan, self._plan = self._plan, SlotPlan()
         self._matched.clear()
+        if self._slots.snapshots is not None:
+            self._plan_snapshots(self._slots.snapshots, plan, scheduler_output)
         return plan
+
+    def _plan_snapshots(self, snapshots: SnapshotTable, plan: SlotPlan, scheduler_output: Any) -> None:
+        """Steps run in the order in which they are made: the next one finds what this one keeps."""
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        texts: dict[str, np.ndarray] = {}
+        for request_id, start in computed.items():
+            end = start + scheduler_output.num_scheduled_tokens[request_id]
+            prompt, parts_at = self._prompts[request_id]
+            if end <= prompt and snapshots.is_worth(end, prompt - end, parts_at):
+                tokens = self._holders[self._slot_of[request_id]].all_token_ids[:end]
+                texts[request_id] = np.asarray(tokens, dtype=np.int32)
+        needed = [prefix.snapshot for prefix in plan.reuse.values() if prefix.snapshot is not None]
+        for used in needed:
+            snapshots.touch(used)
+        places = snapshots.places(list(texts.values()), needed)
+        for (request_id, text), place in zip(texts.items(), places, strict=True):
+            if place is not None:
+                snapshots.set(place, text)
+                plan.keep[request_id] = place
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._read_contents()
@@ -140,7 +177,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
     def _forget(self, request_id: str) -> None:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
-            del self._holders[slot]
+            del self._holders[slot], self._prompts[request_id]
 
     def _read_contents(self) -> None:
         """Adds what earlier steps computed. A step's own rows are not there when its copies are made."""

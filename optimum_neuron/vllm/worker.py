@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,6 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from ..artifacts.artifact import Artifact
 from ..config import NEURON_TARGETS
+from ..graphs.spec import byte_count
 from ..runtime.runner import GraphRunner
 from ..targets import get_target
 from .model_runner import ModelRunner
@@ -107,9 +107,7 @@ class NeuronWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """All layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
         size = self.cache_config.block_size
-        stored = sum(
-            math.prod(state.shape) * getattr(torch, state.dtype).itemsize for state in self._artifact.states()
-        )
+        stored = byte_count((*self._artifact.states(), *self._artifact.snapshots()))
         per_token = -(-stored // (self._blocks * size))
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
         return {"cache": spec}

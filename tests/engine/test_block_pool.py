@@ -53,6 +53,21 @@ def test_a_prompt_finds_full_blocks_and_part_of_one(prompt: list[int], expected:
     assert filled(FIRST).match(np.array(prompt, np.int32)) == expected
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (10, BlockMatch((0, 1), 2, 2, True)),
+        (9, BlockMatch((0, 1), 2, 1, True)),
+        (8, BlockMatch((0, 1), 0, 0, False)),
+        (6, BlockMatch((0,), 1, 2, False)),  # part of a full block
+        (4, BlockMatch((0,), 0, 0, False)),
+        (0, BlockMatch((), 0, 0, False)),
+    ],
+)
+def test_as_much_of_a_match_is_taken_as_a_snapshot_is_of(length: int, expected: BlockMatch) -> None:
+    assert BlockMatch((0, 1), 2, 2, True).first(length, 4) == expected
+
+
 def test_empty_blocks_go_first_from_the_lowest_then_the_least_recently_used_from_the_last() -> None:
     pool = filled(FIRST, ([4], [7, 7, 7]))
     assert list(pool.candidates()) == [3, 5, 2, 1, 0, 4]

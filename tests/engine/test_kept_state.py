@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from optimum_neuron.runtime.runner import GraphRunner
 
 
 SHARED = random_tokens(40, seed=7)
+BROKEN = 77  # the token whose row of the embedding is NaN
 # Four blocks for three rows that could use three each.
 BLOCKS: dict[str, Any] = {
     "sequence_length": 192,
@@ -75,15 +77,23 @@ def alone(steps: GraphRunner, number: int, shared: int, own: int, new: int) -> t
     return [event.token_id for event in engine.run()], noted.logits
 
 
+def overwrite(steps: GraphRunner, *, rows: bool) -> None:
+    """Leaves what a broken request would: in the states that slots keep as a whole, or in rows of tokens, too."""
+    executable: Any = steps.executable
+    states = executable._states.values() if rows else [state for state, _ in executable._copies._whole]
+    for state in states:
+        state.fill_(torch.nan if state.is_floating_point() else 7)
+
+
 def serve(engine: Engine, arrivals: Sequence[Arrival]) -> list[tuple[list[int], list[Tensor]]]:
     """Each request: the step before which it arrives, its prompt and new tokens, and the steps after which it is aborted."""
-    for state in engine.runner.executable._states.values():  # type: ignore[attr-defined]
-        if state.is_floating_point():
-            state.fill_(torch.nan)
+    overwrite(engine.runner, rows=True)
     tokens: list[list[int]] = [[] for _ in arrivals]
     noted = [Noted() for _ in arrivals]
     step = 0
     while engine.has_work or step <= max(at for at, _, _ in arrivals):
+        if not engine.has_work:
+            overwrite(engine.runner, rows=False)
         for number, (at, (shared, own, new), aborted) in enumerate(arrivals):
             if at == step:
                 engine.add_request(
@@ -139,6 +149,48 @@ def test_who_is_preempted_goes_on_with_the_same_tokens(kind: str) -> None:
         assert tokens == alone(steps, number, *sizes[number])[0][: len(tokens)]
         assert len(tokens) == sizes[number][2] or number == 2
     assert engine.statistics.preemptions and engine.statistics.aborted == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hit_changes_no_bit_whatever_the_slots_were_left_with(kind: str) -> None:
+    """One after another: each finds what those before it left, in two snapshots alone. Then many at once, in blocks, too."""
+    requests = [(0, 12), (32, 5), (32, 7), (32, 9), (40, 3), (0, 12), (40, 8), (32, 6), (40, 9)]
+    sizes = {"state_snapshots": 2, "ctx_batch_size": 1}
+    for changes, crowds in ((sizes, 2), (sizes | BLOCKS, 1)):
+        steps = eager_runner(model(kind), tiny_config(**changes), deterministic=True)
+        engine = Engine(steps, vocab_size=VOCAB)
+        apart: list[Arrival] = [(12 * number, (*prompt, 2), None) for number, prompt in enumerate(requests)]
+        together: list[Arrival] = [(number, (*prompt, 3), None) for number, prompt in enumerate(requests)]
+        for workload, least in [(apart, 6 * 32), (together, 32)][:crowds]:
+            for number, (tokens, logits) in enumerate(serve(engine, workload)):
+                expected = alone(steps, number, *workload[number][1])
+                assert tokens == expected[0] and all(
+                    torch.equal(*each) for each in zip(logits, expected[1], strict=True)
+                )
+            assert engine.statistics.prefix_hit_tokens >= least
+            engine = Engine(steps, vocab_size=VOCAB)
+
+
+def test_nobody_goes_on_behind_what_a_broken_request_left() -> None:
+    """It is kept, as of any request; who starts like it, but for the broken token, finds the snapshot before that alone."""
+    made = copy.deepcopy(model("nemotron_h"))
+    made.get_input_embeddings().weight.data[BROKEN] = torch.nan
+    steps = eager_runner(made, tiny_config(ctx_batch_size=1), deterministic=True)
+    clean = SHARED[SHARED != BROKEN][:32]
+    prompts = [[*clean, 5, 6, 7], [*clean, BROKEN, 8, 9], [*clean, BROKEN, 8, 9, 10], [*clean, 8, 9, 5]]
+    requests = [
+        Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=4)
+        for number, prompt in enumerate(prompts)
+    ]
+    alone = [[event.token_id for event in run(Engine(steps, vocab_size=VOCAB), request)] for request in requests]
+    engine = Engine(steps, vocab_size=VOCAB)
+    assert [[event.token_id for event in run(engine, request)] for request in requests] == alone
+    assert alone[1] == [0] * 4 != alone[3] and engine.statistics.prefix_hit_tokens == 32 + 35 + 32
+
+
+def run(engine: Engine, request: Request) -> list[Any]:
+    engine.add_request(request)
+    return list(engine.run())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,14 +48,18 @@ def token_from(row: int) -> int:
     return PICKS[row % len(PICKS)]
 
 
+def state_of(tokens: list[int]) -> int:
+    """What a row keeps that has taken in these tokens."""
+    row = EMPTY
+    for token in tokens:
+        row = row_after(row, token)
+    return row
+
+
 def alone(request: Request, max_new_tokens: int) -> list[int]:
     """What a request gets with nobody else around."""
     prompt = request.prompt_token_ids.tolist()
-    row = EMPTY
-    for token in prompt:
-        row = row_after(row, token)
-    if request.atomic:
-        row = atomic_rows(prompt)[-1]
+    row = atomic_rows(prompt)[-1] if request.atomic else state_of(prompt)
     tokens = [token_from(row)]
     while len(tokens) < max_new_tokens and tokens[-1] not in request.eos_token_ids:
         row = row_after(row, tokens[-1])
@@ -100,12 +104,15 @@ class Harness:
     starts: dict[str, int] = field(default_factory=dict)
     preempted: Counter[str] = field(default_factory=Counter)
     hits: int = 0
+    snapshots: int | None = None  # of state that rows keep; None: a token follows from the row before it alone
 
     def __post_init__(self) -> None:
         self.size = self.config.block_length
         self.cache = [[-1] * self.size for _ in range(self.config.kv_blocks)]
         self.has_blocks = self.config.kv_block_size is not None
         self.tables: list[list[int]] = [[] if self.has_blocks else [row] for row in range(self.config.batch_size)]
+        self.state = [-1] * self.config.batch_size
+        self.kept = [(-1, 0)] * (self.snapshots or 0)
 
     def read(self, slot: int, index: int) -> int:
         return self.cache[self.tables[slot][index // self.size]][index % self.size]
@@ -114,6 +121,15 @@ class Harness:
         block = self.tables[slot][index // self.size]
         assert sum(block in table for table in self.tables) == 1, f"block {block} is written to, and has several rows"
         self.cache[block][index % self.size] = row
+        self.state[slot] = row
+
+    def before(self, slot: int, index: int) -> int:
+        """What the token at a place follows: the row before it, and, where rows keep state, that."""
+        row = self.read(slot, index - 1)
+        if self.snapshots is None:
+            return row
+        assert self.state[slot] == row
+        return self.state[slot]
 
     def tokens(self, name: str) -> list[int]:
         """All that the next token of a request follows."""
@@ -177,12 +193,21 @@ class Harness:
             if chunk.reuse:
                 self.hits += 1
             if chunk.reuse and chunk.reuse.source_slot is not None:
-                source, length = chunk.reuse
+                source, length, _ = chunk.reuse
                 self.cache[chunk.slot][:length] = self.cache[source][:length]
+            if chunk.reuse and chunk.reuse.snapshot is not None:
+                self.state[chunk.slot], length = self.kept[chunk.reuse.snapshot]
+                assert length == chunk.reuse.length
+        tokens = self.advance(step)
+        for kept in step.kept:
+            self.kept[kept.place] = self.state[kept.slot], kept.length
+        return tokens
+
+    def advance(self, step: Step) -> tuple[list[int], list[int]]:
         decode_tokens = []
         for decode in step.decodes:
             end = len(self.tokens(decode.request_id)) - 1
-            row = row_after(self.read(decode.slot, end - 1), self.outputs[decode.request_id][-1])
+            row = row_after(self.before(decode.slot, end), self.outputs[decode.request_id][-1])
             self.write(decode.slot, end, row)
             decode_tokens.append(token_from(row))
         return decode_tokens, [token_from(self.run_chunk(chunk)) for chunk in step.chunks]
@@ -193,7 +218,7 @@ class Harness:
             if request.atomic and index < len(request.prompt_token_ids):
                 row = atomic_rows(request.prompt_token_ids.tolist())[index]
             else:
-                row = row_after(self.read(chunk.slot, index - 1) if index else EMPTY, tokens[index])
+                row = row_after(self.before(chunk.slot, index) if index else EMPTY, tokens[index])
             self.write(chunk.slot, index, row)
         return row
 
@@ -206,6 +231,11 @@ class Harness:
                 self.finished[name] = event.finish_reason
                 self.end(name)
         self.scheduler.slots.check()
+        table = self.scheduler.slots.snapshots
+        for place, kept in enumerate(self.kept if table is not None else ()):
+            tokens = table.tokens(place)
+            if tokens is not None:
+                assert kept == (state_of(tokens.tolist()), len(tokens)), f"snapshot {place} is of other tokens"
 
     def check_step(self, step: Step) -> None:
         scheduler, config, options = self.scheduler, self.config, self.options
@@ -231,6 +261,19 @@ class Harness:
             assert chunk.slot not in {decode.slot for decode in step.decodes}
             self.check_chunk(chunk)
         self.check_blocks(step)
+        self.check_snapshots(step)
+
+    def check_snapshots(self, step: Step) -> None:
+        """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends."""
+        needed = {chunk.reuse.snapshot for chunk in step.chunks if chunk.reuse}
+        assert self.snapshots is None or None not in needed
+        places = [kept.place for kept in step.kept]
+        assert len(set(places)) == len(places) and set(places) <= set(range(self.snapshots or 0)) - needed
+        ends = {chunk.request_id: chunk.start + chunk.count for chunk in step.chunks}
+        for kept in step.kept:
+            assert kept.length == ends[kept.request_id] and not self.requests[kept.request_id].atomic
+        for chunk in step.chunks:
+            assert not chunk.start < chunk.parts_at < chunk.start + chunk.count
 
     def check_blocks(self, step: Step) -> None:
         """The last by priority and arrival are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
@@ -347,12 +390,20 @@ class Workload:
     aborts: list[tuple[int, str, bool]]
     seed: int
     deterministic: bool = False
+    snapshots: int | None = None
 
 
 def play(workload: Workload, check_purity: bool = True) -> Harness:
     family = GraphFamily(graph_specs(workload.config), deterministic=workload.deterministic)
-    scheduler = Scheduler(workload.config, workload.options, family, min_reuse=2)
-    harness = Harness(scheduler, workload.config, workload.options, check_purity, workload.deterministic)
+    scheduler = Scheduler(workload.config, workload.options, family, min_reuse=2, snapshots=workload.snapshots)
+    harness = Harness(
+        scheduler,
+        workload.config,
+        workload.options,
+        check_purity,
+        workload.deterministic,
+        snapshots=workload.snapshots,
+    )
     work = sum(len(request.prompt_token_ids) + workload.config.sequence_length for _, request in workload.arrivals)
     work *= 1 if workload.config.kv_block_size is None else 4  # tokens that were preempted are computed again
     clock = random.Random(workload.seed)
@@ -446,7 +497,8 @@ def workloads(draw: st.DrawFn, blocks: bool = False) -> Workload:
     for at, request in draw(st.lists(st.sampled_from(arrivals), max_size=4)):
         aborts.append((at + draw(st.integers(0, 12)), request.request_id, draw(st.booleans())))
     deterministic = config.mixed_step and draw(st.booleans())
-    return Workload(config, draw(option_sets(config)), arrivals, aborts, draw(st.integers(0, 99)), deterministic)
+    options, seed, snapshots = draw(option_sets(config)), draw(st.integers(0, 99)), draw(st.none() | st.integers(0, 5))
+    return Workload(config, options, arrivals, aborts, seed, deterministic, snapshots)
 
 
 @examples(
@@ -467,7 +519,7 @@ def test_each_request_gets_these_tokens_when_blocks_run_out(workload: Workload) 
     play(workload)
 
 
-def crowd(policy: Any, count: int, config: NeuronConfig, new: int) -> Workload:
+def crowd(policy: Any, count: int, config: NeuronConfig, new: int, snapshots: int | None = None) -> Workload:
     """Many requests, of which a steady stream and bursts arrive, most of them short."""
     rng = random.Random(policy)
     arrivals, aborts = [], []
@@ -486,7 +538,7 @@ def crowd(policy: Any, count: int, config: NeuronConfig, new: int) -> Workload:
         if rng.random() < 0.05:
             aborts.append((at + rng.randrange(8), request.request_id, rng.random() < 0.5))
     options = SchedulerOptions(policy=policy, max_step_tokens=22, long_prefill_token_threshold=12, max_bypass=2)
-    return Workload(config, options, arrivals, aborts, 0)
+    return Workload(config, options, arrivals, aborts, 0, snapshots=snapshots)
 
 
 def crowd_config(policy: str, slots: int = 8) -> NeuronConfig:
@@ -516,3 +568,11 @@ def test_of_many_requests_none_is_lost_when_blocks_run_out(policy: Any, count: i
     harness = play(crowd(policy, count, config, new=40), check_purity=False)
     assert len(harness.requests) == count and harness.hits > count // 10
     assert sum(harness.preempted.values()) > count // 30
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
+def test_of_many_requests_some_go_on_behind_the_few_snapshots(blocks: bool) -> None:
+    config = crowd_config("mixed")
+    config = with_blocks(config, size=4, blocks=64) if blocks else config
+    harness = play(crowd("mixed", 300, config, new=5, snapshots=4), check_purity=False)
+    assert len(harness.requests) == 300 and harness.hits > 30

@@ -129,7 +129,7 @@ def test_a_slot_is_picked_for_its_prefix_else_for_its_age(
     fill(table, 1, [7, 8, 9], held=1 in held)
     if 2 in held:
         table.hold(2, "r2")
-    assert table.assign(np.array(prompt, np.int32), taken, True) == expected
+    assert table.assign(np.array(prompt, np.int32), taken, True)[:2] == expected
     table.check()
 
 
@@ -137,7 +137,7 @@ def test_an_empty_slot_is_taken_before_one_whose_contents_may_be_of_use() -> Non
     table = SlotTable(2, 16)
     fill(table, 0, [1, 2, 3])
     fill(table, 1, [])
-    assert table.assign(np.array([7], np.int32), (), True) == (1, None)
+    assert table.assign(np.array([7], np.int32), (), True)[:2] == (1, None)
 
 
 def test_a_slot_is_held_once_and_released_once() -> None:

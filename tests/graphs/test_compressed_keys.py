@@ -268,7 +268,9 @@ def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
     steps = runner()
     steps.reset_all()
     prefill_pieces(steps, 0, random_tokens(9), [9])
-    with pytest.raises(ValueError, match="keeps state of all its 9 tokens together"):
+    with pytest.raises(
+        ValueError, match="slot 1 keeps state of all its tokens together: its first 8 cannot be reused without"
+    ):
         steps.reuse(1, 0, 8)
     with pytest.raises(ValueError, match="its layers keep compressed keys, of which ranks do not have parts yet"):
         shard_plan(cached(), 2)

@@ -151,13 +151,42 @@ def test_a_request_starts_from_nothing_whatever_its_slot_holds(
         runner.executable.write_state(name, state.nan_to_num())
 
 
-def test_a_prefix_of_a_slot_cannot_be_reused(open_runner: Opener) -> None:
-    runner = open_runner("lfm2")
-    prefill_pieces(runner, 0, random_tokens(8), [8])
+def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: Opener) -> None:
+    runner, prompt = open_runner("lfm2"), random_tokens(PROMPT)
+    prefill_pieces(runner, 2, prompt, [8, 9])
+    expected = continue_by_hand(runner, 2, prompt[:3])
+    prefill_pieces(runner, 0, prompt[:8], [8])
+    runner.keep_state(0, 1)
+    prefill_pieces(runner, 0, prompt[8:15], [7])
     for slot in (0, 1):
-        with pytest.raises(ValueError, match="slot 0 keeps state of all its 8 tokens together: the first 5 of them"):
+        with pytest.raises(
+            ValueError, match=f"slot {slot} keeps state of all its tokens together: its first 5 cannot"
+        ):
             runner.reuse(slot, 0, 5)
-    assert runner.lengths.tolist() == [8, 0, 0]
+    for action, words in (
+        (lambda: runner.reuse(1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
+        (lambda: runner.reuse(1, 0, 8, 0), "snapshot 0 is of 0 tokens, and 8 are to be reused"),
+        (lambda: runner.reuse(1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
+        (lambda: runner.keep_state(0, -1), "snapshot -1 does not exist: there are 6"),
+        (lambda: runner.keep_state(1, 0), "slot 1 holds no tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            action()
+    assert runner.lengths.tolist() == [15, 0, 17 + 3]
+    for slot in (1, 0):  # a copy, and in place
+        runner.reuse(slot, 0, 8, 1)
+        prefill_pieces(runner, slot, prompt[8:], [9])
+        assert torch.equal(continue_by_hand(runner, slot, prompt[:3]), expected)
+    runner.reuse(1, 1, PROMPT + 3)  # a slot goes on behind its own tokens as it is
+
+
+def test_a_model_without_such_state_has_no_snapshots(open_runner: Opener) -> None:
+    runner = open_runner("llama")
+    prefill_pieces(runner, 0, random_tokens(8), [8])
+    with pytest.raises(ValueError, match="this model has no such state"):
+        runner.reuse(1, 0, 8, 0)
+    with pytest.raises(ValueError, match="snapshot 0 does not exist: there are 0"):
+        runner.keep_state(0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +216,7 @@ def test_generated_texts_are_those_of_transformers(artifact: Path, reference: An
         assert torch.equal(found[:, 21:], torch.stack(expected))
 
 
-def test_requests_that_start_alike_are_computed_in_full(artifact: Path, reference: Any) -> None:
+def test_requests_that_start_alike_get_what_transformers_gives_them(artifact: Path, reference: Any) -> None:
     model = NeuronModelForCausalLM.from_pretrained(artifact)
     model.generation_config.eos_token_id = None
     shared = random_tokens(25, seed=7).tolist()

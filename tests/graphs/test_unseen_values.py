@@ -204,7 +204,7 @@ def test_a_broken_token_stays_with_those_who_see_it(
         assert broken[2][0].isnan().all() and broken[3][0].isnan().all()
     rows = [key for key in states if ".conv_" not in key]
     assert all(torch.equal(after[key][0, :, :place], states[key][0, :, :place]) for key in rows)
-    if runner.reuses_prefixes:
+    if spec.reuses_prefixes:
         runner.reuse(2, 0, place)
         assert torch.equal(prefill_pieces(runner, 2, prompt[place:], [3, 4]), healthy[2][0])
     runner.reset_all()

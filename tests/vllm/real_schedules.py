@@ -49,7 +49,8 @@ class Served:
     def __init__(self, vllm_config: VllmConfig, *, ahead: bool = False, **sizes: Any) -> None:
         served = find_served(vllm_config)
         assert served is not None
-        graphs = slot_runner(**{**served.artifact.config.to_dict(), **sizes})
+        keeps_state = not served.artifact.model.reuses_prefixes
+        graphs = slot_runner(keeps_state=keeps_state, **{**served.artifact.config.to_dict(), **sizes})
         self.sizes = graphs.config
         blocks, length = self.sizes.kv_blocks + 1, vllm_config.cache_config.block_size
         assert isinstance(graphs.executable, SlotModel)
@@ -145,7 +146,7 @@ class Served:
         plan = output.kv_connector_metadata or SlotPlan()
         assert isinstance(plan, SlotPlan)
         if output.total_num_scheduled_tokens:
-            self.reused.append({name: length for name, (_, length) in plan.reuse.items()})
+            self.reused.append({name: length for name, (_, length, *_) in plan.reuse.items()})
         cached = output.scheduled_cached_reqs
         slots = {new.req_id: new.block_ids[0][0] - 1 for new in output.scheduled_new_reqs}
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -155,7 +156,7 @@ class Served:
         starting = [name for name in output.num_scheduled_tokens if name in slots]
         assert set(plan.reuse) <= set(starting)
         for name in starting:
-            source, length = plan.reuse.get(name, (0, 0))
+            source, length = plan.reuse.get(name, (0, 0))[:2]
             copied = self._rows[source][:length]
             # A token that vLLM counts as computed while it is on its way is None here: nobody may reuse its row.
             held = [dict(enumerate(request.all_token_ids)).get(index) for request, index in copied]

@@ -13,7 +13,7 @@ from torch import Tensor
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.sampling import sample
-from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.spec import GREEDY, ConvolutionState, GraphSpec, ModelSpec, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -25,13 +25,18 @@ SIZES = {"batch_size": 4, "sequence_length": 64, "prefill_chunk_size": 8, "outpu
 class SlotModel:
     """An executable that computes logits from all tokens before and at a row's position, read from its slot or its blocks.
 
+    Args:
+        keeps_state: whether a slot keeps state of all its tokens, too: these tokens, which have to be those that its row reads.
+
     Attributes:
         runs: what each run of a graph did, as `mixed 0,2 | 1:8+4`: slots that decoded, then chunks as slot, start, length.
     """
 
     runs_ahead = False
 
-    def __init__(self, config: NeuronConfig) -> None:
+    def __init__(self, config: NeuronConfig, *, keeps_state: bool = False) -> None:
+        self._states: list[list[int]] | None = [[] for _ in range(config.batch_size)] if keeps_state else None
+        self._snapshots: list[list[int]] = [[] for _ in range(config.snapshot_places)]
         self._specs = {spec.name: spec for spec in graph_specs(config)}
         self._cache = np.full((config.kv_blocks + 1, config.block_length), NOTHING, np.int32)
         self._has_blocks = config.kv_block_size is not None
@@ -71,7 +76,13 @@ class SlotModel:
             blocks, written = arrays[f"{group}.block_table"][row].copy(), arrays[f"{group}.write_blocks"][row, :count]
         else:
             blocks, written = np.array([slot]), np.full(count, slot)
-        self._cache[written, positions[:count] % self._cache.shape[1]] = arrays[f"{group}.input_ids"][row, :count]
+        tokens = arrays[f"{group}.input_ids"][row, :count]
+        self._cache[written, positions[:count] % self._cache.shape[1]] = tokens
+        if self._states is not None:
+            before = self._states[slot] if start else []
+            assert len(before) == start, f"slot {slot} has state of {len(before)} tokens, and goes on behind {start}"
+            self._states[slot] = [*before, *tokens.tolist()]
+            assert self._states[slot] == self._cache[blocks].flatten()[: last + 1].tolist()
         return blocks, start, last
 
     def _outputs(
@@ -90,6 +101,14 @@ class SlotModel:
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._cache[destination] = NOTHING
         self._cache[destination, :length] = self._cache[source, :length]
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        assert self._states is not None
+        self._snapshots[snapshot] = list(self._states[slot])
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        assert self._states is not None
+        self._states[slot] = list(self._snapshots[snapshot])
 
     def read_state(self, name: str) -> Tensor:
         raise NotImplementedError
@@ -125,12 +144,14 @@ def uniforms(seed: int | None, count: int) -> list[float]:
     return [] if seed is None else [float(random.random(dtype=np.float32)) for _ in range(count)]
 
 
-def slot_runner(**sizes: Any) -> GraphRunner:
+def slot_runner(*, keeps_state: bool = False, **sizes: Any) -> GraphRunner:
     """A runner over a SlotModel; `sizes` change `SIZES`."""
     config = NeuronConfig(**SIZES | sizes)
-    runner = GraphRunner(SlotModel(config), config, graph_specs(config))
+    model = STATEFUL if keeps_state else None
+    runner = GraphRunner(SlotModel(config, keeps_state=keeps_state), config, graph_specs(config), model)
     assert GraphFamily(graph_specs(config)).has_mixed == config.mixed_step
     return runner
 
 
 MODEL = ModelSpec(VOCAB, (), num_embeddings=VOCAB)
+STATEFUL = ModelSpec(VOCAB, (), (ConvolutionState(0, 0, 1, 1),), num_embeddings=VOCAB)

@@ -318,14 +318,24 @@ def test_another_block_size_than_the_compiled_one_is_refused(block_artifact: Pat
     ) in str(refusal.value)
 
 
-@pytest.mark.parametrize("blocks", [{}, {"kv_block_size": 64}], ids=["slots", "blocks"])
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"state_snapshots": 0}, "keeps state_snapshots=0 of it; leave it out, or export with --state-snapshots 4"),
+        ({"kv_block_size": 64}, "which vLLM's cache of blocks does not look for; leave it out, or export without"),
+    ],
+    ids=["slots without snapshots", "blocks"],
+)
 def test_prefix_caching_is_refused_where_no_prefix_can_be_reused(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, blocks: dict[str, int]
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, changes: dict[str, int], remedy: str
 ) -> None:
-    sizes = NeuronConfig(batch_size=2, sequence_length=128, prefill_chunk_size=16, target="eager", **blocks)
+    sizes = NeuronConfig(batch_size=2, sequence_length=128, prefill_chunk_size=16, target="eager", **changes)
     path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=sizes)
-    with pytest.raises(ValueError, match="--enable-prefix-caching is not supported: this model keeps state of all"):
+    with pytest.raises(
+        ValueError, match="--enable-prefix-caching is not supported: this model keeps state of all"
+    ) as refusal:
         config_of(path, enable_prefix_caching=True)
+    assert remedy in str(refusal.value)
     for options in ({}, {"enable_prefix_caching": False}):
         config = config_of(path, **options)
         assert config.cache_config.enable_prefix_caching is False and config.kv_transfer_config is None

@@ -16,6 +16,7 @@ from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.vllm.settings import step_tokens
 
 
@@ -33,6 +34,10 @@ SWAPPED = [
     SHORT,
     ("reset", True),
 ] * 2
+# The first leaves rows, the second a snapshot where it parts from them, and others go on behind that.
+ALIKE: list[tuple[str, Any]] = [
+    action for own in (3, 4, 5, 6, 7) for action in (("add", (0, 40, own, 3, {})), ("step", 12))
+]
 # Artifacts and engine options, by what is special about them.
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one row": ({}, {}),
@@ -81,6 +86,41 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
     if budget <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
         assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+@pytest.mark.parametrize(
+    "name", ["two rows, async, threshold", "whole prompts, async", pytest.param("tiny budget", marks=pytest.mark.full)]
+)
+def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """Of a model that keeps state, with fewer snapshots than slots, and as many as there are by default."""
+    sizes, options = ENGINES[name]
+
+    def check(config: VllmConfig) -> int:
+        hits = 0
+
+        @examples(20)
+        @given(actions=workloads(shared=50, own=20, new_tokens=12, steps=5, aborted=30, most=30))
+        @example(actions=SWAPPED)
+        @example(actions=ALIKE)
+        def serve(actions: list[tuple[str, Any]]) -> None:
+            nonlocal hits
+            engine = Served(config)
+            play(engine, actions)
+            hits += sum(map(len, engine.reused))
+
+        serve()
+        return hits
+
+    for snapshots in (3, None):
+        artifact_sizes = NeuronConfig(
+            **{"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": 8, "target": "eager"} | sizes,
+            output_logits=True,
+            state_snapshots=snapshots,
+        )
+        artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / f"{snapshots}", config=artifact_sizes)
+        assert check(EngineArgs(model=str(artifact), **{"async_scheduling": False} | options).create_engine_config())
 
 
 def test_a_step_is_started_before_the_one_ahead_of_it_is_read(configure: Callable[[str], VllmConfig]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...graphs.kv_cache import copy_slot
+from ...graphs.slot_copies import SlotCopies
 from ...graphs.spec import GraphSpec
 from . import library
 from .live_tokens import LiveTokens
@@ -114,13 +114,20 @@ class CpuExecutable:
 
     Args:
         plans: each with what counts the live tokens of its inputs.
+        snapshots: as in `SlotCopies`.
     """
 
     runs_ahead = False
 
-    def __init__(self, plans: Mapping[str, tuple[BoundPlan, LiveTokens]], states: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plans: Mapping[str, tuple[BoundPlan, LiveTokens]],
+        states: dict[str, Tensor],
+        snapshots: Mapping[str, Tensor],
+    ) -> None:
         self._plans = plans
         self._states = states
+        self._copies = SlotCopies(states, snapshots)
         self._running = threading.Lock()  # they share their arena
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -134,7 +141,13 @@ class CpuExecutable:
             return plan.run_by_operators(inputs, live_tokens(inputs), ended)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        copy_slot(self._states.values(), source, destination, length)
+        self._copies.copy_columns(source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._copies.keep(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._copies.restore(snapshot, slot)
 
     def read_state(self, name: str) -> Tensor:
         return self._states[name].clone()

@@ -18,6 +18,7 @@ from ...artifacts.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
 from ...artifacts.skeleton import assign, check_spec, check_tensors, model_for
 from ...artifacts.tensor_file import stored_tensors
 from ...artifacts.weights import allocate_states, check_memory, read_layout, read_weights
+from ...graphs.slot_copies import empty_snapshots
 from .. import CompileJob
 from ..recompile import compiled_again
 from . import library
@@ -77,7 +78,7 @@ def _own_file(artifact: Artifact) -> _Find:
 
 def _check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
     """Refuses an artifact whose model, weights and manifest contradict each other."""
-    check_memory(artifact.states())
+    check_memory((*artifact.states(), *artifact.snapshots()))
     layout = read_layout(artifact)
     model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
     use_natural_layout(model, layout)
@@ -110,7 +111,7 @@ def _bind(artifact: Artifact, find: _Find) -> CpuExecutable:
         with _naming(find(spec.name + PLAN_SUFFIX)):
             bound_plan = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena)
         bound[spec.name] = bound_plan, LiveTokens(spec)
-    return CpuExecutable(bound, states)
+    return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
 
 
 def _has_constants(plan: Plan) -> bool:

@@ -63,6 +63,24 @@ def test_bits_follow_from_the_tokens_alone(kind: str, artifact: Path) -> None:
     assert torch.allclose(results[-1], results[0], atol=1e-5 * float(expected.abs().max()))
 
 
+def test_a_snapshot_has_all_that_a_slot_keeps(kind: str, artifact: Path) -> None:
+    """Taken behind chunks, and behind decode rows, where they compute the same."""
+    runner, text = artifact_runner(artifact), random_tokens(PROMPT, seed=1)
+    expected = prefill_pieces(runner, 0, text, [24, 24, 22]).clone()
+    prefill_pieces(runner, 1, text[:40], [24, 16])
+    runner.keep_state(1, 5)
+    if kind in BY_KERNELS:
+        for token in text[40:45]:
+            decode_tokens(runner, {1: int(token)})
+    else:
+        prefill_pieces(runner, 1, text[40:45], [5])
+    runner.keep_state(1, 0)
+    prefill_pieces(runner, 1, random_tokens(9), [9])
+    for slot, snapshot, length in ((0, 5, 40), (2, 0, 45), (1, 0, 45)):
+        runner.reuse(slot, 1, length, snapshot)
+        assert torch.equal(prefill_pieces(runner, slot, text[length:], [1, 23, PROMPT - length - 24]), expected)
+
+
 def test_recurrences_are_kernels_and_keep_one_state(kind: str, artifact: Path) -> None:
     for path in (artifact / "graphs").glob("*.json"):
         steps = json.loads(path.read_text())["plan"]["steps"]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of state: where they are taken, who goes on behind them, and which one makes room; test_scheduler_fuzz.py has the invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduling import add, advance, commit, counts, next_step, request
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.engine.policy import SchedulerOptions
+from optimum_neuron.engine.scheduler import Scheduler
+from optimum_neuron.engine.snapshots import Resumption, SnapshotTable
+from optimum_neuron.engine.step import BlockCopy, PrefixReuse, Step
+
+
+TEXT = list(range(40))
+
+
+def make(places: int | None = 4, slots: int = 4, chunk: int = 8, blocks: int = 0, **options: Any) -> Scheduler:
+    config = NeuronConfig(
+        batch_size=slots,
+        sequence_length=256,
+        prefill_chunk_size=chunk,
+        **{"kv_block_size": 64, "kv_cache_tokens": 64 * blocks} if blocks else {},
+    )
+    return Scheduler(config, SchedulerOptions(**options), min_reuse=2, snapshots=places)
+
+
+def kept(step: Step) -> list[tuple[str, int, int]]:
+    return [(each.request_id, each.length, each.place) for each in step.kept]
+
+
+def table(*texts: list[int], places: int = 3) -> SnapshotTable:
+    made = SnapshotTable(places, min_reuse=2, largest_step=8)
+    for place, text in enumerate(texts):
+        made.set(place, np.array(text, np.int32))
+    made.check()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "common", "has", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6], 5, 5, Resumption(4, 1)),  # the longest that it has
+        ([1, 2, 3, 4], 4, 9, Resumption(2, 0)),  # the last token is computed: one token is not worth another snapshot
+        ([1, 2, 3, 4], 4, 4, Resumption(2, 0)),
+        ([1, 2, 3, 9, 9], 3, 9, Resumption(2, 0)),
+        ([1, 2, 8, 8, 8, 8], 5, 9, Resumption(2, 0, 5)),  # parts from others far behind it
+        ([1, 2, 8, 8, 8, 8], 5, 5, Resumption(2, 0)),  # nobody goes on behind these: nothing to part from
+        ([1, 2, 3, 4, 5, 6], 1, 9, Resumption(0)),  # a snapshot without its rows is of no use
+        ([7, 7, 7, 7], 3, 9, Resumption(0, None, 3)),
+    ],
+)
+def test_a_prompt_goes_on_behind_the_longest_snapshot(
+    prompt: list[int], common: int, has: int, expected: Resumption
+) -> None:
+    made = table([1, 2], [1, 2, 3, 4], [5, 6, 7])
+    assert made.resume(np.array(prompt, np.int32), common, has=has) == expected
+
+
+def test_empty_places_go_first_then_the_least_recently_used_and_none_that_is_needed() -> None:
+    made = table([1, 2], [3, 4], places=4)
+    texts = [np.array(text, np.int32) for text in ([5, 6], [1, 2], [5, 6], [7, 8], [9, 9], [8, 8])]
+    assert made.places(texts, needed=[1]) == [2, None, None, 3, 0, None]
+    made.set(2, texts[0])
+    made.set(3, texts[3])
+    made.touch(0)
+    made.check()
+    assert made.places(texts[4:], needed=[]) == [1, 2]
+    made.set(0, None)  # of a request that was aborted meanwhile
+    made.check()
+    assert made.places(texts[4:], needed=[]) == [0, 1] and made.count == 3
+
+
+def test_what_somebody_went_on_behind_stays_longer_but_not_more_than_half_of_all() -> None:
+    made = table([1, 2], [3, 4], [5, 6], [7, 8], places=4)
+    news = [np.array([9, number], np.int32) for number in range(4)]
+    for place in (0, 2):
+        made.touch(place)
+    made.check()
+    assert made.places(news, needed=[]) == [1, 3, 0, 2]
+    made.touch(3)
+    made.check()
+    assert made.places(news, needed=[]) == [1, 0, 2, 3]
+    made.set(2, news[0])
+    made.check()
+    assert made.places(news[1:], needed=[]) == [1, 0, 2]
+
+
+def test_snapshots_are_taken_at_the_end_of_a_prompt_and_where_its_rest_fits_a_step() -> None:
+    scheduler = make()
+    add(scheduler, request("a", TEXT[:30], new=2), request("b", 3, new=1))
+    steps = []
+    while scheduler.has_work:
+        steps.append(next_step(scheduler))
+        commit(scheduler, steps[-1])
+    assert [each for step in steps for each in kept(step)] == [("b", 3, 0), ("a", 24, 1), ("a", 30, 2)]
+
+
+@pytest.mark.parametrize("blocks", [0, 12], ids=["slots", "blocks"])
+def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes_on_there(blocks: int) -> None:
+    scheduler = make(chunk=32, blocks=blocks)
+    add(scheduler, request("a", [*TEXT[:20], 90, 91, 92], new=1))
+    assert kept(next_step(scheduler)) == [("a", 23, 0)]
+    advance(scheduler)
+    add(scheduler, request("b", [*TEXT[:20], 80, 81], new=1))
+    step = next_step(scheduler)
+    assert step.chunks[0].reuse is None and counts(step) == {"b": 20} and kept(step) == [("b", 20, 1)]
+    commit(scheduler, step)
+    assert (counts(next_step(scheduler)), kept(next_step(scheduler))) == ({"b": 2}, [("b", 22, 2)])
+    advance(scheduler)
+    add(scheduler, request("c", [*TEXT[:20], 70], new=1), request("again", [*TEXT[:20], 80, 81], new=1))
+    first = next_step(scheduler)
+    assert first.chunks[0].reuse is not None and first.chunks[0].reuse[1:] == (20, 1)
+    assert counts(first) == {"c": 1} and kept(first) == [("c", 21, 3)]
+    commit(scheduler, first)
+    second = next_step(scheduler)  # one token more than the snapshot is not worth another
+    assert counts(second) == {"again": 2} and second.chunks[0].reuse is not None
+    assert second.chunks[0].reuse[1:] == (20, 1) and kept(second) == []
+    commit(scheduler, second)
+
+
+def test_a_conversation_goes_on_behind_its_last_prompt_without_a_cut() -> None:
+    scheduler = make(chunk=32)
+    add(scheduler, request("a", TEXT[:20], new=6))
+    while scheduler.has_work:
+        advance(scheduler)
+    add(scheduler, request("b", [*TEXT[:20], *[1] * 6, 50, 51], new=6))
+    step = next_step(scheduler)
+    assert step.chunks[0].reuse == PrefixReuse(0, 20, 0) and step.chunks[0].slot == 0
+    assert counts(step) == {"b": 8} and step.chunks[0].is_last and kept(step) == [("b", 28, 1)]
+
+
+def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copied() -> None:
+    scheduler = make(chunk=128, blocks=12)
+    prompt = list(range(150))
+    add(scheduler, request("a", prompt[:100], new=20))
+    advance(scheduler, 2)
+    add(scheduler, request("b", [*prompt[:100], 7, 8], new=10))
+    step = next_step(scheduler)
+    assert step.chunks[0].reuse == PrefixReuse(None, 100, 0) and step.copies == (BlockCopy(1, 2, 36),)
+    assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
+
+
+def test_rows_without_a_snapshot_are_not_reused_and_none_are_kept_where_nothing_is_reused() -> None:
+    for scheduler in (make(places=0, chunk=32), make(chunk=32, prefix_reuse=False)):
+        for name in "abc":
+            add(scheduler, request(name, TEXT[:20], new=1))
+            step = next_step(scheduler)
+            assert step.chunks[0].reuse is None and step.chunks[0].is_last and not step.kept
+            commit(scheduler, step)
+
+
+def test_one_place_is_given_to_the_last_and_never_away_while_it_is_needed() -> None:
+    scheduler = make(places=1, chunk=32)
+    add(scheduler, request("a", TEXT[:20], new=1))
+    advance(scheduler)
+    add(scheduler, request("b", [*TEXT[:20], 60, 61, 62], new=1))
+    step = next_step(scheduler)
+    assert step.chunks[0].reuse == PrefixReuse(0, 20, 0) and not step.kept
+    commit(scheduler, step)
+    add(scheduler, request("c", 9, new=1))
+    assert kept(next_step(scheduler)) == [("c", 9, 0)]
+
+
+def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused() -> None:
+    scheduler = make(places=1, chunk=32)
+    add(scheduler, request("a", TEXT[:20], new=1))
+    advance(scheduler)
+    add(scheduler, request("other", 10, new=5))
+    step = next_step(scheduler)
+    assert kept(step) == [("other", 10, 0)] and scheduler.abort("other")
+    commit(scheduler, step)
+    assert scheduler.slots.snapshots is not None and scheduler.slots.snapshots.count == 0
+    add(scheduler, request("b", [*TEXT[:20], 60], new=5))
+    assert next_step(scheduler).chunks[0].reuse is None
+    scheduler.slots.clear()
+    scheduler.slots.check()
+
+
+def test_a_prompt_that_is_cut_does_not_pass_another() -> None:
+    scheduler = make(chunk=32, slots=6)
+    add(scheduler, request("a", [*TEXT[:20], 90, 91, 92], new=1))
+    advance(scheduler)
+    add(scheduler, request("long", 70, new=1), request("b", [*TEXT[:20], 80, 81], new=1), request("short", 5, new=1))
+    assert counts(next_step(scheduler)) == {"short": 5}
