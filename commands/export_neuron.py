@@ -140,6 +140,14 @@ def _add_size_options(parser: ArgumentParser) -> None:
     )
     add_option(
         group,
+        "--state-snapshot-interval",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a long prompt behind which its state is kept again, where a step ends anyway (default: it is kept only "
+        "where the prompt ends, where its rest fits a step, and where it parts from others)",
+    )
+    add_option(
+        group,
         "--prefill-chunk-size",
         type=int,
         default=NeuronConfig.prefill_chunk_size,

@@ -88,8 +88,8 @@ def _inspect(folder: Path) -> None:
     facts.add_row("cache per token", f"{kept.per_token:,} bytes")
     facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
     for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):
-        if specs:
-            facts.add_row(name, f"{byte_count(specs):,} bytes, {len(specs)} tensors")
+        if stored := byte_count(specs):
+            facts.add_row(name, f"{stored:,} bytes, {len(specs)} tensors")
     facts.add_section()
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)

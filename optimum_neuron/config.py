@@ -62,6 +62,8 @@ class NeuronConfig:
             for copies of it, behind which prompts that start alike go on; each takes what one slot's state takes. 0: they reuse
             nothing. Default: two for each row, as a text parts from others in one place and its prompt ends in another; on Neuron
             targets, whose graphs copy no state, 0.
+        state_snapshot_interval: tokens of a long prompt behind which its state is kept again, where a chunk ends anyway. Default: it is
+            kept only where the prompt ends, where its rest fits a step, and where it parts from others.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
@@ -97,6 +99,7 @@ class NeuronConfig:
     kv_block_size: int | None = None
     kv_cache_tokens: int | None = None
     state_snapshots: int | None = None
+    state_snapshot_interval: int | None = None
     prefill_chunk_size: int = _DERIVED
     prefill_chunk_buckets: tuple[int, ...] = ()
     ctx_batch_size: int = 1
@@ -191,17 +194,22 @@ class NeuronConfig:
             )
 
     def _check_snapshots(self) -> None:
-        count = self.state_snapshots
-        if count is None:
-            return
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"state_snapshots must be a whole number or None, not {count!r}")
-        if not 0 <= count <= LARGEST_SIZE:
-            raise ValueError(f"state_snapshots={count} must be between 0 and {LARGEST_SIZE}")
-        if count and self.target in HLO_TARGETS:
+        for name, least in (("state_snapshots", 0), ("state_snapshot_interval", 1)):
+            count = getattr(self, name)
+            if count is None:
+                continue
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name} must be a whole number or None, not {count!r}")
+            if not least <= count <= LARGEST_SIZE:
+                raise ValueError(f"{name}={count} must be between {least} and {LARGEST_SIZE}")
+            if count and self.target in HLO_TARGETS:
+                raise ValueError(
+                    f"{name}={count} needs state in this process's memory, and graphs of target={self.target!r} copy none; "
+                    f"leave it out, or use target='cpu'"
+                )
+        if self.state_snapshot_interval is not None and self.state_snapshots == 0:
             raise ValueError(
-                f"state_snapshots={count} needs state in this process's memory, and graphs of target={self.target!r} copy none; "
-                f"leave it out, or use target='cpu'"
+                f"state_snapshot_interval={self.state_snapshot_interval} has nowhere to keep state with state_snapshots=0; leave out one"
             )
 
     def _complete_sizes(self) -> None:

@@ -23,7 +23,7 @@ from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
-from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, inspect_model
+from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, check_snapshots, inspect_model
 from .graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
 from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
@@ -124,6 +124,7 @@ def export_model(
         _warn_of_gathered_blocks(loaded, config, spec)
         _tell_of_selections(loaded, config, spec)
         check_compressions(loaded, spec, config)
+        check_snapshots(loaded, spec, config)
         keep_frequencies(loaded)
         if config.target != "eager":
             check_fixed_shapes(loaded, config.target)

@@ -299,6 +299,14 @@ def test_a_checkpoint_that_does_not_exist_is_not_found(output: Path, name: str, 
             {"tensor_parallel_size": 2, "target": "cpu"},
             r"tensor_parallel_size=2 needs as many devices, and target='cpu'",
         ),
+        (
+            {"state_snapshots": 4},
+            "state_snapshots=4 is for state that slots keep, and those of LlamaForCausalLM keep keys",
+        ),
+        (
+            {"state_snapshot_interval": 64},
+            "state_snapshot_interval=64 is for state .* leave state_snapshot_interval out",
+        ),
     ],
 )
 def test_options_that_this_machine_cannot_honor_are_refused(

@@ -84,7 +84,8 @@ class Scheduler:
         self._reuses = self.options.prefix_reuse and snapshots != 0
         kept = None
         if snapshots is not None and self._reuses:
-            kept = SnapshotTable(snapshots, min_reuse, config.ctx_batch_size * config.prefill_chunk_size)
+            largest = config.ctx_batch_size * config.prefill_chunk_size
+            kept = SnapshotTable(snapshots, min_reuse, largest, config.state_snapshot_interval)
         self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse, kept)
         if config.kv_block_size is not None:
             self.slots = BlockTable(config, min_reuse, kept)

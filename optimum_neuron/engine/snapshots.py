@@ -3,7 +3,8 @@
 
 The state of a recurrence or a convolution, or compressed keys, cannot be cut, so a prompt that starts like earlier tokens goes on where a snapshot is of so
 many of them. One is taken where a prompt ends; where the rest of it fits one step, as a prompt that starts alike often parts behind
-that; and where a prompt parts from what was computed before, if no snapshot is near: who starts alike once more goes on from there.
+that; where a prompt parts from what was computed before, if no snapshot is near: who starts alike once more goes on from there; and,
+where that is asked for, every so many tokens.
 Knows nothing of requests or devices.
 """
 
@@ -43,15 +44,17 @@ class SnapshotTable:
         places: how many there are.
         min_reuse: tokens that a snapshot has to be of at least, and beyond which it is worth another.
         largest_step: prompt tokens that one step takes in, at most.
+        interval: a snapshot is taken behind the chunk that reaches a multiple of so many tokens; None: of none.
     """
 
-    def __init__(self, places: int, min_reuse: int, largest_step: int) -> None:
+    def __init__(self, places: int, min_reuse: int, largest_step: int, interval: int | None = None) -> None:
         self._tokens: list[np.ndarray | None] = [None] * places
         # Least recently used first; among those that nobody used yet, empty ones before all.
         self._unused = dict.fromkeys(range(places))
         self._used: dict[int, None] = {}
         self._min_reuse = max(1, min_reuse)
         self._largest_step = largest_step
+        self._interval = interval
 
     @property
     def count(self) -> int:
@@ -88,14 +91,15 @@ class SnapshotTable:
         parts = has > common and common - length >= self._min_reuse
         return Resumption(length, place, common if parts else 0)
 
-    def is_worth(self, end: int, left: int, parts_at: int) -> bool:
+    def is_worth(self, start: int, end: int, left: int, parts_at: int) -> bool:
         """Whether a snapshot is to be taken where a prompt's chunk ends.
 
         Args:
-            end, left: its tokens up to there, and behind.
+            start, end, left: its tokens before the chunk, up to its end, and behind.
             parts_at: as in `ScheduledChunk`.
         """
-        return end >= self._min_reuse and (left <= self._largest_step or end == parts_at)
+        is_due = self._interval is not None and end // self._interval > start // self._interval
+        return end >= self._min_reuse and (is_due or left <= self._largest_step or end == parts_at)
 
     def places(self, texts: Sequence[np.ndarray], needed: Collection[int]) -> list[int | None]:
         """For each text a place for a snapshot of it; None where there is one already, or no place is left.
@@ -122,7 +126,7 @@ class SnapshotTable:
         texts: list[np.ndarray] = []
         for chunk in step.chunks:
             state, end = find(chunk.request_id), chunk.start + chunk.count
-            if not state.request.atomic and self.is_worth(end, len(state.tokens) - end, chunk.parts_at):
+            if not state.request.atomic and self.is_worth(chunk.start, end, len(state.tokens) - end, chunk.parts_at):
                 chunks.append(chunk)
                 texts.append(state.tokens[:end])
         return tuple(

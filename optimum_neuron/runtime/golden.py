@@ -71,6 +71,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         output_logits=True,
         tensor_parallel_size=1,
         state_snapshots=0,
+        state_snapshot_interval=None,
         kernels=(),
         target="eager",
     )

@@ -52,7 +52,8 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         config = served.artifact.config
         snapshots = None
         if not served.artifact.model.reuses_prefixes:
-            snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, chunk_tokens(config))
+            largest, interval = chunk_tokens(config), config.state_snapshot_interval
+            snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, largest, interval)
         self._slots = SlotTable(config.batch_size, config.sequence_length, snapshots=snapshots)
         self._holders: dict[int, Any] = {}  # slot to vLLM's request, which tells what is computed
         self._slot_of: dict[str, int] = {}
@@ -128,7 +129,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, start in computed.items():
             end = start + scheduler_output.num_scheduled_tokens[request_id]
             prompt, parts_at = self._prompts[request_id]
-            if end <= prompt and snapshots.is_worth(end, prompt - end, parts_at):
+            if end <= prompt and snapshots.is_worth(start, end, prompt - end, parts_at):
                 tokens = self._holders[self._slot_of[request_id]].all_token_ids[:end]
                 texts[request_id] = np.asarray(tokens, dtype=np.int32)
         needed = [prefix.snapshot for prefix in plan.reuse.values() if prefix.snapshot is not None]

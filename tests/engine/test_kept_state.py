@@ -149,6 +149,7 @@ def test_who_is_preempted_goes_on_with_the_same_tokens(kind: str) -> None:
         assert tokens == alone(steps, number, *sizes[number])[0][: len(tokens)]
         assert len(tokens) == sizes[number][2] or number == 2
     assert engine.statistics.preemptions and engine.statistics.aborted == 1
+    assert engine.statistics.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -264,7 +264,8 @@ class Harness:
         self.check_snapshots(step)
 
     def check_snapshots(self, step: Step) -> None:
-        """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends."""
+        """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends, and
+        where it reaches a multiple of the interval something is, while there are places."""
         needed = {chunk.reuse.snapshot for chunk in step.chunks if chunk.reuse}
         assert self.snapshots is None or None not in needed
         places = [kept.place for kept in step.kept]
@@ -274,6 +275,16 @@ class Harness:
             assert kept.length == ends[kept.request_id] and not self.requests[kept.request_id].atomic
         for chunk in step.chunks:
             assert not chunk.start < chunk.parts_at < chunk.start + chunk.count
+        table, interval = self.scheduler.slots.snapshots, self.config.state_snapshot_interval
+        if table is None or interval is None or len(places) + len(needed) == self.snapshots:
+            return
+        texts = [table.tokens(place) for place in range(self.snapshots or 0)]
+        have = [self.tokens(kept.request_id)[: kept.length] for kept in step.kept]
+        have += [text.tolist() for text in texts if text is not None]
+        for chunk in step.chunks:
+            end = ends[chunk.request_id]
+            due = end // interval > chunk.start // interval and end >= 2 and not self.requests[chunk.request_id].atomic
+            assert not due or self.tokens(chunk.request_id)[:end] in have
 
     def check_blocks(self, step: Step) -> None:
         """The last by priority and arrival are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
@@ -451,6 +462,7 @@ def configs(draw: st.DrawFn, blocks: bool = False) -> NeuronConfig:
         prefill_chunk_buckets=tuple(sizes[:-1]),
         ctx_batch_size=rows,
         context_buckets=tuple(sorted({length, *(bucket * size for bucket in buckets)})),
+        state_snapshot_interval=draw(st.none() | st.integers(1, 12)),
         mixed_step=draw(st.booleans()) if slots > 1 else False,
     )
     per_row = length // size

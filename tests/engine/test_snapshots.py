@@ -19,11 +19,19 @@ from optimum_neuron.engine.step import BlockCopy, PrefixReuse, Step
 TEXT = list(range(40))
 
 
-def make(places: int | None = 4, slots: int = 4, chunk: int = 8, blocks: int = 0, **options: Any) -> Scheduler:
+def make(
+    places: int | None = 4,
+    slots: int = 4,
+    chunk: int = 8,
+    blocks: int = 0,
+    interval: int | None = None,
+    **options: Any,
+) -> Scheduler:
     config = NeuronConfig(
         batch_size=slots,
         sequence_length=256,
         prefill_chunk_size=chunk,
+        state_snapshot_interval=interval,
         **{"kv_block_size": 64, "kv_cache_tokens": 64 * blocks} if blocks else {},
     )
     return Scheduler(config, SchedulerOptions(**options), min_reuse=2, snapshots=places)
@@ -98,6 +106,21 @@ def test_snapshots_are_taken_at_the_end_of_a_prompt_and_where_its_rest_fits_a_st
         steps.append(next_step(scheduler))
         commit(scheduler, steps[-1])
     assert [each for step in steps for each in kept(step)] == [("b", 3, 0), ("a", 24, 1), ("a", 30, 2)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "lengths"),
+    [(None, [32, 38]), (1, [8, 16, 24, 32, 38]), (10, [16, 24, 32, 38]), (16, [16, 32, 38]), (17, [24, 32, 38])],
+)
+def test_every_so_many_tokens_one_is_taken_where_a_chunk_ends(interval: int | None, lengths: list[int]) -> None:
+    scheduler = make(places=8, interval=interval)
+    add(scheduler, request("a", TEXT[:38], new=2))
+    found = []
+    while scheduler.has_work:
+        step = next_step(scheduler)
+        found += [length for _, length, _ in kept(step)]
+        commit(scheduler, step)
+    assert found == lengths
 
 
 @pytest.mark.parametrize("blocks", [0, 12], ids=["slots", "blocks"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressing import SELECTED, cached, reference
 from helpers import (
     artifact_runner,
     decode_rows,
@@ -28,10 +28,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from sharp import sharpen
-from tiny import TINY_SIZES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV4Config
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.graphs import attention
@@ -39,7 +36,6 @@ from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import check_compressions, inspect_model, look_at
 from optimum_neuron.graphs.compression import CompressedKeys, CompressingLayers, GroupKeys, GroupWindows, split_joined
 from optimum_neuron.graphs.index_keys import ScoresOf
-from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.masks import CausalMask, UnsupportedModelError
 from optimum_neuron.graphs.slot_groups import SlotGroupKeys
 from optimum_neuron.graphs.spec import Compression, ModelSpec, state_specs
@@ -48,56 +44,9 @@ from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
-SELECTED, PROMPT, WINDOW = 3, 40, 6
-SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
-# A window alone, one with some keys for 4 tokens each, and one with all keys for 8.
-OPTIONS: dict[str, Any] = TINY_SIZES | {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 1,
-    "layer_types": ["sliding_attention", SPARSE, HEAVY],
-    "mlp_layer_types": ["hash_moe", "moe", "moe"],
-    "compress_rates": {SPARSE: 4, HEAVY: 8},
-    "sliding_window": WINDOW,
-    "q_lora_rank": 24,
-    "o_lora_rank": 16,
-    "o_groups": 2,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "hc_mult": 2,
-    "hc_sinkhorn_iters": 2,
-    "index_n_heads": 8,
-    "index_head_dim": 16,
-    "index_topk": SELECTED,
-    "partial_rotary_factor": 0.5,
-}
+PROMPT = 40
 # Rows shorter than a group, of which a prompt fills several in a step.
 SHORT_ROWS: dict[str, Any] = {"prefill_chunk_size": 3, "ctx_batch_size": 3}
-
-
-@cache
-def reference(rates: tuple[int, int] = (4, 8)) -> Any:
-    """transformers' own, in float32, whose attention and routing decide; not to be changed."""
-    config = DeepseekV4Config(
-        **copy.deepcopy(OPTIONS) | {"compress_rates": dict(zip((SPARSE, HEAVY), rates, strict=True))}
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    sharpen(model)
-    model.model.layers[0].mlp.gate.tid2eid.random_(4)
-    model.set_experts_implementation("eager")
-    return model.requires_grad_(False)
-
-
-@cache
-def cached(rates: tuple[int, int] = (4, 8)) -> Any:
-    """The same with the cached attention."""
-    own = reference(rates)
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(own.config), dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    )
-    model.load_state_dict(own.state_dict())
-    return model.eval().requires_grad_(False)
 
 
 @cache
@@ -315,6 +264,13 @@ def test_the_cpu_target_computes_the_same(tmp_path: Path) -> None:
         )
     assert is_close(logits[0], own_logits(text)[PROMPT - 1 :])
     assert all(torch.equal(logits[0], each) for each in logits[1:])
+    steps.reset(1)
+    prefill_pieces(steps, 1, text[:21], [16, 5])  # compressed keys, and tokens that none is made of yet
+    steps.keep_state(1, 3)
+    prefill_pieces(steps, 1, random_tokens(9), [9])
+    steps.reuse(2, 1, 21, 3)
+    last = prefill_pieces(steps, 2, text[21:PROMPT], [16, 3])
+    assert torch.equal(torch.stack([last, *continued(steps, 2, text[PROMPT:])]), logits[0])
 
 
 class _Groups:

@@ -14,6 +14,7 @@ from slot_model import answer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import RequestStatus
 
+from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.engine.slots import MIN_REUSE
 
 
@@ -175,6 +176,24 @@ def test_a_session_takes_turns_in_its_slot(serve: Callable[..., Served], asynchr
     engine.run()
     for request in others:
         assert list(request.output_token_ids) == answer(request.prompt_token_ids, 9)
+
+
+@pytest.mark.parametrize(("interval", "reused"), [(None, {}), (16, {"b": 16}), (20, {"b": 24})])
+def test_of_a_long_prompt_that_is_aborted_snapshots_are_left_every_so_many_tokens(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, interval: int | None, reused: dict[str, int]
+) -> None:
+    sizes = {"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": CHUNK, "target": "eager"}
+    config = NeuronConfig(**sizes, state_snapshot_interval=interval)
+    artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=config)
+    engine = Served(EngineArgs(model=str(artifact), async_scheduling=False).create_engine_config())
+    engine.add("a", PREFIX, 5)
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    engine.add("b", PREFIX[:24] + other(1), 5)
+    engine.run()
+    assert list(engine.requests["b"].output_token_ids) == answer(PREFIX[:24] + other(1), 5)
+    assert {name: length for step in engine.reused for name, length in step.items()} == reused
 
 
 @ASYNC

@@ -113,11 +113,12 @@ def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
         serve()
         return hits
 
-    for snapshots in (3, None):
+    for snapshots, interval in ((3, 12), (None, None)):
         artifact_sizes = NeuronConfig(
             **{"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": 8, "target": "eager"} | sizes,
             output_logits=True,
             state_snapshots=snapshots,
+            state_snapshot_interval=interval,
         )
         artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / f"{snapshots}", config=artifact_sizes)
         assert check(EngineArgs(model=str(artifact), **{"async_scheduling": False} | options).create_engine_config())

@@ -87,6 +87,17 @@ def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronCo
         )
 
 
+def check_snapshots(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+    """Raises ValueError where snapshots of state are asked for, and slots keep none."""
+    for name in ("state_snapshots", "state_snapshot_interval"):
+        count = getattr(config, name)
+        if count and spec.reuses_prefixes:
+            raise ValueError(
+                f"{name}={count} is for state that slots keep, and those of {type(model).__name__} keep keys and values alone, of which "
+                f"any prefix is reused; leave {name} out"
+            )
+
+
 class _NoProducts(TorchFunctionMode):
     """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
 
