@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import Prefix, StepRows
+from ..runtime.step_tensors import Chunk
 from .requests import NO_ROW, SlotRequest
 
 
@@ -35,14 +36,17 @@ class CacheRows(Protocol):
 class SlotRows:
     """Of a cache of slots: a request has one block, and its row is that slot."""
 
-    def __init__(self, rows: StepRows[SlotRequest]) -> None:
-        self._rows = rows
+    def __init__(self, rows: StepRows[SlotRequest], runner: GraphRunner) -> None:
+        self._rows, self._runner = rows, runner
 
     def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
         held, state.slot = state.slot, blocks[0] - 1
-        if source is None and computed and held == state.slot:
-            source = Prefix(held, computed)  # the next turn of a session goes on behind what its own slot holds
-        self._rows.start(state, source)
+        continues = source is None and computed > 0 and held == state.slot  # the next turn of a session
+        if continues and self._runner.kept.needed and self._runner.lengths[held] != computed:
+            self._rows.start(state, None)
+            _compute(self._runner, state, computed)
+            return
+        self._rows.start(state, Prefix(held, computed) if continues else source)
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
         raise RuntimeError(
@@ -67,7 +71,9 @@ class BlockRows:
             state.slot = heappop(self._free)
         self._rows.start(state, None)
         self.extend(state, blocks)
-        if computed:
+        if computed and self._runner.kept.needed:
+            _compute(self._runner, state, computed)
+        elif computed:
             self._runner.resume(state.slot, computed)
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
@@ -82,4 +88,12 @@ class BlockRows:
 
 def cache_rows(rows: StepRows[SlotRequest], runner: GraphRunner) -> CacheRows:
     """What fits the artifact's cache."""
-    return SlotRows(rows) if runner.tables is None else BlockRows(rows, runner)
+    return SlotRows(rows, runner) if runner.tables is None else BlockRows(rows, runner)
+
+
+def _compute(runner: GraphRunner, state: SlotRequest, count: int) -> None:
+    """Takes the first tokens of a session's turn in once more. A step that was on its way when the turn before ended has added a token that
+    vLLM drops, and a slot's state is of all its tokens."""
+    size = runner.config.prefill_chunk_size
+    for start in range(0, count, size):
+        runner.prefill([Chunk(state.slot, state.prefill_token_ids[start : min(start + size, count)])])

@@ -178,6 +178,31 @@ def test_a_session_takes_turns_in_its_slot(serve: Callable[..., Served], asynchr
         assert list(request.output_token_ids) == answer(request.prompt_token_ids, 9)
 
 
+@ASYNC
+@pytest.mark.parametrize("blocks", [{}, {"kv_block_size": 64, "sequence_length": 128}], ids=["slots", "blocks"])
+def test_a_session_that_stops_goes_on_with_the_state_of_what_it_keeps(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, blocks: dict[str, int], asynchronous: bool
+) -> None:
+    """A step that was on its way when the turn ended has taken a token more into the slot's state than vLLM keeps."""
+    sizes = {"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": CHUNK, "target": "eager"} | blocks
+    artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=NeuronConfig(**sizes))
+    engine = Served(EngineArgs(model=str(artifact), async_scheduling=asynchronous).create_engine_config())
+    beside = engine.add("beside", other(1), 40)
+    answered = answer(PREFIX, 4)
+    session = engine.add("s", PREFIX, 20, resumable=True, stop_token_ids=[answered[-1]])
+    for _ in range(20):
+        engine.step()
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    kept = [*PREFIX, *answered][: session.num_computed_tokens]
+    engine.turn("s", other(7), 5)
+    for _ in range(40):
+        engine.step()
+    assert list(session.all_token_ids) == kept + other(7) + answer(kept + other(7), 5)
+    assert list(beside.output_token_ids) == answer(other(1), 40)
+    engine.abort("s")
+    engine.run()
+
+
 @pytest.mark.parametrize(("interval", "reused"), [(None, {}), (16, {"b": 16}), (20, {"b": 24})])
 def test_of_a_long_prompt_that_is_aborted_snapshots_are_left_every_so_many_tokens(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, interval: int | None, reused: dict[str, int]
