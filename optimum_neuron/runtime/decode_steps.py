@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,20 +36,20 @@ class DecodeSteps:
         self._started: Callable[[], StepOutput] | None = None
         self._random: Tensor | None = None
 
-    def next(self, tokens: Tensor, unfinished: Tensor, *, more: bool) -> StepOutput:
+    def next(self, tokens: Sequence[int], unfinished: Sequence[bool], *, more: bool) -> StepOutput:
         """What follows the last tokens.
 
         Args:
-            tokens: `[rows]`.
-            unfinished: `[rows]` bool, the rows that have not ended with them.
+            tokens: of each row.
+            unfinished: whether a row has not ended with its own.
             more: whether another step may follow this one.
         """
         if not self._ahead:
-            self._fill(tokens.numpy(), unfinished)
+            self._fill(tokens, unfinished)
             return self._runner.step((), self._rows, logits=self._logits)
         step, self._started = self._started, None
         if step is None:
-            self._fill(tokens.numpy(), unfinished)
+            self._fill(tokens, unfinished)
             step = self._runner.start((), self._rows, logits=False)
         if more:
             self._random = torch.get_rng_state() if self._choice.sampling.temperature else None
@@ -63,9 +63,9 @@ class DecodeSteps:
             torch.set_rng_state(self._random)
         self._started = None
 
-    def _fill(self, tokens: np.ndarray | int, unfinished: Tensor) -> None:
+    def _fill(self, tokens: Sequence[int] | int, unfinished: Sequence[bool]) -> None:
         rows = self._rows
         rows.token_ids[: self._count] = tokens
-        rows.active[: self._count] = True if self._all_rows else unfinished.numpy()
-        if isinstance(self._choice, OnDeviceChoice):
+        rows.active[: self._count] = True if self._all_rows else unfinished
+        if isinstance(self._choice, OnDeviceChoice) and self._choice.sampling.temperature:
             rows.uniforms[: self._count] = self._choice.uniforms(self._count)

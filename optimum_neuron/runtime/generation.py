@@ -16,6 +16,7 @@ from .decode_steps import DecodeSteps
 from .limits import cache_tokens
 from .prefill import prefill
 from .runner import GraphRunner
+from .stopping import Stopping
 from .token_choice import HostChoice, OnDeviceChoice
 
 
@@ -50,28 +51,32 @@ class GenerationLoop:
             max_length: columns of the longest result.
         """
         rows, column = input_ids.shape
-        sequences = input_ids.new_empty((rows, max_length), dtype=torch.int64)
+        sequences = torch.empty((rows, max_length), dtype=torch.int64)
         sequences[:, :column] = input_ids
-        unfinished = torch.ones(rows, dtype=torch.bool)
-        steps = self._steps(rows)
+        columns = sequences.numpy().T  # is set without torch: see Stopping
+        unfinished = [True] * rows
+        stopping, steps = Stopping(self.stopping_criteria), self._steps(rows)
         self.runner.reserve(cache_tokens(prompts, max_length - column))
         try:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
             on_host = isinstance(self.choice, HostChoice)
             first = prefill(self.runner, prompts, self.choice.sampling, draws, logits=on_host)
-            tokens = self._tokens(sequences[:, :column], *first)
+            tokens = self._tokens(sequences, column, *first)
             while True:
                 if self.pad_token_id is not None:
-                    tokens = torch.where(unfinished, tokens, self.pad_token_id)
-                sequences[:, column] = tokens
+                    tokens = [
+                        token if going else self.pad_token_id for token, going in zip(tokens, unfinished, strict=True)
+                    ]
+                columns[column] = tokens
                 column += 1
                 if self.streamer is not None:
-                    self.streamer.put(tokens)
-                unfinished &= ~self.stopping_criteria(sequences[:, :column], self._scores())
-                if column == max_length or not unfinished.any():
+                    self.streamer.put(torch.tensor(tokens))
+                ended = stopping.ended(sequences, column, tokens, self._scores())
+                unfinished = [going and not end for going, end in zip(unfinished, ended, strict=True)]
+                if column == max_length or not any(unfinished):
                     break
                 output = steps.next(tokens, unfinished, more=column + 1 < max_length)
-                tokens = self._tokens(sequences[:, :column], output.decode_tokens, output.decode_logits)
+                tokens = self._tokens(sequences, column, output.decode_tokens, output.decode_logits)
         finally:
             steps.end()
             self.runner.reset_all()
@@ -91,13 +96,14 @@ class GenerationLoop:
             all_rows=kept or self.pad_token_id is None,
         )
 
-    def _tokens(self, input_ids: Tensor, tokens: Tensor | None, logits: Tensor | None) -> Tensor:
-        rows = input_ids.shape[0]
+    def _tokens(self, sequences: Tensor, column: int, tokens: Tensor | None, logits: Tensor | None) -> list[int]:
+        rows = sequences.shape[0]
         if isinstance(self.choice, HostChoice):
             assert logits is not None
-            return self.choice.choose(input_ids, logits[:rows])
+            chosen: list[int] = self.choice.choose(sequences[:, :column], logits[:rows]).tolist()
+            return chosen
         assert tokens is not None
-        return tokens[:rows].to(input_ids.dtype)
+        return tokens.tolist()[:rows]
 
     def _scores(self) -> tuple[Tensor, ...] | None:
         scores = self.choice.scores if isinstance(self.choice, HostChoice) else None

@@ -74,6 +74,10 @@ class GraphRunner:
         )
         tensors = InputTensors()
         self._groups = {graph.name: group_inputs(graph, tensors, self.tables) for graph in self.family}
+        # Of StepOutput, whose fields are called as a graph's outputs.
+        self._returned = {
+            graph.name: [each.name.replace(".", "_") for each in graph.outputs(1)] for graph in self.family
+        }
 
     def reset(self, slot: int) -> None:
         """Frees a slot, and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
@@ -278,11 +282,10 @@ class GraphRunner:
     ) -> tuple[GraphSpec, list[Tensor], list[int]]:
         """The graph of a step, what it is given, and the rows of chunks' last tokens."""
         self.process.check()
-        if decode is not None:
-            self._checks.decode(decode, chunks)
+        longest = 0 if decode is None else self._checks.decode(decode, chunks)
         if chunks or decode is None:
             self._checks.chunks(chunks)
-        graph = self._select(chunks, decode, graph)
+        graph = self._select(chunks, decode, longest, graph)
         inputs, last_rows = self._fill(graph, chunks, decode)
         return graph, inputs, last_rows
 
@@ -301,7 +304,7 @@ class GraphRunner:
         for chunk in chunks:
             self.lengths[chunk.slot] += len(chunk.token_ids)
         if decode is not None:
-            self.lengths += decode.active
+            self.lengths += decode.active.astype(np.int32)  # of mixed types numpy would copy both through buffers
 
     def logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
         """Log-probabilities of the tokens that the last step chose, in the order of `rows`.
@@ -327,13 +330,16 @@ class GraphRunner:
             found += [tokens.new_empty(len(rows), 0), found[0].new_empty(len(rows), 0)]
         return Logprobs(*found)
 
-    def _select(self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None) -> GraphSpec:
+    def _select(
+        self, chunks: Sequence[Chunk], decode: DecodeRows | None, longest: int, graph: GraphSpec | None
+    ) -> GraphSpec:
+        """The graph of a step whose decode rows hold up to `longest` tokens each."""
         context, blocks = 1, 0
         in_place = self.family.in_place
         if decode is not None and in_place and self.tables is not None:
             blocks = self.tables.last_block(decode.active, self.lengths) + 1
         elif decode is not None:
-            context = int(self.lengths[decode.active].max(initial=0)) + 1
+            context = longest + 1
         for chunk in chunks:
             context = max(context, int(self.lengths[chunk.slot]) + len(chunk.token_ids))
         counts = [len(chunk.token_ids) for chunk in chunks]
@@ -348,16 +354,10 @@ class GraphRunner:
             )
         return graph
 
-    @staticmethod
-    def _collect(graph: GraphSpec, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
-        named = {}
-        rest = iter(outputs)
-        in_order = last_rows == list(range(len(last_rows)))
-        for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)):
-            for name, returned in (("tokens", graph.on_device_sampling), ("logits", graph.returns_logits(group))):
-                if present and returned:
-                    tensor = next(rest)
-                    if tensor is None:  # it stays on the device
-                        continue
-                    named[f"{group}_{name}"] = tensor if group == DECODE or in_order else tensor[last_rows]
+    def _collect(self, graph: GraphSpec, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
+        named: dict[str, Tensor | None] = dict(zip(self._returned[graph.name], outputs, strict=True))
+        if last_rows != list(range(len(last_rows))):
+            for name in ("chunk_tokens", "chunk_logits"):
+                if (tensor := named.get(name)) is not None:
+                    named[name] = tensor[last_rows]
         return StepOutput(**named)

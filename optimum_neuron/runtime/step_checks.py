@@ -32,10 +32,11 @@ class StepChecks:
     num_embeddings: int | None
     checks_decodes: bool
 
-    def decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> None:
-        """Decode rows, beside chunks."""
+    def decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> int:
+        """Decode rows, beside chunks; returns how many tokens the longest of them holds."""
         length = self.config.sequence_length
-        if int(self.lengths[decode.active].max(initial=0)) >= length:
+        longest = int(self.lengths[decode.active].max(initial=0))
+        if longest >= length:
             slot = int(np.argmax(np.where(decode.active, self.lengths, IDLE)))
             raise ValueError(f"slot {slot} is full: it holds sequence_length={length} tokens")
         if self.tables is not None:
@@ -52,6 +53,7 @@ class StepChecks:
         for chunk in chunks:
             if 0 <= chunk.slot < self.config.batch_size and decode.active[chunk.slot]:
                 raise ValueError(f"slot {chunk.slot} cannot decode and take a chunk in the same step")
+        return longest
 
     def chunks(self, chunks: Sequence[Chunk]) -> None:
         """Chunks, by themselves."""

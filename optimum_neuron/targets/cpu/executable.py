@@ -132,12 +132,12 @@ class CpuExecutable:
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         plan, live_tokens = self._plans[graph]
-        with self._running, torch.no_grad():
+        with self._running:
             return plan.run(inputs, live_tokens(inputs))
 
     def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
         plan, live_tokens = self._plans[graph]
-        with self._running, torch.no_grad():
+        with self._running:
             return plan.run_by_operators(inputs, live_tokens(inputs), ended)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:

@@ -29,6 +29,7 @@ def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
     outputs = [None if each is None else memory.tensor(each) for each in step.outputs]
     _check_call(operator, arguments, keywords, outputs)
 
+    @torch.no_grad()
     def run(arguments: list[Any], outputs: Sequence[Tensor | None]) -> None:
         results = operator(*arguments, **keywords)
         for output, result in zip(outputs, (results,) if isinstance(results, Tensor) else results, strict=False):
