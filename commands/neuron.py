@@ -76,8 +76,7 @@ def _inspect(folder: Path) -> None:
     from rich.table import Table
 
     from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.graphs.spec import byte_count
-    from optimum_neuron.graphs.state_sizes import StateSizes
+    from optimum_neuron.graphs.state_sizes import StateSizes, byte_count
 
     artifact = Artifact.open(folder)
     facts = Table("option", "value", title=str(folder), title_justify="left")

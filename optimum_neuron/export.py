@@ -27,7 +27,8 @@ from .graphs.checks.inspect import check_blocks, check_compressions, check_selec
 from .graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
 from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
-from .graphs.spec import GraphSpec, ModelSpec, graph_specs
+from .graphs.model_spec import ModelSpec
+from .graphs.spec import GraphSpec, graph_specs
 from .runtime import golden
 from .targets import CompileJob, Target, get_target, resolve_target
 from .targets.threads import fit_threads

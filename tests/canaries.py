@@ -9,7 +9,7 @@ import torch
 from helpers import LENGTH, decode_rows, fill_rows, random_tokens, read_states, state_names
 from torch import Tensor
 
-from optimum_neuron.graphs.spec import ModelSpec
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 

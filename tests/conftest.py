@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.spec import ModelSpec
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
 
 

@@ -28,9 +28,11 @@ from optimum_neuron.export import export_model
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.graphs.ops import EAGER_OPS, StepOps
 from optimum_neuron.graphs.slot_copies import empty_snapshots
-from optimum_neuron.graphs.spec import GREEDY, GraphSpec, ModelSpec, SamplingParams, graph_specs, state_specs
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import GraphRunner

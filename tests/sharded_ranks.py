@@ -26,7 +26,8 @@ from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import DEFAULT_OPS, StepOps
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.targets.neuron.sampler import sample
 from optimum_neuron.targets.neuron.sharding import (

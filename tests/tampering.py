@@ -154,7 +154,8 @@ def _manifest_texts(manifest: dict[str, Any]) -> Iterator[Change]:
 def _with_graphs(manifest: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """A manifest with another config, whose graphs are recorded as the config asks for them."""
     from optimum_neuron.artifacts.manifest import config_of, describe_graph
-    from optimum_neuron.graphs.spec import ModelSpec, graph_specs
+    from optimum_neuron.graphs.model_spec import ModelSpec
+    from optimum_neuron.graphs.spec import graph_specs
 
     changed = manifest | {"config": manifest["config"] | sizes}
     model = ModelSpec.from_dict(manifest["model"])

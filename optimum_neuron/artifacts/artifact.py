@@ -18,7 +18,9 @@ from typing import Any
 
 from ..checkpoints.digest import file_sha256
 from ..config import NeuronConfig
-from ..graphs.spec import GraphSpec, ModelSpec, TensorSpec, graph_specs, snapshot_specs, state_specs
+from ..graphs.model_spec import ModelSpec
+from ..graphs.spec import GraphSpec, TensorSpec, graph_specs
+from ..graphs.state_specs import snapshot_specs, state_specs
 from .manifest import check_manifest, config_of
 from .schema import read_object, shown
 

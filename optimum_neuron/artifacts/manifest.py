@@ -9,17 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..config import TARGETS, NeuronConfig
-from ..graphs.spec import (
-    Compression,
-    ConvolutionState,
-    GraphSpec,
-    KeySelection,
-    LayerCache,
-    ModelSpec,
-    RecurrentState,
-    graph_specs,
-    state_specs,
-)
+from ..graphs.model_spec import Compression, ConvolutionState, KeySelection, LayerCache, ModelSpec, RecurrentState
+from ..graphs.spec import GraphSpec, graph_specs
+from ..graphs.state_specs import state_specs
 from .schema import TEXT, Check, choice, first_difference, listed, named, record, shown, text, whole
 
 

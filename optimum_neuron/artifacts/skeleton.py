@@ -18,7 +18,7 @@ from ..checkpoints.language_model import register_language_model
 from ..graphs.checks.inspect import look_at
 from ..graphs.checks.rope_length import keep_frequencies
 from ..graphs.interface import ATTENTION_NAME, with_attention
-from ..graphs.spec import ModelSpec
+from ..graphs.model_spec import ModelSpec
 from .artifact import MANIFEST_NAME, Artifact
 from .schema import first_difference, shown
 from .tensor_file import Stored

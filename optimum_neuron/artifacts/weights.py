@@ -16,7 +16,8 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..graphs.spec import TensorSpec, byte_count
+from ..graphs.spec import TensorSpec
+from ..graphs.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, has_huge_pages, mapped, zeroed

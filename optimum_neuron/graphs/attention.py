@@ -22,10 +22,10 @@ from .convolution import state_of
 from .index_keys import AskedKeys, KeySource
 from .interface import AttentionCall
 from .masks import CausalMask, UnsupportedModelError, Window
+from .model_spec import ConvolutionState, KeySelection, LayerCache, RecurrentState
 from .own_scores import BiasMask
 from .owned_blocks import OwnedBlocks, sees
 from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
-from .spec import ConvolutionState, KeySelection, LayerCache, RecurrentState
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.

@@ -19,7 +19,7 @@ from torch import Tensor
 from .index_keys import ASKED_COLUMNS, IndexKeys, ScoresOf
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
-from .spec import Compression
+from .model_spec import Compression
 
 
 # Groups of tokens that a layer which is only looked at is given to make keys of.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .kv_cache import KVCache
 from .masks import UnsupportedModelError
-from .spec import ConvolutionState
+from .model_spec import ConvolutionState
 
 
 class ConvolutionBackend(Protocol):

@@ -20,7 +20,7 @@ from .convolution import ConvolutionBackend
 from .kv_cache import KVCache
 from .layer_index import plain_index
 from .masks import UnsupportedModelError
-from .spec import RecurrentState
+from .model_spec import RecurrentState
 
 
 # A member of StepOps each.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..config import NeuronConfig
-from .spec import ModelSpec, slot_state_specs, snapshot_specs
+from .model_spec import ModelSpec
+from .state_specs import slot_state_specs, snapshot_specs
 
 
 class SlotCopies:

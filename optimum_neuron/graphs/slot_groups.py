@@ -27,7 +27,7 @@ from .index_keys import ScoresOf
 from .masks import UnsupportedModelError
 from .selection import select_largest
 from .slot_index import products_of
-from .spec import group_windows
+from .state_specs import group_windows
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes requests take of what is kept of them: by token, and by slot whatever its length. Imports no torch."""
+"""How many bytes state takes: all of it, and of one request, by token and by slot whatever its length. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from .spec import TensorSpec
 
 # States that have a place for each token, `[blocks, heads, block_length, dim]`; all others have a row for each slot.
 BY_TOKEN = tuple(f"kv_cache.{role}_" for role in ("key", "value", "index"))
+# The types of state tensors.
 _ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+def byte_count(states: Iterable[TensorSpec]) -> int:
+    """Memory that states take."""
+    return sum(map(_size, states))
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,13 @@ class StateSizes:
         """Args: states: those of `state_specs`."""
         per_token = per_slot = 0
         for state in states:
-            size = math.prod(state.shape) * _ITEM_SIZES[state.dtype]
+            size = _size(state)
             if state.name.startswith(BY_TOKEN):
                 per_token += size // (state.shape[0] * state.shape[2])
             else:
                 per_slot += size // state.shape[0]
         return cls(per_token, per_slot)
+
+
+def _size(state: TensorSpec) -> int:
+    return math.prod(state.shape) * _ITEM_SIZES[state.dtype]

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from ..config import NeuronConfig
 from ..graphs.kv_cache import KVCache
+from ..graphs.model_spec import ModelSpec
 from ..graphs.ops import EAGER_OPS
-from ..graphs.spec import GREEDY, ModelSpec, graph_specs, state_specs
+from ..graphs.spec import GREEDY, graph_specs
+from ..graphs.state_specs import state_specs
 from ..graphs.step import StepModule
 from ..targets.eager import EagerExecutable
 from .runner import GraphRunner

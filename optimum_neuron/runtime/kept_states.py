@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from ..config import NeuronConfig
-from ..graphs.spec import ModelSpec
+from ..graphs.model_spec import ModelSpec
 from ..targets import Executable, KeepsStates
 
 

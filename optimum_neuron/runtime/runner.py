@@ -17,7 +17,8 @@ from ..config import NeuronConfig
 from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
 from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
-from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec, ModelSpec
+from ..graphs.model_spec import ModelSpec
+from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec
 from ..targets import AheadExecutable, Executable, HasOtherGraphs
 from .block_tables import BlockTables
 from .kept_states import KeptStates

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..artifacts.artifact import Artifact
-    from ..graphs.spec import GraphSpec, ModelSpec
+    from ..graphs.model_spec import ModelSpec
+    from ..graphs.spec import GraphSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 
 from ..graphs.family import rows_needed
 from ..graphs.logprobs import Logprobs
-from ..graphs.spec import ModelSpec
+from ..graphs.model_spec import ModelSpec
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import PromptPart, StepRows
 from .host_sampler import HostSampler

@@ -19,7 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from ..artifacts.artifact import Artifact
 from ..config import NEURON_TARGETS
-from ..graphs.spec import byte_count
+from ..graphs.state_sizes import byte_count
 from ..runtime.runner import GraphRunner
 from ..targets import get_target
 from .model_runner import ModelRunner

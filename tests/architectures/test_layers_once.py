@@ -17,7 +17,8 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph, export_layers_once
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.lower import lower
 

@@ -29,7 +29,7 @@ from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, 
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.masks import AttentionChunk, UnsupportedModelError, causal_mask
 from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 

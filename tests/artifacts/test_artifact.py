@@ -17,7 +17,8 @@ from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifacts.artifact import FORMAT_VERSION, MANIFEST_NAME, WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifacts.weights import allocate_states, read_weights, write_weights
 from optimum_neuron.artifacts.writer import copy_artifact, write_artifact
-from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs
+from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
 
 
 GRAPH = "graphs/token_generation_context64.json"

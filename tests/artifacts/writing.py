@@ -14,7 +14,8 @@ from helpers import tiny_config
 
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.artifacts.writer import ArtifactWriter, write_artifact
-from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs
+from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
 
 
 CONFIG = tiny_config()

@@ -37,8 +37,9 @@ from optimum_neuron.graphs.checks.inspect import check_compressions, inspect_mod
 from optimum_neuron.graphs.compression import CompressedKeys, CompressingLayers, GroupKeys, GroupWindows, split_joined
 from optimum_neuron.graphs.index_keys import ScoresOf
 from optimum_neuron.graphs.masks import CausalMask, UnsupportedModelError
+from optimum_neuron.graphs.model_spec import Compression, ModelSpec
 from optimum_neuron.graphs.slot_groups import SlotGroupKeys
-from optimum_neuron.graphs.spec import Compression, ModelSpec, state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.neuron.sharding import shard_plan

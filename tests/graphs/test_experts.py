@@ -35,7 +35,8 @@ from optimum_neuron.graphs.experts import ExpertsCall, active_experts, dense_exp
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import DEFAULT_OPS, EAGER_OPS
 from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.cpu.layout import use_natural_layout

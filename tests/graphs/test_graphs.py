@@ -30,9 +30,11 @@ from transformers import AutoModelForCausalLM, XLMConfig, XLNetConfig
 
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
 from optimum_neuron.graphs.ops import StepOps
 from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule, actual_tokens_mask
 
 

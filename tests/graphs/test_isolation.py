@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optimum_neuron.graphs.spec import ModelSpec
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime.step_tensors import Chunk
 
 

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.family import GraphFamily, check_every_step_has_a_graph, rows_needed
-from optimum_neuron.graphs.spec import ModelSpec, graph_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 

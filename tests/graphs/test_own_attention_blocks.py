@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from optimum_neuron.graphs.checks.inspect import check_blocks, inspect_model
 from optimum_neuron.graphs.model_cache import CacheNeeds
-from optimum_neuron.graphs.spec import ModelSpec, state_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.kv_cache import KVCache, write_indices
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.graphs.ops import DEFAULT_OPS
 from optimum_neuron.graphs.recurrence import (
     SCAN_KINDS,
@@ -26,7 +27,7 @@ from optimum_neuron.graphs.recurrence import (
     recurrence_of,
 )
 from optimum_neuron.graphs.scan_grid import walk
-from optimum_neuron.graphs.spec import ModelSpec, state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import actual_tokens_mask
 
 

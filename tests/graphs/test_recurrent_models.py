@@ -33,7 +33,8 @@ from optimum_neuron.graphs.checks import comparison_runs, parity
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.experts import set_experts
 from optimum_neuron.graphs.model_cache import CacheNeeds
-from optimum_neuron.graphs.spec import ModelSpec, RecurrentState, state_specs
+from optimum_neuron.graphs.model_spec import ModelSpec, RecurrentState
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 

@@ -19,7 +19,8 @@ from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.layer_index import IndexUsedError, WatchedIndex, plain_index
 from optimum_neuron.graphs.program import export_graph, export_layers_once
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.lower import lower
 

@@ -36,8 +36,10 @@ from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, ScoresOf
 from optimum_neuron.graphs.kv_cache import KVCache, write
 from optimum_neuron.graphs.masks import UnsupportedModelError
+from optimum_neuron.graphs.model_spec import KeySelection, ModelSpec
 from optimum_neuron.graphs.selection import select_largest
-from optimum_neuron.graphs.spec import KeySelection, ModelSpec, TensorSpec, state_specs
+from optimum_neuron.graphs.spec import TensorSpec
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.top_keys import TopKeys
 from optimum_neuron.runtime.runner import GraphRunner
 

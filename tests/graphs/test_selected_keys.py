@@ -34,8 +34,9 @@ from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import check_selections, inspect_model
 from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, ScoresOf
 from optimum_neuron.graphs.masks import CausalMask, UnsupportedModelError
+from optimum_neuron.graphs.model_spec import KeySelection, ModelSpec
 from optimum_neuron.graphs.selection import select_largest
-from optimum_neuron.graphs.spec import KeySelection, ModelSpec, state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.top_keys import TopKeys
 from optimum_neuron.runtime.runner import GraphRunner
 

@@ -36,7 +36,8 @@ from optimum_neuron.graphs.convolution import ConvolutionInput, SlotConvolutions
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.masks import UnsupportedModelError
 from optimum_neuron.graphs.model_cache import CacheNeeds
-from optimum_neuron.graphs.spec import ConvolutionState, ModelSpec, TensorSpec
+from optimum_neuron.graphs.model_spec import ConvolutionState, ModelSpec
+from optimum_neuron.graphs.spec import TensorSpec
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.neuron.sharding import shard_plan

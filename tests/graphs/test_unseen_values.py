@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CodeGenConfig, Llama4TextConfig
 
 from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.spec import ModelSpec
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.cpu.live_tokens import LiveTokens

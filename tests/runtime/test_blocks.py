@@ -22,7 +22,8 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.spec import ModelSpec, state_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 

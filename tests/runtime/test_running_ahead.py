@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from optimum_neuron.graphs.spec import GREEDY, ModelSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.runtime.generation import GenerationLoop
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk, DecodeRows

@@ -18,7 +18,8 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.step import Event
 from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.spec import ModelSpec, graph_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.runtime.token_ids import check_token_ids

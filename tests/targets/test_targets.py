@@ -31,7 +31,8 @@ from torch.nn import functional
 
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
 from optimum_neuron.artifacts.user_cache import cache_folder
-from optimum_neuron.graphs.spec import GraphSpec, ModelSpec, SamplingParams
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.spec import GraphSpec, SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
 from optimum_neuron.targets.cpu import compiler, loader, native_build
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND

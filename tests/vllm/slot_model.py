@@ -12,8 +12,9 @@ from torch import Tensor
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.family import GraphFamily
+from optimum_neuron.graphs.model_spec import ConvolutionState, ModelSpec
 from optimum_neuron.graphs.sampling import sample
-from optimum_neuron.graphs.spec import GREEDY, ConvolutionState, GraphSpec, ModelSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
 
 

@@ -16,8 +16,10 @@ from ..experts import EXPERTS_NAME, set_experts
 from ..interface import set_implementation
 from ..kv_cache import KVCache
 from ..model_cache import CacheNeeds
+from ..model_spec import ModelSpec
 from ..ops import EAGER_OPS
-from ..spec import GraphKind, GraphSpec, ModelSpec, graph_specs, state_specs
+from ..spec import GraphKind, GraphSpec, graph_specs
+from ..state_specs import state_specs
 from ..step import StepModule, example_inputs
 
 

@@ -19,8 +19,8 @@ from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
 from ..masks import UnsupportedModelError
 from ..model_cache import Backends, CacheNeeds
+from ..model_spec import ModelSpec
 from ..one_thread import one_thread
-from ..spec import ModelSpec
 from ..stand_ins import set_stand_ins
 from ..step import accepts
 from .parity import check_layers, check_result, comparable

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...errors import first_line
 from ..masks import UnsupportedModelError
-from ..spec import ModelSpec
+from ..model_spec import ModelSpec
 from .comparison_runs import (
     PROMPT,
     LongRun,

@@ -23,7 +23,8 @@ from ...artifacts.skeleton import assign, empty_model
 from ...graphs.kv_cache import KVCache
 from ...graphs.one_thread import one_thread
 from ...graphs.program import export_layers_once
-from ...graphs.spec import GraphSpec, state_specs
+from ...graphs.spec import GraphSpec
+from ...graphs.state_specs import state_specs
 from .. import CompileJob
 from ..cache import CompileCache
 from . import library

@@ -26,7 +26,8 @@ from ...artifacts.schema import (
     whole,
 )
 from ...config import NeuronConfig
-from ...graphs.spec import GraphSpec, ModelSpec
+from ...graphs.model_spec import ModelSpec
+from ...graphs.spec import GraphSpec
 from .plan import program
 from .plan.program import Plan
 

@@ -22,7 +22,8 @@ from optimum_neuron.graphs.checks.rope_length import check_text_length, keep_fre
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 
 
 SHORT = 24  # tokens up to which a text keeps the frequencies that it begins with

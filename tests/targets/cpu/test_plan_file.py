@@ -17,7 +17,8 @@ from tampering import MANIFEST, WEIGHTS, read_json, write
 from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import ArtifactError
-from optimum_neuron.graphs.spec import ConvolutionState, LayerCache, ModelSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import SamplingParams, graph_specs
 from optimum_neuron.targets.cpu import loader, plan_file
 from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, TorchCall
 from optimum_neuron.targets.cpu.plan_file import FORMAT, Facts, OldPlanError, read_plan, write_plan

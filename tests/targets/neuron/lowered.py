@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import TensorSpec, graph_specs, state_specs
+from optimum_neuron.graphs.spec import TensorSpec, graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import (
     LoweredGraph,

@@ -15,15 +15,9 @@ from helpers import tiny_config
 
 from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
 from optimum_neuron.artifacts.manifest import describe_graph
-from optimum_neuron.graphs.spec import (
-    GraphSpec,
-    LayerCache,
-    ModelSpec,
-    TensorSpec,
-    graph_specs,
-    sampler_inputs,
-    state_specs,
-)
+from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import GraphSpec, TensorSpec, graph_specs, sampler_inputs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.neuron.graph_checks import check_graphs, check_weights, graph_names
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS, GraphIO

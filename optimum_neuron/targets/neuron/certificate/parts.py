@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ....graphs.spec import ModelSpec
+from ....graphs.model_spec import ModelSpec
 from ..graph_io import cut_dim
 from ..sharding.heads import PADDING, HeadLayout
 from ..sharding.plan import ShardPlan

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ....graphs.checks.parity import shaken
 from ....graphs.kv_cache import KVCache
+from ....graphs.model_spec import ModelSpec
 from ....graphs.ops import EAGER_OPS
-from ....graphs.spec import GraphSpec, ModelSpec, SamplingParams, TensorSpec
+from ....graphs.spec import GraphSpec, SamplingParams, TensorSpec
 from ....graphs.state_sizes import BY_TOKEN
 from ....graphs.step import StepModule
 from ...eager import EagerExecutable

@@ -20,7 +20,9 @@ from ....artifacts.skeleton import empty_model
 from ....artifacts.weights import rank_weights_name
 from ....config import NeuronConfig
 from ....graphs.chosen import slots_of_rows
-from ....graphs.spec import LOGPROBS, GraphSpec, ModelSpec, TensorSpec, graph_specs, state_specs
+from ....graphs.model_spec import ModelSpec
+from ....graphs.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
+from ....graphs.state_specs import state_specs
 from ..graph_files import HLO_SUFFIX, read_graph_io
 from ..graph_io import CHOSEN, COPY_SLOT, SCORES, InputBinding
 from ..lowering.lower_all import lower_all

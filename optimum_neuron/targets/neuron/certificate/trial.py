@@ -20,7 +20,8 @@ from ....artifacts.skeleton import empty_model, read_config
 from ....artifacts.weights import named_tensors
 from ....config import SMALLEST_BLOCK, NeuronConfig
 from ....graphs.alike import kinds_of_layers
-from ....graphs.spec import ModelSpec, state_specs
+from ....graphs.model_spec import ModelSpec
+from ....graphs.state_specs import state_specs
 from .recording import Step
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....graphs.spec import LayerCache, ModelSpec
+from ....graphs.model_spec import LayerCache, ModelSpec
 from ..expert_forms import ExpertLayer
 from ..sharding import ShardPlan, shard_plan
 from .layer_kinds import LayerKinds, whole_model

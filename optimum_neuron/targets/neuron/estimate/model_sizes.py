@@ -19,7 +19,7 @@ from ....errors import first_line
 from ....graphs.checks.inspect import inspect_model
 from ....graphs.checks.rope_length import keep_frequencies
 from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
-from ....graphs.spec import ModelSpec
+from ....graphs.model_spec import ModelSpec
 from .layer_kinds import LayerKinds, one_of_each_kind
 
 

@@ -9,8 +9,8 @@ from itertools import groupby
 from math import floor, log10
 from typing import TYPE_CHECKING, Any
 
-from ....graphs.spec import state_specs
 from ....graphs.state_sizes import StateSizes
+from ....graphs.state_specs import state_specs
 from ..sdk.hardware import GIB, MIB, Instance
 from ..sdk.step_times import DECODE, MEASURED_CORES, PREFILL
 from .step_needs import GRAPH_RESERVE

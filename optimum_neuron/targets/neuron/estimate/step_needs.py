@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....config import NeuronConfig
-from ....graphs.spec import GraphSpec, TensorSpec, graph_specs, state_specs
+from ....graphs.spec import GraphSpec, TensorSpec, graph_specs
+from ....graphs.state_specs import state_specs
 from ..expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ..lowering import attention
 from ..sdk.hardware import MIB, Chip

@@ -9,7 +9,8 @@ from pathlib import Path
 from .... import progress
 from ....config import NeuronConfig
 from ....graphs.kv_cache import KVCache
-from ....graphs.spec import graph_specs, state_specs
+from ....graphs.spec import graph_specs
+from ....graphs.state_specs import state_specs
 from ..graph_io import COPY_SLOT
 from ..score_graphs import score_graphs
 from ..sdk.hardware import chip_of

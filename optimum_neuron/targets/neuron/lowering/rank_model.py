@@ -18,10 +18,12 @@ from ....artifacts.weights import named_tensors
 from ....config import NeuronConfig
 from ....graphs.checks.inspect import inspect_model
 from ....graphs.kv_cache import KVCache
+from ....graphs.model_spec import ModelSpec
 from ....graphs.ops import StepOps
 from ....graphs.program import export_layers_once
 from ....graphs.scores import Scores
-from ....graphs.spec import ModelSpec, graph_specs, state_specs
+from ....graphs.spec import graph_specs
+from ....graphs.state_specs import state_specs
 from ..kernels.registry import with_kernels
 from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
 from ..sharding.trace import no_data

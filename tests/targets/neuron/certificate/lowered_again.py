@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.certificate.comparison import Comparison, compare, expect
 from optimum_neuron.targets.neuron.certificate.expected import Expected

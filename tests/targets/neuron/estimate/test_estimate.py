@@ -34,7 +34,8 @@ from transformers import (
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import named_tensors
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
 from optimum_neuron.targets.neuron.estimate.estimate import estimate_model

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
-from optimum_neuron.graphs.spec import LayerCache, ModelSpec, graph_specs
+from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.targets.neuron.estimate.core_sizes import AttentionSizes, CoreSizes, Experts
 from optimum_neuron.targets.neuron.estimate.estimate import estimate
 from optimum_neuron.targets.neuron.estimate.step_needs import live_bytes, memory

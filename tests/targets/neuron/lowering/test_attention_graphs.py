@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import ModelSpec, graph_specs, state_specs
+from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.eager import EagerExecutable

@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from optimum_neuron.graphs.attention import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import ModelSpec, SamplingParams, graph_specs, state_specs
+from optimum_neuron.graphs.spec import SamplingParams, graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.eager import EagerExecutable

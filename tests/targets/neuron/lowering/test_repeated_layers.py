@@ -22,7 +22,8 @@ from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph
 from optimum_neuron.graphs.repeated_layers import LayerTrace, few_layers
-from optimum_neuron.graphs.spec import graph_specs, state_specs
+from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.targets.neuron.lowering import lower
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose

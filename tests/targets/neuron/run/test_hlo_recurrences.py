@@ -25,7 +25,7 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets import get_target

@@ -22,7 +22,7 @@ from optimum_neuron.graphs import collectives
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.spec import state_specs
+from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
 from optimum_neuron.targets.neuron.sharding.heads import head_layout
 from optimum_neuron.targets.neuron.sharding.plan import ShardPlan
