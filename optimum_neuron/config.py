@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from typing import Any
+
+from . import option_checks as check
 
 
 NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
@@ -27,13 +27,9 @@ LARGEST_SCAN_BLOCK = 64
 MOST_LOGPROBS = 20
 DEFAULT_CHUNK_LIMIT = 512
 DEFAULT_SMALLEST_CONTEXT = 256
-# Attention kernels take so many columns at a time, and a block is whole times as many.
-SMALLEST_BLOCK = 64
 # Blocks that attend with all rows' queries, of so many that attend in place: each costs a step as much memory traffic as one of
 # these and, of 128 rows, 128 times its arithmetic. On trn2 all of them together are 3% of what a decode step of Llama-3.1-8B reads.
 BLOCKS_PER_SHARED = 32
-# Graphs count positions and tokens in int32.
-LARGEST_SIZE = 2**31 - 1
 # Stands for a size that follows from the others and is filled in at construction.
 _DERIVED: Any = None
 
@@ -117,17 +113,16 @@ class NeuronConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_size"):
-            _check_size(name, getattr(self, name))
+            check.size(name, getattr(self, name))
         if self.mixed_step is None:
             object.__setattr__(self, "mixed_step", self.batch_size > 1)
         for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
+            check.flag(name, getattr(self, name))
         self._check_logprobs()
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("target", self.target, TARGETS)
+        check.choice("dtype", self.dtype, DTYPES)
+        check.choice("target", self.target, TARGETS)
         self._check_kernels()
-        self._check_blocks()
+        check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
         self._check_snapshots()
         self._complete_sizes()
         self._check_sizes()
@@ -136,10 +131,7 @@ class NeuronConfig:
         count = self.top_logprobs
         if count is None:
             return
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"top_logprobs must be a whole number or None, not {count!r}")
-        if not 0 <= count <= MOST_LOGPROBS:
-            raise ValueError(f"top_logprobs={count} must be between 0 and {MOST_LOGPROBS}")
+        check.count("top_logprobs", count, 0, MOST_LOGPROBS)
         if not self.on_device_sampling:
             raise ValueError(
                 f"top_logprobs={count} is of tokens that the graphs choose, and on_device_sampling=False has the host choose "
@@ -147,50 +139,11 @@ class NeuronConfig:
             )
 
     def _check_kernels(self) -> None:
-        names = self.kernels
-        if (
-            isinstance(names, str)
-            or not isinstance(names, Iterable)
-            or not all(isinstance(name, str) for name in names)
-        ):
-            raise TypeError(f"kernels must be a list of names, not {names!r}")
-        object.__setattr__(self, "kernels", tuple(names))
-        for name in self.kernels:
-            _check_choice("kernels", name, KERNELS)
-        if len(set(self.kernels)) != len(self.kernels):
-            raise ValueError(f"kernels={self.kernels} names one twice; name it once")
+        object.__setattr__(self, "kernels", check.names("kernels", self.kernels, KERNELS))
         if self.kernels and self.target not in KERNEL_TARGETS:
             raise ValueError(
                 f"kernels={self.kernels} are of {', '.join(KERNEL_TARGETS[1:])}, and target={self.target!r} has none; leave "
                 f"kernels out"
-            )
-
-    def _check_blocks(self) -> None:
-        block, tokens, length = self.kv_block_size, self.kv_cache_tokens, self.sequence_length
-        if block is None:
-            if tokens is not None:
-                raise ValueError(
-                    f"kv_cache_tokens={tokens} is of a cache of blocks, and kv_block_size is left out; give both, as "
-                    f"kv_block_size=128, or neither"
-                )
-            return
-        _check_size("kv_block_size", block)
-        if block < SMALLEST_BLOCK or block & (block - 1):
-            raise ValueError(
-                f"kv_block_size={block} must be a power of two of at least {SMALLEST_BLOCK}, as 128; choose another"
-            )
-        if length % block:
-            raise ValueError(
-                f"sequence_length={length} is not a multiple of kv_block_size={block}; make it {-(-length // block) * block}, "
-                f"or choose smaller blocks"
-            )
-        if tokens is None:
-            return
-        _check_size("kv_cache_tokens", tokens)
-        if tokens < length or tokens % block:
-            raise ValueError(
-                f"kv_cache_tokens={tokens} must be a multiple of kv_block_size={block} and hold one request of "
-                f"sequence_length={length} at least; make it {max(length, -(-tokens // block) * block)}"
             )
 
     def _check_snapshots(self) -> None:
@@ -198,10 +151,7 @@ class NeuronConfig:
             count = getattr(self, name)
             if count is None:
                 continue
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"{name} must be a whole number or None, not {count!r}")
-            if not least <= count <= LARGEST_SIZE:
-                raise ValueError(f"{name}={count} must be between {least} and {LARGEST_SIZE}")
+            check.count(name, count, least, check.LARGEST_SIZE)
             if count and self.target in HLO_TARGETS:
                 raise ValueError(
                     f"{name}={count} needs state in this process's memory, and graphs of target={self.target!r} copy none; "
@@ -215,12 +165,14 @@ class NeuronConfig:
     def _complete_sizes(self) -> None:
         if self.prefill_chunk_size is None:
             object.__setattr__(self, "prefill_chunk_size", self._default_chunk_size())
-        _check_size("prefill_chunk_size", self.prefill_chunk_size)
-        object.__setattr__(self, "prefill_chunk_buckets", _sizes("prefill_chunk_buckets", self.prefill_chunk_buckets))
+        check.size("prefill_chunk_size", self.prefill_chunk_size)
+        object.__setattr__(
+            self, "prefill_chunk_buckets", check.sizes("prefill_chunk_buckets", self.prefill_chunk_buckets)
+        )
         if self.context_buckets is None or isinstance(self.context_buckets, _Followed):
             buckets: tuple[int, ...] = _Followed(self._default_context_buckets())
         else:
-            buckets = _sizes("context_buckets", self.context_buckets)
+            buckets = check.sizes("context_buckets", self.context_buckets)
         object.__setattr__(self, "context_buckets", buckets)
 
     def _default_chunk_size(self) -> int:
@@ -264,21 +216,8 @@ class NeuronConfig:
                 "mixed_step=True needs batch_size=2 or more, not batch_size=1: the only slot cannot decode while it takes a "
                 "prompt; leave mixed_step out or raise batch_size"
             )
-        if self.prefill_chunk_buckets and self.prefill_chunk_buckets[-1] >= chunk:
-            raise ValueError(
-                f"prefill_chunk_buckets={self.prefill_chunk_buckets} must all be smaller than "
-                f"prefill_chunk_size={chunk}; leave out the larger ones"
-            )
-        if self.context_buckets[-1:] != (length,):
-            raise ValueError(
-                f"context_buckets={self.context_buckets} must end with sequence_length={length}; add {length} as the "
-                f"last bucket and nothing above it"
-            )
-        uneven = [bucket for bucket in self.context_buckets if bucket % (self.kv_block_size or 1)]
-        if uneven:
-            raise ValueError(
-                f"context_buckets={self.context_buckets} must be multiples of kv_block_size={self.kv_block_size}; change {uneven}"
-            )
+        check.chunk_buckets(self.prefill_chunk_buckets, chunk)
+        check.context_buckets(self.context_buckets, length, self.kv_block_size)
         if self.float32_reduce and self.tensor_parallel_size == 1:
             raise ValueError(
                 "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1: one device has no "
@@ -367,37 +306,10 @@ class NeuronConfig:
         """
         known = cls.option_names()
         for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}"
-                raise TypeError(f"unknown option {name!r} = {options[name]!r}; {hint}")
+            check.known_name(name, options[name], known)
         return cls(**options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """The names of all options."""
         return tuple(field.name for field in fields(cls))
-
-
-def _check_size(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    if value > LARGEST_SIZE:
-        raise ValueError(f"{name}={value} is above {LARGEST_SIZE}, as far as graphs count; lower it")
-    return value
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
-
-
-def _sizes(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of whole numbers, not {values!r}")
-    sizes = tuple(_check_size(name, size) for size in values)
-    if any(later <= earlier for earlier, later in pairwise(sizes)):
-        raise ValueError(f"{name}={sizes} must ascend without repetition; sort it as {tuple(sorted(set(sizes)))}")
-    return sizes

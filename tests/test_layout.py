@@ -15,8 +15,8 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "version", "errors", "config", "progress", "graphs", "checkpoints", "artifacts", "cli", "targets", "runtime", "engine",
-    "continuous_batching", "export", "modeling", "acceptance", "vllm", "__init__",
+    "version", "errors", "option_checks", "config", "progress", "graphs", "checkpoints", "artifacts", "cli", "targets", "runtime",
+    "engine", "continuous_batching", "export", "modeling", "acceptance", "vllm", "__init__",
 )  # fmt: skip
 
 

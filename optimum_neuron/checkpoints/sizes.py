@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..config import LARGEST_SIZE
 from ..errors import first_line
+from ..option_checks import LARGEST_SIZE
 from .files import StoredWeights
 
 

@@ -18,10 +18,11 @@ from transformers import PreTrainedConfig
 
 from ....artifacts.skeleton import empty_model, read_config
 from ....artifacts.weights import named_tensors
-from ....config import SMALLEST_BLOCK, NeuronConfig
+from ....config import NeuronConfig
 from ....graphs.alike import kinds_of_layers
 from ....graphs.model_spec import ModelSpec
 from ....graphs.state_specs import state_specs
+from ....option_checks import SMALLEST_BLOCK
 from .recording import Step
 
 
