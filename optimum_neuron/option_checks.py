@@ -65,13 +65,9 @@ def sizes(name: str, values: object) -> tuple[int, ...]:
 
 def names(name: str, values: object, choices: tuple[str, ...]) -> tuple[str, ...]:
     """Some of the choices, each once; it raises TypeError and ValueError otherwise."""
-    if (
-        isinstance(values, str)
-        or not isinstance(values, Iterable)
-        or not all(isinstance(value, str) for value in values)
-    ):
+    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
+    if not all(isinstance(value, str) for value in found):
         raise TypeError(f"{name} must be a list of names, not {values!r}")
-    found = tuple(values)
     for each in found:
         choice(name, each, choices)
     if len(set(found)) != len(found):

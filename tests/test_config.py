@@ -363,3 +363,8 @@ def test_blocks_hold_a_request_of_full_length_and_trash_a_whole_step(options: di
 def test_without_blocks_each_row_has_one_as_long_as_a_sequence() -> None:
     config = NeuronConfig(batch_size=4, sequence_length=100, prefill_chunk_size=32)
     assert (config.kv_blocks, config.block_length, config.blocks_per_row, config.trash_blocks) == (4, 100, 1, 1)
+
+
+def test_kernels_are_taken_from_whatever_can_be_gone_through_once() -> None:
+    taken = NeuronConfig(batch_size=1, sequence_length=64, target="trn2", kernels=iter(["attention_cte"]))  # type: ignore[arg-type]
+    assert taken.kernels == ("attention_cte",)

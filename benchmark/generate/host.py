@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from optimum_neuron.cli import reported_errors
+from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
@@ -56,8 +56,8 @@ def parse_arguments() -> Namespace:
     parser = make_parser("generate.host", __doc__, EXAMPLES)
     what = parser.add_argument_group("what to measure")
     add_model_options(what)
-    what.add_argument("--new-tokens", type=positive, metavar="TOKENS", default=100, help="of a call; default: 100")
-    what.add_argument("--rounds", type=positive, metavar="ROUNDS", default=7, help="of all paths in turn; default: 7")
+    add_option(what, "--new-tokens", type=positive, metavar="TOKENS", default=100, help="of a call")
+    add_option(what, "--rounds", type=positive, metavar="ROUNDS", default=7, help="of all paths in turn")
     add_file_options(parser)
     return parser.parse_args()
 
