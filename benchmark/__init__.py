@@ -4,6 +4,8 @@
     python -m benchmark.generate               generate() against transformers
     python -m benchmark.generate.competing     the same beside a process that takes a core
     python -m benchmark.generate.decode        a decode step, by live rows, context and block size
+    python -m benchmark.generate.chunks        prefill in chunks of several sizes
+    python -m benchmark.generate.host          what generate() and the engine take beside the graph of a step
     python -m benchmark.recurrent              models with recurrences against transformers, and their states' share of a step
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes

@@ -341,9 +341,10 @@ def test_help_teaches_and_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "set()"
-    # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, and graphs that run where
-    # somebody asks.
-    for name in set(NeuronConfig.option_names()) - {"float32_reduce", "long_frequencies", "top_logprobs", "kernels"}:
+    # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
+    # somebody asks, and snapshots, which no device keeps.
+    others = {"float32_reduce", "long_frequencies", "top_logprobs", "kernels"}
+    for name in set(NeuronConfig.option_names()) - others - {"state_snapshots", "state_snapshot_interval"}:
         assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
     assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
     assert not re.findall(r"--\w+_\w+", done.stdout)
