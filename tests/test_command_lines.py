@@ -18,7 +18,7 @@ from optimum.commands import optimum_cli
 
 
 # One of each kind also runs as a process of its own.
-SAMPLE = LINES[:: len(LINES) // 12]
+SAMPLE = LINES[:: len(LINES) // 6]
 # Lines on stderr beside the error: libraries' own warnings about what is then refused.
 OTHERS = re.compile(r"\[(transformers|optimum_neuron)\] |.*Warning: |  (return|warnings)\b")
 

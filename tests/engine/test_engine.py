@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    ARCHITECTURES,
     CHUNK_SIZE,
     LENGTH,
     VOCAB,
@@ -113,7 +112,8 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
     ("name", "policy", "target"),
     [
         *(("llama", policy, "eager") for policy in POLICIES),
-        *((name, "mixed", "eager") for name in (*ARCHITECTURES[1:], "lfm2")),
+        *((name, "mixed", "eager") for name in ("gpt_oss", "lfm2")),
+        *(pytest.param(name, "mixed", "eager", marks=pytest.mark.full) for name in ("qwen3", "gemma2", "deepseek_v3")),
         pytest.param("llama", "mixed", "cpu", marks=pytest.mark.slow),
     ],
 )

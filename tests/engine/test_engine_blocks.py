@@ -24,7 +24,10 @@ BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 256}
 SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)
 
 
-@pytest.fixture(scope="module", params=["eager", "in place", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("eager", marks=pytest.mark.full), "in place", pytest.param("cpu", marks=pytest.mark.slow)],
+)
 def both(
     request: pytest.FixtureRequest,
     tiny_models: dict[str, nn.Module],

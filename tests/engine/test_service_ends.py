@@ -56,8 +56,8 @@ first = manager.get_result()
     [
         (SERVICE + "sys.exit(3)", 3),
         (SERVICE + "1 / 0", 1),
-        (SERVICE + "del service, streams", 0),
-        (MANAGER + "sys.exit(3)", 3),
+        pytest.param(SERVICE + "del service, streams", 0, marks=pytest.mark.full),
+        pytest.param(MANAGER + "sys.exit(3)", 3, marks=pytest.mark.full),
         (MANAGER + "manager.stop(block=False); sys.exit(3)", 3),
     ],
     ids=["by exit", "by an error", "at its end", "a manager", "a manager that stops"],

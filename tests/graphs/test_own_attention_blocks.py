@@ -115,6 +115,7 @@ def test_a_block_of_two_rows_serves_both_where_a_model_attends_by_itself() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_cpu_target_gathers_them_too_and_the_export_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,7 +73,9 @@ def test_three_of_the_same_layers_are_traced(model: Any, monkeypatch: pytest.Mon
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(LAYERS))
 
 
-@pytest.mark.parametrize("what", ["attribute", "type", "shape", "hook", "tied"])
+@pytest.mark.parametrize(
+    "what", ["attribute", "shape", *(pytest.param(each, marks=pytest.mark.full) for each in ("type", "hook", "tied"))]
+)
 def test_a_layer_that_is_another_is_traced(what: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = model.model.layers[5]
     if what == "attribute":
