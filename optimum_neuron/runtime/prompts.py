@@ -60,7 +60,8 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int)
             raise ValueError(f"row {row} of attention_mask masks every token; give each prompt at least one")
         if real[-1] - real[0] + 1 != len(real):
             raise ValueError(
-                f"row {row} of attention_mask has a hole; only padding on the left or right can be masked"
+                f"row {row} of attention_mask has a hole; only padding on the left or right can be masked (where no mask is given, "
+                f"transformers takes the pad token for padding, wherever it is: then give attention_mask)"
             )
         prompts.append(token_ids[real].astype(np.int32))
     return prompts
