@@ -42,7 +42,7 @@ CRITERIA = st.lists(
 )
 
 
-@examples(100)
+@examples(400)
 @given(CRITERIA, st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
 def test_rows_end_as_transformers_criteria_say(
     criteria: list[StoppingCriteria], rows: int, length: int, seed: int, scored: bool
@@ -62,3 +62,9 @@ def test_without_criteria_no_row_ends() -> None:
 def test_a_criterion_may_answer_for_all_rows_at_once(value: bool | Tensor) -> None:
     stopping = Stopping(StoppingCriteriaList([lambda input_ids, scores: value]))
     assert stopping.ended(torch.zeros(2, 3), 3, [0, 0], None) == [True, value is True]
+
+
+def test_each_row_may_end_by_another_criterion() -> None:
+    stopping = Stopping(StoppingCriteriaList([EosTokenCriteria([2]), _EvenSum()]))
+    sequences = torch.tensor([[1, 2], [3, 3], [3, 4]])
+    assert stopping.ended(sequences, 2, [2, 3, 4], None) == [True, True, False]
