@@ -32,6 +32,7 @@ def test_sound_blocks_hold_with_shared_ones_among_them(case: Case) -> None:
     assert any((base < 256).any() for base in bases)
 
 
+@pytest.mark.full
 def test_sound_blocks_of_two_ranks_hold(tmp_path_factory: pytest.TempPathFactory) -> None:
     case = make_case(tmp_path_factory.mktemp("ranks"), 2, "mixed", **SIZES)
     assert places(case.compare(case.lower("mixed"))) == []
@@ -89,6 +90,7 @@ def test_tokens_that_are_written_to_a_neighbors_block_are_found(case: Case, monk
     assert places(case.compare(case.lower("mixed", COPY_SLOT)))
 
 
+@pytest.mark.full
 def test_a_copy_of_one_column_too_many_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = SlotCopy.forward
     monkeypatch.setattr(

@@ -25,6 +25,7 @@ SUMS = 5  # of the embedding, and of attention and the MLP of each of two layers
 OF_CHOICE = 2  # all-gathers of each rank's largest logit and its token, for decode rows and for chunk rows
 
 
+@pytest.mark.full
 def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
     neuron_sdk: Callable[..., NeuronTools],
     sharp_checkpoints: dict[str, Path],

@@ -110,10 +110,11 @@ def test_layers_that_a_kernel_does_not_compute_keep_theirs_and_one_without_use_i
     sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """qwen3 has a layer with a window and one without; gemma2 caps all scores."""
-    mixed = export_tiny(sharp_checkpoints["qwen3"], tmp_path / "qwen3", target="hlo", kernels=KERNELS)
+    options: dict[str, Any] = {"target": "hlo", "kernels": KERNELS, "mixed_step": False}
+    mixed = export_tiny(sharp_checkpoints["qwen3"], tmp_path / "qwen3", **options)
     assert len(list(kernel_calls(hlo.parse(graph(mixed, CHUNKS))))) == ROWS
     with pytest.raises(ValueError, match="kernels='attention_cte' computes no layer of this model; leave it out"):
-        export_tiny(sharp_checkpoints["gemma2"], tmp_path / "gemma2", target="hlo", kernels=KERNELS)
+        export_tiny(sharp_checkpoints["gemma2"], tmp_path / "gemma2", **options)
 
 
 def test_the_lint_sees_what_a_compiler_gets(artifact: Path) -> None:
@@ -153,6 +154,7 @@ def test_the_compiler_gets_what_nki_made(
         kernels=KERNELS,
         tensor_parallel_size=ranks,
         certificate=ranks == 2,
+        mixed_step=False,
     )
     assert called_kernels(graph(path, CHUNKS)) == {"attention_cte"}
     neff = (path / "graphs" / f"{CHUNKS}.neff").read_bytes()

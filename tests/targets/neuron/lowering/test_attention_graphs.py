@@ -77,7 +77,7 @@ def depending(graph: LoweredGraph, sources: list[Any]) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("llama", "gpt_oss") else [pytest.mark.full]) for name in ARCHITECTURES],
+    [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.full]) for name in ARCHITECTURES],
 )
 def test_nothing_of_a_decode_step_waits_for_what_it_writes(name: str, tiny_models: dict[str, nn.Module]) -> None:
     graphs = {graph.kind: graph for graph in lower_model(tiny_models[name], tiny_config(target="hlo"))}
@@ -115,7 +115,7 @@ def wide() -> tuple[nn.Module, ModelSpec]:
 def lower_wide(wide: tuple[nn.Module, ModelSpec]) -> list[LoweredGraph]:
     model, spec = wide
     sizes = {"sequence_length": 8192, "context_buckets": (8192,), "prefill_chunk_size": 512}
-    config = tiny_config(**sizes, ctx_batch_size=2, dtype="bfloat16", target="hlo")
+    config = tiny_config(**sizes, ctx_batch_size=2, dtype="bfloat16", target="hlo", mixed_step=False)
     cache = KVCache(state_specs(config, spec))
     return [lower_step(model, cache, each, NEURON_OPS, spec.vocab_size) for each in graph_specs(config)]
 

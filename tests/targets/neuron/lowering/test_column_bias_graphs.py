@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from biased import BLOCKS, PIECES, PROMPT, SIZES, answers, model_of, same
+from biased import BLOCKS, PIECES, SIZES, answers, model_of, same
 from helpers import artifact_runner, eager_runner, export_tiny, tiny_config
 
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.neuron.lowering import decompositions
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
@@ -24,7 +25,7 @@ with_models = pytest.mark.parametrize(
 
 @with_models
 @pytest.mark.parametrize("sizes", [SLOTS, pytest.param(BLOCKS, marks=pytest.mark.full)], ids=["slots", "blocks"])
-def test_graphs_are_linted_certified_and_choose_as_eager_steps_do(
+def test_graphs_are_linted_certified_and_choose_as_eager_steps_do_at_any_cut(
     name: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     model_of(name).save_pretrained(tmp_path / "checkpoint")
@@ -37,16 +38,13 @@ def test_graphs_are_linted_certified_and_choose_as_eager_steps_do(
     for one, other in zip(found, expected, strict=True):
         assert one.argmax() == other.argmax()
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_cuts_and_slots_change_no_bit_of_lowered_graphs(tmp_path: Path) -> None:
-    model_of("bloom").save_pretrained(tmp_path / "checkpoint")
-    folder = export_tiny(tmp_path / "checkpoint", tmp_path / "hlo", **SIZES, target="hlo")
-    runner = artifact_runner(folder)
-    found = answers(runner, 1, PIECES[0])
-    runner.reset_all()
-    assert same(answers(runner, 0, PIECES[1]), found)
-    assert len(PROMPT) == sum(PIECES[1])
+    if sizes is SLOTS:
+        # In the largest graph alone, neither cuts nor slots change a bit.
+        alone = GraphRunner(runner.executable, runner.config, list(runner.family), deterministic=True)
+        alone.reset_all()
+        found = answers(alone, 1, PIECES[0])
+        alone.reset_all()
+        assert same(answers(alone, 0, PIECES[1]), found)
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])

@@ -46,9 +46,8 @@ def lower_whole(patch: pytest.MonkeyPatch, *args: Any) -> LoweredGraph:
         return lower_step(*args)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gpt_oss" else [pytest.mark.full]) for name in KINDS_OF_LAYERS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", KINDS_OF_LAYERS)
 def test_the_module_is_that_of_a_whole_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     deepen(monkeypatch)
     model = graph_model(name, torch.bfloat16)

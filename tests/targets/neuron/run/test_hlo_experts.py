@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from optimum_neuron import NeuronModelForCausalLM
 
 
-# The other routers' tokens are compared with the eager target's in test_hlo_target.py.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "mixtral" else [pytest.mark.full]) for name in CONFIGS]
-)
+# A few routers' tokens are compared with the eager target's in test_hlo_target.py and test_hlo_expert_forms.py.
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(name, tmp_path / "checkpoint")
     model = NeuronModelForCausalLM.from_pretrained(export_tiny(checkpoint, tmp_path / "artifact", target="hlo"))

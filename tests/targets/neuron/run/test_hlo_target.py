@@ -227,6 +227,7 @@ def test_a_model_that_breaks_a_rule_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_path: Path) -> None:
     sizes = {"batch_size": 2, "sequence_length": 128, "prefill_chunk_size": 32, "context_buckets": (128,)}
     outputs = []
