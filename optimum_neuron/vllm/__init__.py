@@ -15,7 +15,7 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`: lets vLLM accept architectures that it has no modelling code for, and tell what
+    """Entry point `vllm.general_plugins`: lets vLLM accept every architecture without modelling code of its own, and tell what
     a user gave of its arguments."""
     from vllm.platforms import current_platform
 

@@ -30,10 +30,10 @@ class NeuronCausalLM(nn.Module):
 
 
 def register_architectures() -> None:
-    """Registers every causal language model of transformers that vLLM does not know."""
+    """Registers every causal language model of transformers, also where vLLM has code for it: to ask that for its type would import
+    it, with what it needs of packages and devices."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import ModelRegistry
 
-    known = set(ModelRegistry.get_supported_archs())
-    for architecture in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - known):
+    for architecture in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
         ModelRegistry.register_model(architecture, f"{__name__}:NeuronCausalLM")

@@ -123,19 +123,18 @@ def test_vllm_finds_our_platform_by_its_entry_point() -> None:
     assert type(vllm.platforms.current_platform).__module__ == "optimum_neuron.vllm.platform"
 
 
-def test_only_architectures_that_vllm_does_not_know_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    ours = f"{models.__name__}"
-    for name in [name for name, model in ModelRegistry.models.items() if getattr(model, "module_name", "") == ours]:
-        del ModelRegistry.models[name]
-    before = dict(ModelRegistry.models)
-    assert "BioGptForCausalLM" not in before and "LlamaForCausalLM" in before
+def test_causal_language_models_are_ours_and_vllm_keeps_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {
+        name: _LazyRegisteredModel(f"vllm.model_executor.models.{module}", name)
+        for name, module in (("LlamaForCausalLM", "llama"), ("BertModel", "bert"))
+    }
+    monkeypatch.setattr(ModelRegistry, "models", dict(before))
     general_plugin()
     after = ModelRegistry.models
-    assert {name: after[name] for name in before} == before
-    added = {name: after[name] for name in after.keys() - before.keys()}
-    assert "BioGptForCausalLM" in added
-    assert all(isinstance(model, _LazyRegisteredModel) and model.module_name == ours for model in added.values())
+    assert after.pop("BertModel") is before["BertModel"]
+    assert {"LlamaForCausalLM", "BioGptForCausalLM", "Qwen3_5ForCausalLM"} <= after.keys()
+    assert all(isinstance(model, _LazyRegisteredModel) for model in after.values())
+    assert {(model.module_name, model.class_name) for model in after.values()} == {(models.__name__, "NeuronCausalLM")}
 
 
 def test_another_platforms_registry_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

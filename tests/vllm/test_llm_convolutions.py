@@ -35,9 +35,23 @@ def checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]
 
 @pytest.mark.parametrize(
     ("checkpoint", "sizes"),
-    [("lfm2", SIZES), ("lfm2", BLOCKS), ("gated delta", BLOCKS), ("nemotron_h", SIZES), ("mamba2", SIZES)],
+    [
+        ("lfm2", SIZES),
+        ("lfm2", BLOCKS),
+        ("gated delta", BLOCKS),
+        ("nemotron_h", SIZES),
+        ("mamba2", SIZES),
+        ("qwen3_5_text", SIZES),
+    ],
     indirect=["checkpoint"],
-    ids=["slots", "blocks", "a hybrid over blocks", "a hybrid", "recurrences alone"],
+    ids=[
+        "slots",
+        "blocks",
+        "a hybrid over blocks",
+        "a hybrid",
+        "recurrences alone",
+        "whose code in vLLM needs torchvision",
+    ],
 )
 def test_prompts_that_start_alike_get_what_transformers_gives_them(
     checkpoint: Path, tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
