@@ -86,7 +86,9 @@ def eager_pair(
     return Pair(*runners, tiny_specs[request.param])
 
 
-@pytest.fixture(scope="module", params=("llama", "gpt_oss", "deepseek_v3", "lfm2"))
+@pytest.fixture(
+    scope="module", params=("llama", "gpt_oss", "lfm2", pytest.param("deepseek_v3", marks=pytest.mark.full))
+)
 def cpu_pair(
     request: pytest.FixtureRequest,
     tiny_checkpoints: dict[str, Path],

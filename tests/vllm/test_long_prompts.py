@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from helpers import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from real_schedules import Served
 from scheduler_outputs import random_prompt
@@ -151,7 +152,7 @@ def test_a_stream_of_short_prompts_leaves_each_long_one_every_third_step_at_leas
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=14))
 def test_whoever_is_first_goes_on_in_every_third_step_and_all_decode_in_every_step(
     serve: Callable[[str], Served], name: str, arrivals: list[tuple[int, int, int]]

@@ -139,7 +139,7 @@ def test_what_a_kernel_stands_for_is_counted(
     assert costs[1].total_flops - costs[0].total_flops == LAYERS * ROWS * 2 * 2 * heads * dim * tokens * tokens
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_compiler_gets_what_nki_made(
     ranks: int,
     neuron_sdk: Callable[..., NeuronTools],

@@ -182,6 +182,7 @@ def eight_ranks(target: str) -> NeuronConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_eight_ranks_split_the_tokens_of_long_chunks_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 2}))
     config = NeuronConfig(

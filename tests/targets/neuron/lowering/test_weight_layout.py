@@ -46,8 +46,8 @@ JOINED = {
     "lfm2": {"q_proj-k_proj-v_proj", "w1-w3"},
     "qwen3_moe": {"q_proj-k_proj-v_proj"},
 }
-# Plain layers, and latent keys with experts; the others by the full profile.
-QUICK = ("llama", "deepseek_v3")
+# Latent keys and experts; the others by the full profile.
+QUICK = ("deepseek_v3",)
 
 
 def graphs(name: str, ranks: int, folder: Path) -> Iterator[LoweredGraph]:

@@ -33,7 +33,12 @@ pytest_plugins = ("fakes.plugin",)
 PROMPTS = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
 PROMPTS.append([*PROMPTS[2], 7])  # starts like another one: its cache rows are copied on the device
 # A target and the runtime that its graphs run on.
-RUNTIMES = [("trn2", "lite"), ("trn3", "nrt"), ("trn1", "nxd"), ("inf2", "nxd")]
+RUNTIMES = [
+    ("trn2", "lite"),
+    ("trn3", "nrt"),
+    ("inf2", "nxd"),
+    pytest.param("trn1", "nxd", marks=pytest.mark.full),
+]
 
 
 def answers(model: NeuronModelForCausalLM) -> tuple:

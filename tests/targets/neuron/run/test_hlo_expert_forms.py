@@ -75,6 +75,7 @@ def test_tokens_are_the_eager_target_s_and_chunk_boundaries_change_no_bit(
     assert all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.full
 def test_what_is_executed_of_a_large_model_has_the_forms_of_its_artifact(tmp_path: Path) -> None:
     CONFIGS["qwen3_moe"]().save_pretrained(tmp_path)
     large, small = (tiny_config(target="trn2", **SIZES | changed) for changed in ({}, SMALL))
