@@ -16,159 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from . import kv_cache
-from .attention_parts import visible_groups
-from .compression import CompressedKeys, CompressionRecorder
-from .convolution import state_of
-from .index_keys import AskedKeys, KeySource
+from .attention_rows import AttentionRows
+from .compression import CompressedKeys
 from .interface import AttentionCall
-from .masks import CausalMask, UnsupportedModelError, Window
-from .model_spec import ConvolutionState, KeySelection, LayerCache, RecurrentState
+from .layer_recorder import LayerCalls
+from .masks import CausalMask
 from .own_scores import BiasMask
-from .owned_blocks import OwnedBlocks, sees
-from .recurrence import LayerOfScan, ScanCall, ScanKind, recurrence_of
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
 MASKED = -1e9
 MASKED_HALF = -3e4  # float16 ends at -65504
-# Between the numbers of the caches of a layer that attends several times; more than any model's layers.
-CALLS_APART = 100_000
-
-
-@dataclass
-class LayerCalls:
-    """Numbers the caches of one forward pass: a layer that attends several times has one for each time."""
-
-    counts: dict[int, int] = field(default_factory=dict)
-
-    def number(self, layer_idx: int) -> int:
-        """The layer's own number where it attends once."""
-        before = self.counts.get(layer_idx, 0)
-        self.counts[layer_idx] = before + 1
-        return layer_idx + before * CALLS_APART
-
-
-@dataclass
-class LayerRecorder(LayerOfScan, CompressionRecorder):
-    """Backend of attention and of all that layers keep beside keys and values: learns what that is from one pass of the model."""
-
-    by_itself: bool = False
-    biased: bool = False
-    layers: list[LayerCache] = field(default_factory=list)
-    convolutions: list[ConvolutionState] = field(default_factory=list)
-    recurrences: list[RecurrentState] = field(default_factory=list)
-    selections: list[KeySelection] = field(default_factory=list)
-    calls: LayerCalls = field(default_factory=LayerCalls)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.store(call.layer_idx, call.key, call.value)
-        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[-1]))
-
-    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        number = self.calls.number(layer_idx)
-        self.layers.append(LayerCache(number, key.shape[1], key.shape[-1], value.shape[-1]))
-        return key, value
-
-    def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self._keep_inputs(state_of(layer_idx, index, inputs, weight))
-        return inputs
-
-    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
-        _, channels, tokens = inputs.shape
-        self._keep_inputs(ConvolutionState(layer_idx, index, past, channels))
-        return inputs.new_zeros((tokens, channels, past))
-
-    def _keep_inputs(self, state: ConvolutionState) -> None:
-        if any((each.layer_idx, each.index) == (state.layer_idx, state.index) for each in self.convolutions):
-            raise UnsupportedModelError(f"layer {state.layer_idx} keeps inputs of several convolutions in one place")
-        self.convolutions.append(state)
-
-    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        self.recurrences.append(recurrence_of(*self.number(), call))
-        return torch.zeros_like(call.value)
-
-    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        if any(each.layer_idx == layer_idx for each in self.selections):
-            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
-
-        def tell(always: int, width: int) -> None:
-            self.selections.append(KeySelection(layer_idx, keys.shape[1], always, width))
-
-        return AskedKeys(tell)
-
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
-        if self.biased:
-            return BiasMask(mask, dtype)
-        if not self.by_itself:
-            return None
-        mask.visible_window()
-        return torch.zeros((1, 1, 1, 1), dtype=dtype)
-
-
-@dataclass
-class AttentionRows:
-    """A group of rows of a step as attention sees it: all rows have the same number of tokens.
-
-    Attributes:
-        position_ids: `[rows, tokens]`; padding repeats the last position, an idle row has -1.
-        blocks: what of the cache each row has, as `kv_cache.read` takes it: `[rows, n]` blocks, or `[rows]` slots; None where
-            row i is slot i.
-        decodes: whether these are decode rows, of one token each, which is alone in its blocks in this step.
-        slots: `[rows]`; None where row i is slot i.
-        owned: of decode rows whose blocks attend in place, who owns which; `blocks` is None.
-    """
-
-    position_ids: Tensor
-    blocks: Tensor | None
-    context_length: int
-    decodes: bool = False
-    owned: OwnedBlocks | None = None
-    slots: Tensor | None = None
-    masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    compressed: dict[int, Tensor] = field(default_factory=dict)
-    parts: dict[tuple[int, int], AttentionRows] = field(default_factory=dict)
-
-    def visible(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
-        """`[rows, tokens, stop - start]`: which of these cache columns a token may see. Built once per window and step."""
-        stop = self.context_length if stop is None else stop
-        key = (sliding_window, start, stop)
-        if key not in self.masks:
-            columns = torch.arange(start, stop, dtype=torch.int32)
-            self.masks[key] = sees(columns, self.position_ids[:, :, None], sliding_window)
-        return self.masks[key]
-
-    def seen(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
-        """`[rows, stop - start]`: which of these cache columns any token of a row may see."""
-        stop = self.context_length if stop is None else stop
-        key = (sliding_window, start, stop)
-        if key not in self.columns:
-            self.columns[key] = self.visible(sliding_window, start, stop).any(1)
-        return self.columns[key]
-
-    def earlier(self, sliding_window: Window, start: int, stop: int) -> Tensor:
-        """`visible` without each token's own column: what it may see of the cache as it was before the step."""
-        key = (sliding_window, start, stop)
-        if key not in self.past:
-            columns = torch.arange(start, stop, dtype=torch.int32)
-            self.past[key] = self.visible(*key) & (columns < self.position_ids[:, :, None])
-        return self.past[key]
-
-    def visible_groups(self, rate: int) -> Tensor:
-        """`[rows, tokens, groups]`: which of the context's keys a token may see that stand for `rate` tokens each."""
-        if rate not in self.compressed:
-            self.compressed[rate] = visible_groups(self.position_ids, rate, self.context_length // rate)
-        return self.compressed[rate]
-
-    def part(self, start: int, stop: int) -> AttentionRows:
-        """The same rows, of which only these tokens attend."""
-        key = (start, stop)
-        if key not in self.parts:
-            positions = self.position_ids[:, start:stop]
-            self.parts[key] = AttentionRows(positions, self.blocks, self.context_length, slots=self.slots)
-        return self.parts[key]
-
 
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
 CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .attention import CALLS_APART
+from .layer_recorder import CALLS_APART
 from .repeated_layers import LayerTrace, Template, operators
 
 

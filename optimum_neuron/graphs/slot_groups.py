@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from . import kv_cache
-from .attention import MASKED, MASKED_HALF, AttentionRows, CacheWrite
+from .attention import MASKED, MASKED_HALF, CacheWrite
+from .attention_rows import AttentionRows
 from .compression import CompressedKeys, CompressingLayer, GroupWindows, NoIndices
 from .index_keys import ScoresOf
 from .masks import UnsupportedModelError

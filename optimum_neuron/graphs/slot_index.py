@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from . import kv_cache
-from .attention import AttentionRows, CacheWrite
+from .attention import CacheWrite
+from .attention_rows import AttentionRows
 from .index_keys import KeySource, Pool, ScoresOf
 from .masks import UnsupportedModelError, Window
 from .selection import select_largest

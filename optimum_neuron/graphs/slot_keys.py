@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import kv_cache
-from .attention import MASKED, MASKED_HALF, AttentionRows, select_columns
+from .attention import MASKED, MASKED_HALF, select_columns
+from .attention_rows import AttentionRows
 from .masks import CausalMask
 
 

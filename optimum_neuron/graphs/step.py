@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionRows, CachedAttention
+from .attention import CachedAttention
+from .attention_rows import AttentionRows
 from .chosen import ChosenTokens, slots_of_rows
 from .convolution import SlotConvolutions
 from .experts import routing, set_experts

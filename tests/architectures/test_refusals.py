@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from optimum_neuron.checkpoints.language_model import register_language_model
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, with_attention
 from optimum_neuron.graphs.kv_cache import KVCache

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron.graphs import kv_cache
-from optimum_neuron.graphs.attention import AttentionRows, attend_cache
+from optimum_neuron.graphs.attention import attend_cache
 from optimum_neuron.graphs.attention_parts import merge_attention_states, visible_groups
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.masks import AttentionChunk, Window
 from optimum_neuron.targets.neuron.lowering import attention as neuron

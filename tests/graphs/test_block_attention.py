@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.block_owners import BlockOwners, OwnerSizes, fill_owners
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.masks import AttentionChunk, Window

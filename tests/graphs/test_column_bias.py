@@ -13,7 +13,8 @@ from biased import BLOCKS, MODELS, PIECES, PROMPT, SIZES, answers, model_of, own
 from helpers import eager_runner, prefill_pieces, tiny_config
 from torch import Tensor
 
-from optimum_neuron.graphs.attention import AttentionRows, added_bias, attend_cache
+from optimum_neuron.graphs.attention import added_bias, attend_cache
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.checks.inspect import check_blocks, inspect_model
 from optimum_neuron.graphs.checks.text_length import check_tables
 from optimum_neuron.graphs.interface import AttentionCall

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.graphs import slot_index
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, ScoresOf

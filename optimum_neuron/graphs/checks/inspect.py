@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from ...config import NeuronConfig
 from ...errors import first_line
-from ..attention import LayerRecorder
 from ..experts import no_experts, routing, set_experts
+from ..layer_recorder import LayerRecorder
 from ..masks import UnsupportedModelError
 from ..model_cache import Backends, CacheNeeds
 from ..model_spec import ModelSpec

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.attention import AttentionRows, attend_cache
+from ...graphs.attention import attend_cache
+from ...graphs.attention_rows import AttentionRows
 from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk

@@ -26,7 +26,8 @@ from kernel_calls import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from optimum_neuron.graphs.attention import AttentionRows, attend_cache
+from optimum_neuron.graphs.attention import attend_cache
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.masks import AttentionChunk
 from optimum_neuron.targets.cpu import operators

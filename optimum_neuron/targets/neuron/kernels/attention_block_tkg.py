@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, AttentionRows, DecodeAttention, select_columns
+from ....graphs.attention import MASKED, DecodeAttention, select_columns
+from ....graphs.attention_rows import AttentionRows
 from ....graphs.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
 from .node import call_kernel

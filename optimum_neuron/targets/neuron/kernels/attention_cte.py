@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import MASKED, AttentionRows, CacheAttention, select_columns
+from ....graphs.attention import MASKED, CacheAttention, select_columns
+from ....graphs.attention_rows import AttentionRows
 from ....graphs.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Kernel, known
 from .node import call_kernel

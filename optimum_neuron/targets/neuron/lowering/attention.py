@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from ....graphs import kv_cache
-from ....graphs.attention import (
-    MASKED,
-    MASKED_HALF,
-    AttentionRows,
-    added_bias,
-    compressed_of,
-    select_columns,
-    selected_of,
-)
+from ....graphs.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
 from ....graphs.attention_parts import merge_attention_states
+from ....graphs.attention_rows import AttentionRows
 from ....graphs.interface import AttentionCall
 from ..sdk.hardware import SBUF
 

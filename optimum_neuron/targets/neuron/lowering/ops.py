@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....config import NeuronConfig
-from ....graphs.attention import AttentionRows
+from ....graphs.attention_rows import AttentionRows
 from ....graphs.interface import AttentionCall
 from ....graphs.ops import StepOps
 from ..sampler import largest_of_whole

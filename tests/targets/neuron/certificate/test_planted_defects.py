@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from optimum_neuron.artifacts.weights import rank_weights_name
 from optimum_neuron.graphs import kv_cache
 from optimum_neuron.graphs import step as step_module
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.chosen import ChosenTokens
 from optimum_neuron.graphs.scores import Scores
 from optimum_neuron.targets.neuron.certificate.host_ranks import Module

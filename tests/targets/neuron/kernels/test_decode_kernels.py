@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.experts import ExpertsCall
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.owned_blocks import OwnedBlocks

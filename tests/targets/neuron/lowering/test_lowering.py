@@ -25,7 +25,7 @@ from helpers import (
 from lowered import lower_function, lower_model
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.attention import AttentionRows
+from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.model_spec import ModelSpec
