@@ -55,7 +55,7 @@ def prefill(
         if runner.runs_ahead:
             started.append((runner.start(chunks, logits=logits and bool(ends)), ends))
         else:
-            found.keep(runner.step(chunks, logits=logits), ends)
+            found.keep(runner.step(chunks, logits=logits, outputs=bool(ends)), ends)
         unfinished = [row for row in unfinished if runner.lengths[row] < len(prompts[row])]
     for wait, ends in started:
         if ends:

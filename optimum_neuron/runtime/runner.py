@@ -19,7 +19,7 @@ from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.model_spec import ModelSpec
 from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec
-from ..targets import AheadExecutable, Executable, HasOtherGraphs
+from ..targets import AheadExecutable, Executable, HasOtherGraphs, RunsForStates
 from .block_tables import BlockTables
 from .kept_states import KeptStates
 from .process import OwnProcess
@@ -57,6 +57,7 @@ class GraphRunner:
         deterministic: bool = False,
     ) -> None:
         self.executable = executable
+        self._for_states = executable if isinstance(executable, RunsForStates) else None
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
         self.graph_calls: Counter[str] = Counter()
@@ -215,6 +216,7 @@ class GraphRunner:
         graph: GraphSpec | None = None,
         *,
         logits: bool = True,
+        outputs: bool = True,
     ) -> StepOutput:
         """Advances prompts by a chunk each and active slots by one token each, all in one run of one graph.
 
@@ -222,6 +224,7 @@ class GraphRunner:
             graph: the one that whoever planned the step chose; None: what `family` selects. Without chunks it is of the
                 kind token generation, without decode rows chunked prefill, with both mixed.
             logits: whether somebody reads logits; where nobody does they need not leave a device.
+            outputs: whether somebody reads any output; where nobody does the step need not compute them.
 
         Raises:
             ValueError: a slot twice, or chunks that fit no graph or no slot, or an active slot that is full, or both
@@ -229,7 +232,7 @@ class GraphRunner:
                 take. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        output = self._launch(chunks, decode, graph, logits=logits)()
+        output = self._launch(chunks, decode, graph, logits=logits, outputs=outputs)()
         self._advance(chunks, decode)
         return output
 
@@ -245,7 +248,13 @@ class GraphRunner:
         return wait
 
     def _launch(
-        self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None, *, logits: bool
+        self,
+        chunks: Sequence[Chunk],
+        decode: DecodeRows | None,
+        graph: GraphSpec | None,
+        *,
+        logits: bool,
+        outputs: bool = True,
     ) -> Callable[[], StepOutput]:
         """Runs a step, or starts it where the executable runs ahead; what is returned waits for its end."""
         try:
@@ -257,6 +266,9 @@ class GraphRunner:
         if self.executable.runs_ahead:
             wait = cast(AheadExecutable, self.executable).start(graph.name, inputs, logits=logits)
             return lambda: self._collect(graph, wait(), last_rows)
+        if not outputs and self._for_states is not None:
+            self._for_states.run_for_states(graph.name, inputs)
+            return StepOutput
         output = self._collect(graph, self.executable.run(graph.name, inputs), last_rows)
         return lambda: output
 

@@ -138,7 +138,8 @@ class StepRows(Generic[R]):
             from with logits `[vocab]` float32, in memory that the next run may use again.
         """
         chunks, rows, due, ended = self._fill(decodes, parts)
-        output = self._runner.step(chunks, rows, graph, logits=self._wants_logits(due, ended))
+        wants_logits = self._wants_logits(due, ended)
+        output = self._runner.step(chunks, rows, graph, logits=wants_logits, outputs=bool(due or ended))
         self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
         return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..artifacts.artifact import Artifact
 from ..graphs.family import rows_needed
 from ..graphs.spec import GraphSpec
-from ..targets import Executable, HasOtherGraphs, KeepsStates, TellsOperators
+from ..targets import Executable, HasOtherGraphs, KeepsStates, RunsForStates, TellsOperators
 from .profile import Profile
 from .runner import GraphRunner
 from .step_tensors import Chunk, DecodeRows, StepOutput
@@ -45,23 +45,34 @@ class TracedExecutable:
         self._runs: Counter[str] = Counter()
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._note_run(graph, inputs, outputs=True)
+
+    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+        self._note_run(graph, inputs, outputs=False)
+
+    def _note_run(self, graph: str, inputs: Sequence[Tensor], *, outputs: bool) -> Sequence[Tensor]:
         self._runs[graph] += 1
         executable, start = self._executable, now()
+        found: Sequence[Tensor] = ()
         if self._runs[graph] <= OPERATOR_RUNS and isinstance(executable, TellsOperators):
-            outputs = self._run_by_operators(executable, graph, inputs)
+            found = self._run_by_operators(executable, graph, inputs, outputs=outputs)
+        elif not outputs and isinstance(executable, RunsForStates):
+            executable.run_for_states(graph, inputs)
         else:
-            outputs = executable.run(graph, inputs)
+            found = executable.run(graph, inputs)
         self._trace.span("graphs", graph, start, run=self._runs[graph])
-        return outputs
+        return found
 
-    def _run_by_operators(self, executable: TellsOperators, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _run_by_operators(
+        self, executable: TellsOperators, graph: str, inputs: Sequence[Tensor], *, outputs: bool
+    ) -> Sequence[Tensor]:
         began = now()
 
         def ended(operator: str) -> None:
             nonlocal began
             began = self._trace.span("operators", operator, began)
 
-        return executable.run_by_operators(graph, inputs, ended)
+        return executable.run_by_operators(graph, inputs, ended, outputs=outputs)
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         return self._executable.idle_inputs() if isinstance(self._executable, HasOtherGraphs) else {}
@@ -106,9 +117,10 @@ class TracedRunner(GraphRunner):
         graph: GraphSpec | None = None,
         *,
         logits: bool = True,
+        outputs: bool = True,
     ) -> StepOutput:
         start = now()
-        output = super().step(chunks, decode, graph, logits=logits)
+        output = super().step(chunks, decode, graph, logits=logits, outputs=outputs)
         name = "decode" if not chunks else "prefill chunk" if decode is None else "mixed"
         decoding = [] if decode is None else np.flatnonzero(decode.active).tolist()
         tokens = [len(chunk.token_ids) for chunk in chunks]

@@ -67,8 +67,22 @@ class Executable(Protocol):
 class TellsOperators(Protocol):
     """An executable that can also run a step one operator at a time, with the same results, for who wants to see them."""
 
-    def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
-        """As `Executable.run`; `ended` is called with each operator's name as it ends."""
+    def run_by_operators(
+        self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
+    ) -> Sequence[Tensor]:
+        """As `Executable.run`, or where nobody reads `outputs`, as `RunsForStates.run_for_states`.
+
+        Args:
+            ended: is called with each operator's name as it ends.
+        """
+
+
+@runtime_checkable
+class RunsForStates(Protocol):
+    """An executable that can leave out what only a step's outputs need: of a prompt's chunk that does not end it nobody reads them."""
+
+    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+        """As `Executable.run`, with the same states behind it."""
 
 
 @runtime_checkable

@@ -96,4 +96,4 @@ def _compute(runner: GraphRunner, state: SlotRequest, count: int) -> None:
     vLLM drops, and a slot's state is of all its tokens."""
     size = runner.config.prefill_chunk_size
     for start in range(0, count, size):
-        runner.prefill([Chunk(state.slot, state.prefill_token_ids[start : min(start + size, count)])])
+        runner.step([Chunk(state.slot, state.prefill_token_ids[start : min(start + size, count)])], outputs=False)

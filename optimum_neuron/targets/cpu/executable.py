@@ -18,6 +18,7 @@ from .live_tokens import LiveTokens
 from .memory import PlanMemory
 from .plan.encode import PlanError, encode
 from .plan.program import Plan, TorchCall
+from .plan.states import steps_for_states
 from .plan.step_names import step_name
 from .torch_call import bind_call
 
@@ -40,7 +41,10 @@ class BoundPlan:
         self._library = library.load()
         self._plan = plan
         self._memory = PlanMemory(plan, spec, vocab_size, tensors, arena)
-        words, self._segments = self._encode()
+        words, calls = self._encode()
+        self._segments = self._group(calls)
+        self._state_steps = steps_for_states(plan)
+        self._for_states = self._group(calls[: self._state_steps])
         array = np.array(words, dtype=np.int64)
         self._handle = self._library.step_plan(array.ctypes.data, len(words))
         if not self._handle:
@@ -52,23 +56,33 @@ class BoundPlan:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
 
-    def _encode(self) -> tuple[list[int], list[Callable[[int], None]]]:
-        """The words of all kernel steps, and what runs the steps in order."""
+    def _encode(self) -> tuple[list[int], list[Callable[[int], None] | None]]:
+        """The words of all kernel steps, and for each step the call of torch that it is, if it is one."""
         words: list[int] = []
-        segments: list[Callable[[int], None]] = []
-        native = begin = 0
+        calls: list[Callable[[int], None] | None] = []
         for step in self._plan.steps:
             if isinstance(step, TorchCall):
-                if native > begin:
-                    segments.append(self._kernels(begin, native))
-                begin = native
-                segments.append(bind_call(step, self._memory))
+                calls.append(bind_call(step, self._memory))
             else:
                 words += encode(step, self._plan.buffers)
-                native += 1
-        if native > begin:
-            segments.append(self._kernels(begin, native))
-        return words, segments
+                calls.append(None)
+        return words, calls
+
+    def _group(self, calls: Sequence[Callable[[int], None] | None]) -> list[Callable[[int], None]]:
+        """What runs the first steps in order, given the calls of torch among them: kernels side by side as one."""
+        segments: list[Callable[[int], None]] = []
+        begin = end = 0
+        for call in calls:
+            if call is None:
+                end += 1
+                continue
+            if end > begin:
+                segments.append(self._kernels(begin, end))
+            begin = end
+            segments.append(call)
+        if end > begin:
+            segments.append(self._kernels(begin, end))
+        return segments
 
     def _kernels(self, begin: int, end: int) -> Callable[[int], None]:
         def run(live: int) -> None:
@@ -87,13 +101,21 @@ class BoundPlan:
             segment(live)
         return outputs
 
-    def run_by_operators(self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None]) -> list[Tensor]:
-        """The same, a step at a time; `ended` gets the name of each."""
-        outputs = self._memory.start(inputs)
-        for name, run in self._operators:
+    def run_for_states(self, inputs: Sequence[Tensor], live: int) -> None:
+        """The same, without what only outputs need."""
+        self._memory.start(inputs)
+        for segment in self._for_states:
+            segment(live)
+
+    def run_by_operators(
+        self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None], *, outputs: bool
+    ) -> list[Tensor]:
+        """As `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
+        returned = self._memory.start(inputs)
+        for name, run in self._operators if outputs else self._operators[: self._state_steps]:
             run(live)
             ended(name)
-        return outputs
+        return returned
 
     @cached_property
     def _operators(self) -> list[tuple[str, Callable[[int], None]]]:
@@ -135,10 +157,17 @@ class CpuExecutable:
         with self._running:
             return plan.run(inputs, live_tokens(inputs))
 
-    def run_by_operators(self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None]) -> Sequence[Tensor]:
+    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
         plan, live_tokens = self._plans[graph]
         with self._running:
-            return plan.run_by_operators(inputs, live_tokens(inputs), ended)
+            plan.run_for_states(inputs, live_tokens(inputs))
+
+    def run_by_operators(
+        self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
+    ) -> Sequence[Tensor]:
+        plan, live_tokens = self._plans[graph]
+        with self._running:
+            return plan.run_by_operators(inputs, live_tokens(inputs), ended, outputs=outputs)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._copies.copy_columns(source, destination, length)

@@ -13,6 +13,7 @@ from recurrent import CONFIGS, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.runtime.step_tensors import Chunk
 
 
@@ -79,6 +80,16 @@ def test_a_snapshot_has_all_that_a_slot_keeps(kind: str, artifact: Path) -> None
     for slot, snapshot, length in ((0, 5, 40), (2, 0, 45), (1, 0, 45)):
         runner.reuse(slot, 1, length, snapshot)
         assert torch.equal(prefill_pieces(runner, slot, text[length:], [1, 23, PROMPT - length - 24]), expected)
+
+
+def test_states_are_the_same_where_nobody_reads_what_follows(kind: str, artifact: Path) -> None:
+    text, states = random_tokens(24, seed=2), []
+    for outputs in (True, False):
+        runner = artifact_runner(artifact)
+        runner.step([Chunk(1, text)], outputs=outputs)
+        names = [state.name for state in Artifact.open(artifact).states()]
+        states.append({name: runner.executable.read_state(name) for name in names})
+    assert all(torch.equal(states[1][name], state) for name, state in states[0].items())
 
 
 def test_recurrences_are_kernels_and_keep_one_state(kind: str, artifact: Path) -> None:

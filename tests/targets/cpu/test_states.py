@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose outputs nobody reads leaves out what only they need, and leaves the states to the bit as any other does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import artifact_runner, prefill_pieces, random_tokens
+from kernel_calls import Kernels, Planned
+from torch import Tensor, nn
+
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.graphs.spec import GREEDY
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_rows import PromptPart, StepRows
+from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.targets.cpu.plan.states import steps_for_states
+
+
+PROMPT = random_tokens(19, seed=4)
+
+
+def states_of(runner: GraphRunner, artifact: Artifact) -> dict[str, Tensor]:
+    return {state.name: runner.executable.read_state(state.name) for state in artifact.states()}
+
+
+def test_states_and_what_follows_are_the_same(cpu_artifact: Callable[[str], Path]) -> None:
+    path = cpu_artifact("llama")
+    artifact, found = Artifact.open(path), []
+    for outputs in (True, False):
+        runner = artifact_runner(path)
+        for name, state in states_of(runner, artifact).items():
+            runner.executable.write_state(name, torch.full_like(state, 0.5))
+        for start in (0, 8):
+            step = runner.step([Chunk(1, PROMPT[start : start + 8])], outputs=outputs)
+            assert outputs or step == StepOutput()
+        states = states_of(runner, artifact)
+        found.append((states, prefill_pieces(runner, 1, PROMPT[16:], [3])))
+    (whole, expected), (alone, logits) = found
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(alone[name], state) for name, state in whole.items())
+
+
+def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Callable[[str], Path]) -> None:
+    """Seen by the operators that ran: of the last layer no more than its keys and values, and no logits."""
+    runner = artifact_runner(cpu_artifact("llama"))
+    executable, ran = runner.executable, []
+    runner.executable = runner._for_states = _Told(executable, ran)
+    request = _Request()
+    rows: StepRows[_Request] = StepRows(runner)
+    rows.start(request, None)
+    assert rows.run([], [PromptPart(request, PROMPT[:8], ends=False)]) == []
+    before, ran[:] = list(ran), []
+    (_, token), *_ = rows.run([], [PromptPart(request, PROMPT[8:16], ends=True)])
+    assert isinstance(token, int)
+    assert before[-1].startswith("WriteCache") and ran[: len(before)] == before
+    assert "Sample" in ran[len(before) :]
+
+
+class _Told:
+    """An executable that runs by operators, and keeps their names."""
+
+    runs_ahead = False
+
+    def __init__(self, executable: object, ran: list[str]) -> None:
+        self._executable, self._ran = executable, ran
+
+    def run(self, graph: str, inputs: list[Tensor]) -> list[Tensor]:
+        return self._executable.run_by_operators(graph, inputs, self._ran.append)
+
+    def run_for_states(self, graph: str, inputs: list[Tensor]) -> None:
+        self._executable.run_by_operators(graph, inputs, self._ran.append, outputs=False)
+
+
+class _Request:
+    """A request as the rows of a step know it."""
+
+    slot, sampling, uniforms, on_host, logprobs = 1, GREEDY, None, False, False
+
+
+class _Keeping(nn.Module):
+    """Writes to its state amid what its output needs."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self._write = write
+        self.up = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("state", torch.zeros(3, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        y = self.up(x) * 2
+        self._write(self.state, y)
+        return (self.up(y).sort(-1).values + self.state.sum(),)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda state, y: state.copy_(y * 3),
+        lambda state, y: state.index_copy_(0, torch.tensor([2, 0, 1]), y),
+        lambda state, y: state[1:].add_(y[:2]),
+    ],
+    ids=["all", "by index", "in place"],
+)
+def test_whatever_writes_to_a_state_is_run(best_kernels: Kernels, write: Callable[[Tensor, Tensor], object]) -> None:
+    module, x = _Keeping(write), torch.randn(3, 8)
+    planned = Planned(best_kernels, module, [x])
+    assert 0 < steps_for_states(planned.plan) < len(planned.plan.steps)
+    found = []
+    for run in (planned._bound.run, planned._bound.run_for_states, lambda inputs, _: module(*inputs)):
+        module.state.fill_(0.25)
+        run([x], 3)
+        found.append(module.state.clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.allclose(found[0], found[2], atol=1e-6) and not torch.equal(found[0], torch.full((3, 8), 0.25))
