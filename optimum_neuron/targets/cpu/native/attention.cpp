@@ -24,9 +24,10 @@ namespace step {
 namespace {
 
 // Queries that share a packed block, at most: they should stay in the second-level cache. Fewer, down to the tokens
-// below, where there would be too few tiles to balance the threads.
+// below, where all threads are then done sooner.
 constexpr int64_t kTileQueries = 192;
-constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kTilesPerThread = 4;      // where they are fewer, sections of a long context are shared out
+constexpr int64_t kMostTilesPerThread = 8;
 constexpr int64_t kMinTileTokens = 8;
 // Multiply-adds of about 20 us: less is not worth waking another thread, and a task should have some part of it.
 // Packing costs as much as some queries.
@@ -42,10 +43,19 @@ class Tiling {
   // Results do not depend on the tokens of a tile.
   Tiling(const Layout& call, int threads) : call_(call) {
     const int64_t pairs = call.rows * call.kvHeads;
-    const int64_t tiles = divideUp(kTilesPerThread * threads, pairs);
-    const int64_t tokens = std::min(kTileQueries / call.group(), divideUp(call.tokens, tiles));
-    tokens_ = std::clamp<int64_t>(tokens, std::min<int64_t>(kMinTileTokens, call.tokens), call.tokens);
-    chunks_ = divideUp(call.tokens, tokens_);
+    const int64_t least = std::min<int64_t>(kMinTileTokens, call.tokens);
+    const auto chunksOf = [&](int64_t tokens) { return divideUp(call.tokens, tokens); };
+    const auto time = [&](int64_t tokens) {
+      return divideUp(pairs * chunksOf(tokens), threads) * (tokens * call.group() + kPackCost);
+    };
+    tokens_ = std::clamp<int64_t>(kTileQueries / call.group(), least, call.tokens);
+    for (int64_t chunks = chunksOf(tokens_) + 1; chunks * pairs <= kMostTilesPerThread * threads; ++chunks) {
+      const int64_t tokens = divideUp(call.tokens, chunks);
+      if (tokens >= least && time(tokens) < time(tokens_)) {
+        tokens_ = tokens;
+      }
+    }
+    chunks_ = chunksOf(tokens_);
   }
 
   int64_t count() const { return chunks_ * call_.rows * call_.kvHeads; }
@@ -147,7 +157,9 @@ template <class Kind>
 void attendAll(Pool& pool, const Layout& call) {
   const Tiling tiling(call, pool.threads());
   const int64_t cost = tiling.cost(), count = tiling.count();
-  if (cost > kGrain && pool.threads() > 1 && count < kTilesPerThread * pool.threads()) {
+  // Tiles of one row's chunk cost nearly the same, so that as many for each thread are done at once without.
+  const bool even = call.rows == 1 && call.tokens > 1 && count % pool.threads() == 0;
+  if (cost > kGrain && pool.threads() > 1 && count < kTilesPerThread * pool.threads() && !even) {
     const Sections sections(tiling, call.dim);
     if (sections.perTile() > 1 && sections.floats() <= kStateFloats * pool.threads()) {
       attendSections<Kind>(pool, call, tiling, sections);

@@ -113,7 +113,7 @@ void computeGroups(Pool& pool, const Group<Kind>* groups, int64_t count) {
       };
       const Range own{output(share.begin), output(share.end)};
       if (own.begin < own.end) {
-        LinearWorker<Kind>(group.input, group.linear, memory).run(own, {0, group.input.tiles()});
+        LinearWorker<Kind>(group.input, group.linear, memory).run(own, {0, group.input.tiles()}, {});
       }
     }
   });

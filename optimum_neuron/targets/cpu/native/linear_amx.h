@@ -84,7 +84,8 @@ class AmxWorker {
     }
   }
 
-  void run(Range outputs, Range tiles) {
+  // What is read next it asks for as it reads.
+  void run(Range outputs, Range tiles, Bytes) {
     if (input_.rows <= kFewRows) {
       return input_.rows == 1 ? computeFew<1>(outputs) : computeFew<2>(outputs);
     }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ahead.h"
 #include "linear_tile.h"
 #include "pool.h"
 #include "range.h"
@@ -24,6 +25,9 @@ constexpr int64_t kPanelOutputs = 64;
 constexpr int64_t kBlockTiles = 4;
 constexpr int64_t kChunkBytes = (kManyRegisters ? 40 : 28) * 1024;
 constexpr int64_t kVectorBytes = sizeof(Vec);
+// Panels that are asked for while several blocks of rows pass over the one before: of more, the second-level cache would lose
+// what it holds.
+constexpr int64_t kAheadBytes = 256 * 1024;
 // From this many rows on, weights that are converted to float32 are converted once for all rows of a batch, whose sums
 // and weights the second-level cache holds: a few tiles convert faster, again and again, beside their products.
 constexpr int64_t kConvertRows = kTileRows == 2 ? 3 : 8 * kTileRows;
@@ -105,28 +109,39 @@ class BlockWorker {
     packRows<Kind>(static_cast<Packed*>(input.packed) + first * input.stride, rows, last - first, input.columns);
   }
 
-  void run(Range outputs, Range tiles) {
-    const int64_t count = outputs.end - outputs.begin;
+  // `next` are the weights that this thread is likely to read then.
+  void run(Range outputs, Range tiles, Bytes next) {
+    const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
     const int64_t panels = divideUp(count, kPanelOutputs);
     const bool converts = sizeof(Packed) != sizeof(Element) && input_.rows >= kConvertRows;
     const int64_t batchTiles = converts ? kBatchTiles : blockTiles_;
-    const int64_t batches = divideUp(tiles.end - tiles.begin, batchTiles);
+    const int64_t batches = divideUp(all, batchTiles);
+    bool near = false;
     for (int64_t i = 0; i < panels; ++i) {
       const Range panel = shift(part(count, i, panels, kTileOutputs), outputs.begin);
+      const Bytes then = i + 1 < panels ? weightsOf(shift(part(count, i + 1, panels, kTileOutputs), outputs.begin)) : next;
+      const bool asks = all > blockTiles_ && then.count <= kAheadBytes;
+      Ahead ahead(asks ? then : Bytes{}, divideUp(panel.end - panel.begin, kTileOutputs) * all);
       for (int64_t j = 0; j < batches; ++j) {
-        const Range batch = shift(part(tiles.end - tiles.begin, j, batches), tiles.begin);
+        const Range batch = shift(part(all, j, batches), tiles.begin);
         if (converts) {
-          computeBatch<PackedWeights<Kind>>(panel, batch);
-        } else if (j == 0) {
-          computeBatch<PlainWeights<Kind>>(panel, batch);
+          computeBatch<PackedWeights<Kind>>(panel, batch, ahead);
+        } else if (j == 0 && !near) {
+          computeBatch<PlainWeights<Kind>>(panel, batch, ahead);
         } else {
-          computeBatch<PlainWeights<Kind, false>>(panel, batch);
+          computeBatch<PlainWeights<Kind, false>>(panel, batch, ahead);
         }
       }
+      near = asks;
     }
   }
 
  private:
+  Bytes weightsOf(Range outputs) const {
+    const int64_t row = input_.columns * static_cast<int64_t>(sizeof(Element));
+    return {weightRow(outputs, outputs.begin), (outputs.end - outputs.begin) * row};
+  }
+
   // Few rows are one block, so that their weights are read once.
   static int64_t blockTiles(const Input& input) {
     if (!kManyRegisters || input.tiles() <= kBlockTiles) {
@@ -140,7 +155,7 @@ class BlockWorker {
   static constexpr bool kConvert = std::is_same_v<Weights, PackedWeights<Kind>>;
 
   template <class Weights>
-  void computeBatch(Range panel, Range batch) {
+  void computeBatch(Range panel, Range batch, Ahead& ahead) {
     const int64_t tiles = batch.end - batch.begin;
     const int64_t blocks = divideUp(tiles, blockTiles_);
     const int64_t vectors = input_.stride / kStep<Kind>;
@@ -154,13 +169,13 @@ class BlockWorker {
       const int64_t columns = std::min(range.end * kStep<Kind>, input_.columns) - begin;
       for (int64_t j = 0; j < blocks; ++j) {
         const Range block = shift(part(tiles, j, blocks), batch.begin);
-        computeBlock<Weights>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1});
+        computeBlock<Weights>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1}, ahead);
       }
     }
   }
 
   template <class Weights>
-  void computeBlock(Range panel, int64_t firstTile, Range block, int64_t begin, Chunk chunk) {
+  void computeBlock(Range panel, int64_t firstTile, Range block, int64_t begin, Chunk chunk, Ahead& ahead) {
     const int64_t firstRow = input_.tileRows(firstTile).begin;
     const auto* bias = static_cast<const Element*>(linear_.bias);
     // Whole vectors of packed weights, whose ends are zero like those of x.
@@ -182,6 +197,7 @@ class BlockWorker {
       }
       Sums* sums = sums_ + (n - panel.begin) / kTileOutputs * kBatchTiles * kTileRows;
       for (int64_t t = block.begin; t < block.end; ++t) {
+        ahead.ask();
         const auto [first, last] = input_.tileRows(t);
         tile.x = static_cast<const Packed*>(input_.packed) + first * input_.stride + begin * (last - first);
         for (int64_t row = first; row < last; ++row) {
