@@ -39,6 +39,7 @@ class TimedRuns:
 
     def __init__(self, executable: Any) -> None:
         self._executable = executable
+        self.runs_ahead = executable.runs_ahead  # asked for in each step, so not by __getattr__
         self.seconds: list[float] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -136,14 +136,15 @@ class Engine:
         for kept in step.kept:
             self.runner.keep_state(kept.slot, kept.place)
         for sampler, choice in chosen:
-            token = self._choose(sampler, choice) if isinstance(choice, Tensor) else choice
-            if not isinstance(token, RequestFailure) and token >= self._num_embeddings:
+            token = choice if isinstance(choice, int) else self._choose(sampler, choice)
+            if isinstance(token, int) and token >= self._num_embeddings:
                 token = self._unreadable(sampler.request.request_id, token)
-            if isinstance(token, RequestFailure):
-                if self._fail(token.request_id):
-                    failures.append(token)
-                token = 0
-            tokens.append(token)
+            if isinstance(token, int):
+                tokens.append(token)
+                continue
+            if self._fail(token.request_id):
+                failures.append(token)
+            tokens.append(0)
         ended = iter(tokens[len(decodes) :])
         chunk_tokens = [next(ended) if part.ends else 0 for part in parts]
         seconds = time.perf_counter() - start

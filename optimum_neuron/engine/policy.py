@@ -135,14 +135,17 @@ class StepCosts:
 
     def record(self, graph: GraphSpec, seconds: float | None) -> None:
         """Notes the time of a step; None where it was not measured."""
+        key = graph.kind, graph.chunk_size
+        if seconds is not None and (key not in self._times or self._is_old(key)):
+            self._times[key] = deque(maxlen=_TIMES_KEPT)
         self._commits += 1
         if seconds is not None:
-            key = graph.kind, graph.chunk_size
-            self._times.setdefault(key, deque(maxlen=_TIMES_KEPT)).append(seconds)
+            self._times[key].append(seconds)
             self._last_commit[key] = self._commits
-        for key, commit in list(self._last_commit.items()):
-            if key[1] and self._commits - commit > _COMMITS_UNTIL_FORGOTTEN:
-                del self._times[key], self._last_commit[key]
+
+    def _is_old(self, key: tuple[GraphKind, int]) -> bool:
+        """Whether times are forgotten; those of decode steps, to which all others are compared, never are."""
+        return bool(key[1]) and self._commits - self._last_commit[key] > _COMMITS_UNTIL_FORGOTTEN
 
     def largest_within(self, target: float, chunk_sizes: Sequence[int], kind: GraphKind) -> int:
         """The largest chunk size with which decoding pauses for at most `target` seconds.
@@ -166,7 +169,11 @@ class StepCosts:
     def estimate(self, kind: GraphKind, chunk_size: int) -> float | None:
         """Time of a step: measured, or on the straight line from the decode step's time through the nearest measured
         size; None where no size of the kind was measured."""
-        known = {size: median(times) for (other, size), times in self._times.items() if other == kind}
+        known = {
+            size: median(times)
+            for (other, size), times in self._times.items()
+            if other == kind and not self._is_old((other, size))
+        }
         if chunk_size in known or not known:
             return known.get(chunk_size)
         nearest = min(known, key=lambda size: abs(size - chunk_size))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
 
@@ -89,6 +88,8 @@ class Scheduler:
         self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse, kept)
         if config.kv_block_size is not None:
             self.slots = BlockTable(config, min_reuse, kept)
+        # Then who decodes needs nothing but its slot: most steps are of such alone, and are planned at once.
+        self._holds_all = config.kv_block_size is None and kept is None
         self._costs = StepCosts()
         self._live: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []
@@ -171,6 +172,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None where no request is live. Changes nothing, so that two calls agree."""
+        if self._decodes and self._holds_all and not self._waiting and not self._prefilling:
+            return Step(self._family.select("token_generation", self._context), self._decodes, ())
         draft: CacheDraft = self.slots.draft(chain(self._running.values(), self._prefilling))
         decodes, context, prefilling = self._decodes, self._context, self._prefilling
         if draft.preempted:
@@ -182,7 +185,7 @@ class Scheduler:
         if step is None:
             return None
         step, kept = draft.complete(step, self._running), self.slots.snapshots
-        return step if kept is None else replace(step, kept=kept.plan(step, self.state))
+        return step if kept is None else step._replace(kept=kept.plan(step, self.state))
 
     def _step(
         self,
@@ -214,7 +217,7 @@ class Scheduler:
     ) -> GraphSpec:
         """The smallest graph of a step whose decodes see so many columns, each of its own blocks, where these are read in place."""
         counts = [chunk.count for chunk in chunks]
-        seen = max((chunk.start + chunk.count for chunk in chunks), default=1)
+        seen = max([chunk.start + chunk.count for chunk in chunks], default=1)
         if self._family.in_place and isinstance(self.slots, BlockTable):
             blocks = self.slots.reach((decode.slot, self._running[decode.slot].cached) for decode in decodes)
             return self._family.select(kind, seen, counts, blocks)

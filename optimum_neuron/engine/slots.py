@@ -38,6 +38,8 @@ class SlotTable:
         self.snapshots = snapshots
         self._tokens = np.zeros((batch_size, sequence_length), np.int32)
         self._lengths = np.zeros(batch_size, np.int64)
+        # The same memory without numpy, for what is done for each token.
+        self._cells, self._counts = self._tokens.data, self._lengths.data
         self._last_used = np.zeros(batch_size, np.int64)
         self._free = np.ones(batch_size, bool)
         self._holders: list[str | None] = [None] * batch_size
@@ -106,9 +108,9 @@ class SlotTable:
 
     def append(self, slot: int, token_id: int) -> None:
         """Adds one token behind the contents."""
-        length = self._lengths[slot]
-        self._tokens[slot, length] = token_id
-        self._lengths[slot] = length + 1
+        length = self._counts[slot]
+        self._cells[slot, length] = token_id
+        self._counts[slot] = length + 1
 
     def set_length(self, slot: int, length: int) -> None:
         """Forgets the contents beyond `length`."""

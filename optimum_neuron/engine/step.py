@@ -110,8 +110,7 @@ class BlockCopy(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one graph run does; what is done before it: requests are preempted, then blocks assigned, then copies made, and state
     taken from snapshots; and what behind it: state is kept.
 

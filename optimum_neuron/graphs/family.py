@@ -30,6 +30,8 @@ class GraphFamily:
 
     Attributes:
         has_mixed: whether a step can decode and take in a prompt at once.
+        in_place: whether decode rows attend over blocks where they lie: a graph then holds them by `blocks`, whatever their contexts
+            are.
 
     Raises:
         ValueError: `deterministic`, and there is no mixed graph.
@@ -40,6 +42,7 @@ class GraphFamily:
         for graph in sorted(graphs, key=lambda graph: (graph.chunk_size, graph.context_length)):
             self._by_kind.setdefault(graph.kind, []).append(graph)
         self.has_mixed = "mixed" in self._by_kind
+        self.in_place = any(graph.blocks_in_place for graph in self.kind("token_generation"))
         if deterministic and not self.has_mixed:
             raise ValueError(
                 "deterministic=True runs every step in the mixed graph, and this artifact has none; export it with "
@@ -60,11 +63,6 @@ class GraphFamily:
     def chunk_sizes(self, kind: GraphKind) -> tuple[int, ...]:
         """Tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
         return tuple(sorted({graph.chunk_size for graph in self._only or self.kind(kind)}))
-
-    @property
-    def in_place(self) -> bool:
-        """Whether decode rows attend over blocks where they lie: a graph then holds them by `blocks`, whatever their contexts are."""
-        return bool(self.kind("token_generation")[0].blocks_in_place)
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
         """The smallest graph of a kind that holds a step.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..config import NeuronConfig
@@ -78,7 +79,7 @@ class GraphSpec:
     blocks_in_place: int = 0
     shared_blocks: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Unique among the graphs of an artifact, and its file name's stem."""
         chunk = f"_chunk{self.chunk_size}" if self.has_chunk else ""

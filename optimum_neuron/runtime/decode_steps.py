@@ -33,6 +33,8 @@ class DecodeSteps:
         sampling = np.tile(np.asarray(choice.sampling, dtype=np.float32), (slots, 1))
         uniforms = np.zeros(slots, dtype=np.float32)
         self._rows = DecodeRows(np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool), sampling, uniforms)
+        # The same memory without numpy, whose code has left the processor's caches behind a step.
+        self._tokens, self._active = self._rows.token_ids.data, self._rows.active.data
         self._started: Callable[[], StepOutput] | None = None
         self._random: Tensor | None = None
 
@@ -53,7 +55,7 @@ class DecodeSteps:
             step = self._runner.start((), self._rows, logits=False)
         if more:
             self._random = torch.get_rng_state() if self._choice.sampling.temperature else None
-            self._fill(FROM_SLOT, unfinished)
+            self._fill([FROM_SLOT] * self._count, unfinished)
             self._started = self._runner.start((), self._rows, logits=False)
         return step()
 
@@ -63,9 +65,9 @@ class DecodeSteps:
             torch.set_rng_state(self._random)
         self._started = None
 
-    def _fill(self, tokens: Sequence[int] | int, unfinished: Sequence[bool]) -> None:
-        rows = self._rows
-        rows.token_ids[: self._count] = tokens
-        rows.active[: self._count] = True if self._all_rows else unfinished
+    def _fill(self, tokens: Sequence[int], unfinished: Sequence[bool]) -> None:
+        for row, token in enumerate(tokens):
+            self._tokens[row] = token
+            self._active[row] = self._all_rows or unfinished[row]
         if isinstance(self._choice, OnDeviceChoice) and self._choice.sampling.temperature:
-            rows.uniforms[: self._count] = self._choice.uniforms(self._count)
+            self._rows.uniforms[: self._count] = self._choice.uniforms(self._count)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from .decode_steps import DecodeSteps
 from .limits import cache_tokens
 from .prefill import prefill
 from .runner import GraphRunner
+from .step_tensors import TokenReader
 from .stopping import Stopping
 from .token_choice import HostChoice, OnDeviceChoice
 
@@ -41,6 +42,7 @@ class GenerationLoop:
     stopping_criteria: StoppingCriteriaList
     pad_token_id: int | None
     streamer: BaseStreamer | None = None
+    _reader: TokenReader = field(default_factory=TokenReader)
 
     def run(self, input_ids: Tensor, prompts: Sequence[np.ndarray], max_length: int) -> Tensor:
         """Returns `[rows, length]`: the prompts as they came, padding included, with the generated tokens behind.
@@ -53,7 +55,7 @@ class GenerationLoop:
         rows, column = input_ids.shape
         sequences = torch.empty((rows, max_length), dtype=torch.int64)
         sequences[:, :column] = input_ids
-        columns = sequences.numpy().T  # is set without torch: see Stopping
+        cells = sequences.numpy().data  # are set without torch and numpy: see Stopping
         unfinished = [True] * rows
         stopping, steps = Stopping(self.stopping_criteria), self._steps(rows)
         self.runner.reserve(cache_tokens(prompts, max_length - column))
@@ -61,13 +63,14 @@ class GenerationLoop:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
             on_host = isinstance(self.choice, HostChoice)
             first = prefill(self.runner, prompts, self.choice.sampling, draws, logits=on_host)
-            tokens = self._tokens(sequences, column, *first)
+            tokens = self._tokens(sequences, rows, column, *first)
             while True:
                 if self.pad_token_id is not None:
                     tokens = [
                         token if going else self.pad_token_id for token, going in zip(tokens, unfinished, strict=True)
                     ]
-                columns[column] = tokens
+                for row, token in enumerate(tokens):
+                    cells[row, column] = token
                 column += 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor(tokens))
@@ -76,7 +79,7 @@ class GenerationLoop:
                 if column == max_length or not any(unfinished):
                     break
                 output = steps.next(tokens, unfinished, more=column + 1 < max_length)
-                tokens = self._tokens(sequences, column, output.decode_tokens, output.decode_logits)
+                tokens = self._tokens(sequences, rows, column, output.decode_tokens, output.decode_logits)
         finally:
             steps.end()
             self.runner.reset_all()
@@ -96,14 +99,15 @@ class GenerationLoop:
             all_rows=kept or self.pad_token_id is None,
         )
 
-    def _tokens(self, sequences: Tensor, column: int, tokens: Tensor | None, logits: Tensor | None) -> list[int]:
-        rows = sequences.shape[0]
+    def _tokens(
+        self, sequences: Tensor, rows: int, column: int, tokens: Tensor | None, logits: Tensor | None
+    ) -> list[int]:
         if isinstance(self.choice, HostChoice):
             assert logits is not None
             chosen: list[int] = self.choice.choose(sequences[:, :column], logits[:rows]).tolist()
             return chosen
         assert tokens is not None
-        return tokens.tolist()[:rows]
+        return self._reader.read(tokens)[:rows]
 
     def _scores(self) -> tuple[Tensor, ...] | None:
         scores = self.choice.scores if isinstance(self.choice, HostChoice) else None

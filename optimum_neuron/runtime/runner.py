@@ -7,24 +7,24 @@ It owns the length of every slot and refuses what does not fit before anything i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
-from torch import Tensor
 
 from ..config import NeuronConfig
 from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
 from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.model_spec import ModelSpec
-from ..graphs.spec import CHUNK, DECODE, LOGPROBS, GraphKind, GraphSpec
+from ..graphs.spec import LOGPROBS, GraphKind, GraphSpec
 from ..targets import AheadExecutable, Executable, HasOtherGraphs, RunsForStates
 from .block_tables import BlockTables
 from .kept_states import KeptStates
 from .process import OwnProcess
 from .step_checks import StepChecks
-from .step_tensors import Chunk, DecodeRows, InputTensors, StepOutput, group_inputs, kept, together
+from .step_graph import StepGraph
+from .step_tensors import Chunk, DecodeRows, InputTensors, StepOutput, kept, together
 
 
 class GraphRunner:
@@ -60,6 +60,7 @@ class GraphRunner:
         self._for_states = executable if isinstance(executable, RunsForStates) else None
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
+        self._lengths = self.lengths.data  # of which a token reads a few, without numpy
         self.graph_calls: Counter[str] = Counter()
         self.family = GraphFamily(graphs, deterministic=deterministic)
         self.deterministic = deterministic
@@ -72,14 +73,10 @@ class GraphRunner:
         self._warm = False
         self.tables = BlockTables(config) if config.kv_block_size else None
         self._checks = StepChecks(
-            config, self.lengths, self.tables, self.family.has_mixed, self.num_embeddings, checks_decodes
+            config, self._lengths, self.tables, self.family.has_mixed, self.num_embeddings, checks_decodes
         )
         tensors = InputTensors()
-        self._groups = {graph.name: group_inputs(graph, tensors, self.tables) for graph in self.family}
-        # Of StepOutput, whose fields are called as a graph's outputs.
-        self._returned = {
-            graph.name: [each.name.replace(".", "_") for each in graph.outputs(1)] for graph in self.family
-        }
+        self._graphs = {graph.name: StepGraph(graph, tensors, self.tables) for graph in self.family}
 
     def reset(self, slot: int) -> None:
         """Frees a slot, and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
@@ -194,7 +191,9 @@ class GraphRunner:
             return
         self._warm = True
         for graph in self.family:
-            self.executable.run(graph.name, self._fill(graph, (), None)[0])
+            step = self._graphs[graph.name]
+            step.fill((), None, (), self._lengths)
+            self.executable.run(graph.name, step.inputs)
         if isinstance(self.executable, HasOtherGraphs):
             for name, inputs in self.executable.idle_inputs().items():
                 self.executable.run(name, inputs)
@@ -232,8 +231,12 @@ class GraphRunner:
                 take. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        output = self._launch(chunks, decode, graph, logits=logits, outputs=outputs)()
-        self._advance(chunks, decode)
+        given = _Given(chunks, decode, () if decode is None else decode.slots(), graph)
+        if self.executable.runs_ahead:
+            output = self._launch(given, logits=logits)()
+        else:
+            output = self._run(given, outputs=outputs)
+        self._advance(given)
         return output
 
     def start(
@@ -243,81 +246,64 @@ class GraphRunner:
 
         Slots count as longer from here on, also where the step then fails.
         """
-        wait = self._launch(chunks, decode, None, logits=logits)
-        self._advance(chunks, decode)
+        given = _Given(chunks, decode, () if decode is None else decode.slots(), None)
+        wait = self._launch(given, logits=logits)
+        self._advance(given)
         return wait
 
-    def _launch(
-        self,
-        chunks: Sequence[Chunk],
-        decode: DecodeRows | None,
-        graph: GraphSpec | None,
-        *,
-        logits: bool,
-        outputs: bool = True,
-    ) -> Callable[[], StepOutput]:
-        """Runs a step, or starts it where the executable runs ahead; what is returned waits for its end."""
+    def _run(self, given: _Given, *, outputs: bool) -> StepOutput:
+        """Runs a step to its end."""
         try:
-            graph, inputs, last_rows = self._inputs(chunks, decode, graph)
+            step, last_rows = self._prepare(given)
         except TooManySharedBlocksError:
-            assert decode is not None
-            return self._launch_apart(chunks, decode, graph, logits=logits)
-        self.graph_calls[graph.name] += 1
-        if self.executable.runs_ahead:
-            wait = cast(AheadExecutable, self.executable).start(graph.name, inputs, logits=logits)
-            return lambda: self._collect(graph, wait(), last_rows)
+            # One after the other, each with the memory of the one before.
+            return together([(each.active, kept(self._run(each, outputs=outputs))) for each in self._apart(given)])
         if not outputs and self._for_states is not None:
-            self._for_states.run_for_states(graph.name, inputs)
-            return StepOutput
-        output = self._collect(graph, self.executable.run(graph.name, inputs), last_rows)
-        return lambda: output
+            self._for_states.run_for_states(step.name, step.inputs)
+            return StepOutput()
+        return step.output(self.executable.run(step.name, step.inputs), last_rows)
 
-    def _launch_apart(
-        self, chunks: Sequence[Chunk], decode: DecodeRows, graph: GraphSpec | None, *, logits: bool
-    ) -> Callable[[], StepOutput]:
-        """A step in several runs, as its decode rows share more blocks than a graph has places for; chunks are in the first one."""
+    def _launch(self, given: _Given, *, logits: bool) -> Callable[[], StepOutput]:
+        """Starts a step where the executable runs ahead; what is returned waits for its end."""
+        try:
+            step, last_rows = self._prepare(given)
+        except TooManySharedBlocksError:
+            waits = [(each.active, self._launch(each, logits=logits)) for each in self._apart(given)]
+            return lambda: together([(active, wait()) for active, wait in waits])
+        wait = cast(AheadExecutable, self.executable).start(step.name, step.inputs, logits=logits)
+        return lambda: step.output(wait(), last_rows)
+
+    def _apart(self, given: _Given) -> Iterator[_Given]:
+        """A step as several, as its decode rows share more blocks than a graph has places for; chunks are in the first one."""
+        chunks, decode, _, graph = given
         sizes = self.family.kind("token_generation")[-1].owner_sizes
-        assert self.tables is not None and sizes is not None
+        assert decode is not None and self.tables is not None and sizes is not None
         groups = rows_apart(sizes, self.tables.blocks, self.tables.read_blocks(decode.active, self.lengths))
         # Rows that read no block fit everywhere.
         alone = decode.active & (self.lengths == 0)
-        waits = []
         for number, rows in enumerate(groups):
             active = np.isin(np.arange(self.config.batch_size), rows) | (alone if number == 0 else False)
-            first = number == 0
             part = decode._replace(active=active)
-            wait = self._launch(chunks if first else (), part, graph if first else None, logits=logits)
-            waits.append((active, wait if self.executable.runs_ahead else kept(wait())))
-        return lambda: together([(active, wait()) for active, wait in waits])
+            yield _Given(() if number else chunks, part, part.slots(), None if number else graph)
 
-    def _inputs(
-        self, chunks: Sequence[Chunk], decode: DecodeRows | None, graph: GraphSpec | None
-    ) -> tuple[GraphSpec, list[Tensor], list[int]]:
-        """The graph of a step, what it is given, and the rows of chunks' last tokens."""
+    def _prepare(self, given: _Given) -> tuple[StepGraph, list[int]]:
+        """Checks a step, and fills the inputs of its graph; returns that, and the rows of chunks' last tokens."""
+        chunks, decode, slots, graph = given
         self.process.check()
-        longest = 0 if decode is None else self._checks.decode(decode, chunks)
+        longest = 0 if decode is None else self._checks.decode(decode, slots, chunks)
         if chunks or decode is None:
             self._checks.chunks(chunks)
-        graph = self._select(chunks, decode, longest, graph)
-        inputs, last_rows = self._fill(graph, chunks, decode)
-        return graph, inputs, last_rows
+        step = self._graphs[self._select(chunks, decode, longest, graph).name]
+        last_rows = step.fill(chunks, decode, slots, self._lengths)
+        self.graph_calls[step.name] += 1
+        return step, last_rows
 
-    def _fill(
-        self, graph: GraphSpec, chunks: Sequence[Chunk], decode: DecodeRows | None
-    ) -> tuple[list[Tensor], list[int]]:
-        groups = self._groups[graph.name]
-        last_rows: list[int] = []
-        if DECODE in groups:
-            groups[DECODE].fill_decode(decode, self.lengths)
-        if CHUNK in groups:
-            last_rows = groups[CHUNK].fill_chunks(chunks, self.lengths)
-        return [tensor for group in groups.values() for tensor in group.tensors], last_rows
-
-    def _advance(self, chunks: Sequence[Chunk], decode: DecodeRows | None) -> None:
-        for chunk in chunks:
-            self.lengths[chunk.slot] += len(chunk.token_ids)
-        if decode is not None:
-            self.lengths += decode.active.astype(np.int32)  # of mixed types numpy would copy both through buffers
+    def _advance(self, given: _Given) -> None:
+        lengths = self._lengths
+        for chunk in given.chunks:
+            lengths[chunk.slot] += len(chunk.token_ids)
+        for slot in given.slots:
+            lengths[slot] += 1
 
     def logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
         """Log-probabilities of the tokens that the last step chose, in the order of `rows`.
@@ -367,10 +353,16 @@ class GraphRunner:
             )
         return graph
 
-    def _collect(self, graph: GraphSpec, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
-        named: dict[str, Tensor | None] = dict(zip(self._returned[graph.name], outputs, strict=True))
-        if last_rows != list(range(len(last_rows))):
-            for name in ("chunk_tokens", "chunk_logits"):
-                if (tensor := named.get(name)) is not None:
-                    named[name] = tensor[last_rows]
-        return StepOutput(**named)
+
+class _Given(NamedTuple):
+    """What a step was asked for: arguments of `GraphRunner.step`, and the slots that decode."""
+
+    chunks: Sequence[Chunk]
+    decode: DecodeRows | None
+    slots: Sequence[int]
+    graph: GraphSpec | None
+
+    @property
+    def active(self) -> np.ndarray:
+        assert self.decode is not None
+        return self.decode.active

@@ -11,7 +11,7 @@ import numpy as np
 from ..config import NeuronConfig
 from ..graphs.family import rows_needed
 from .block_tables import BlockTables
-from .step_tensors import IDLE, Chunk, DecodeRows
+from .step_tensors import Chunk, DecodeRows
 from .token_ids import check_token_ids
 
 
@@ -20,27 +20,27 @@ class StepChecks:
     """Checks the parts of a step against the state of the slots. All methods raise ValueError, and change nothing.
 
     Attributes:
-        lengths, tables: the runner's.
+        lengths, tables: the runner's; lengths as Python has numbers.
         num_embeddings: token ids that the model takes; None: they are not checked.
         checks_decodes: whether tokens that the model chose are checked, too.
     """
 
     config: NeuronConfig
-    lengths: np.ndarray
+    lengths: memoryview
     tables: BlockTables | None
     has_mixed: bool
     num_embeddings: int | None
     checks_decodes: bool
 
-    def decode(self, decode: DecodeRows, chunks: Sequence[Chunk]) -> int:
-        """Decode rows, beside chunks; returns how many tokens the longest of them holds."""
+    def decode(self, decode: DecodeRows, slots: Sequence[int], chunks: Sequence[Chunk]) -> int:
+        """Decode rows, of these slots, beside chunks; returns how many tokens the longest of them holds."""
         length = self.config.sequence_length
-        longest = int(self.lengths[decode.active].max(initial=0))
+        longest = max([self.lengths[slot] for slot in slots], default=0)
         if longest >= length:
-            slot = int(np.argmax(np.where(decode.active, self.lengths, IDLE)))
+            slot = next(slot for slot in slots if self.lengths[slot] == longest)
             raise ValueError(f"slot {slot} is full: it holds sequence_length={length} tokens")
         if self.tables is not None:
-            full = decode.active & (self.lengths >= self.tables.capacity)
+            full = decode.active & (np.asarray(self.lengths) >= self.tables.capacity)
             if full.any():
                 self._require_room(int(np.argmax(full)), 1)
         if self.checks_decodes:
@@ -51,7 +51,7 @@ class StepChecks:
                 "--batch-size 2 or more and without --no-mixed-step"
             )
         for chunk in chunks:
-            if 0 <= chunk.slot < self.config.batch_size and decode.active[chunk.slot]:
+            if chunk.slot in slots:
                 raise ValueError(f"slot {chunk.slot} cannot decode and take a chunk in the same step")
         return longest
 
@@ -70,7 +70,7 @@ class StepChecks:
                 raise ValueError(
                     f"slot {chunk.slot} does not exist: the slots of batch_size={sizes.batch_size} start at 0"
                 )
-            count, start = len(chunk.token_ids), int(self.lengths[chunk.slot])
+            count, start = len(chunk.token_ids), self.lengths[chunk.slot]
             if count < 1:
                 raise ValueError(f"the chunk of slot {chunk.slot} has no token; give it at least 1")
             self._ids(chunk.token_ids, f"the chunk of slot {chunk.slot}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graphs.logprobs import Logprobs
 from ..graphs.spec import CHUNK, DECODE, GraphSpec, SamplingParams
 from .runner import GraphRunner
-from .step_tensors import FROM_SLOT, Chunk, DecodeRows, StepOutput
+from .step_tensors import FROM_SLOT, Chunk, DecodeRows, StepOutput, TokenReader
 
 
 class UniformStream:
@@ -107,6 +107,10 @@ class StepRows(Generic[R]):
             sampling_params=np.zeros((slots, len(SamplingParams._fields)), np.float32),
             uniforms=np.zeros(slots, np.float32),
         )
+        # The same memory without numpy, whose code has left the processor's caches behind a step.
+        self._tokens, self._active = self._decode.token_ids.data, self._decode.active.data
+        self._none = np.zeros(slots, bool).data
+        self._readers = {DECODE: TokenReader(), CHUNK: TokenReader()}
 
     def start(self, request: R, source: Prefix | None) -> None:
         """Makes a request's slot its own.
@@ -123,7 +127,7 @@ class StepRows(Generic[R]):
 
     def feed(self, slot: int, token_id: int) -> None:
         """Sets the token that a slot's next decode row processes."""
-        self._decode.token_ids[slot] = token_id
+        self._tokens[slot] = token_id
 
     def run(
         self, decodes: Sequence[R], parts: Sequence[PromptPart[R]], graph: GraphSpec | None = None
@@ -140,8 +144,8 @@ class StepRows(Generic[R]):
         chunks, rows, due, ended = self._fill(decodes, parts)
         wants_logits = self._wants_logits(due, ended)
         output = self._runner.step(chunks, rows, graph, logits=wants_logits, outputs=bool(due or ended))
-        self.told = {**self._tell(DECODE, due, output), **self._tell(CHUNK, ended, output)}
-        return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+        self.told = self._tell(DECODE, due, output) | self._tell(CHUNK, ended, output)
+        return self._chosen(due, ended, output)
 
     def may_run_ahead(self, decodes: Sequence[R], parts: Sequence[PromptPart[R]]) -> bool:
         """Whether `run_ahead` may be called: the device runs ahead, and chooses for all who are due a token, who want nothing else."""
@@ -162,8 +166,7 @@ class StepRows(Generic[R]):
             self.feed(request.slot, FROM_SLOT)
 
         def chosen() -> list[tuple[R, int | Tensor]]:
-            output = wait()
-            return [*_chosen(due, *output.of(DECODE)), *_chosen(ended, *output.of(CHUNK))]
+            return self._chosen(due, ended, wait())
 
         return chosen
 
@@ -176,9 +179,9 @@ class StepRows(Generic[R]):
             else Chunk(part.request.slot, part.token_ids)
             for part in parts
         ]
-        rows.active.fill(False)
+        self._active[:] = self._none
         for request in decodes:
-            rows.active[request.slot] = True
+            self._active[request.slot] = True
             if request.uniforms is not None:
                 rows.uniforms[request.slot] = request.uniforms.draw()
         due = [(request, request.slot) for request in decodes]
@@ -195,28 +198,33 @@ class StepRows(Generic[R]):
         return any(told) or any(request.on_host for request, _ in (*due, *ended))
 
     def _tell(self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput) -> dict[int, Logprobs]:
+        if not rows:
+            return {}
         wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]
         if not wanted:
             return {}
         found = self._runner.logprobs(group, [row for _, row in wanted], output)
         return {slot: Logprobs(*(each[place] for each in found)) for place, (slot, _) in enumerate(wanted)}
 
+    def _chosen(
+        self, due: Sequence[tuple[R, int]], ended: Sequence[tuple[R, int]], output: StepOutput
+    ) -> list[tuple[R, int | Tensor]]:
+        """What each request gets of a run's outputs."""
+        chosen: list[tuple[R, int | Tensor]] = []
+        for group, rows in ((DECODE, due), (CHUNK, ended)):
+            if not rows:
+                continue
+            tokens, logits = output.of(group)
+            on_device = None if tokens is None else self._readers[group].read(tokens)
+            for request, row in rows:
+                if request.on_host:
+                    assert logits is not None
+                    chosen.append((request, logits[row]))
+                else:
+                    assert on_device is not None
+                    chosen.append((request, on_device[row]))
+        return chosen
+
 
 def _draw(request: RowRequest) -> float:
     return 0.0 if request.uniforms is None else request.uniforms.draw()
-
-
-def _chosen(
-    rows: Sequence[tuple[R, int]], tokens: Tensor | None, logits: Tensor | None
-) -> list[tuple[R, int | Tensor]]:
-    """What each request gets of a group's outputs, where `rows` says which row is whose."""
-    on_device = None if tokens is None else tokens.tolist()
-    chosen: list[tuple[R, int | Tensor]] = []
-    for request, row in rows:
-        if request.on_host:
-            assert logits is not None
-            chosen.append((request, logits[row]))
-        else:
-            assert on_device is not None
-            chosen.append((request, on_device[row]))
-    return chosen

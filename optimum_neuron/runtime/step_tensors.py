@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..graphs.block_owners import BlockOwners, OwnerSizes, fill_owners
-from ..graphs.spec import BLOCK_TABLE, CHUNK, DECODE, GREEDY, WRITE_BLOCKS, GraphSpec, SamplingParams, TensorSpec
+from ..graphs.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
 from .block_tables import BlockTables
 
 
@@ -45,12 +45,16 @@ class DecodeRows(NamedTuple):
     sampling_params: np.ndarray
     uniforms: np.ndarray
 
+    def slots(self) -> list[int]:
+        """Those that are active."""
+        return [slot for slot, active in enumerate(self.active.tolist()) if active]
+
 
 class StepOutput(NamedTuple):
     """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them, or nobody asked.
 
-    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. A graph
-    may use the memory again in its next run.
+    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. Who keeps any of it
+    copies it: the next run, of whichever graph, may use its memory again.
     """
 
     decode_tokens: Tensor | None = None
@@ -64,10 +68,23 @@ class StepOutput(NamedTuple):
         return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
 
 
-def kept(output: StepOutput) -> Callable[[], StepOutput]:
+class TokenReader:
+    """Tokens as Python has them. Where they are in the same tensor as the last time, they are read without torch."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._view = memoryview(b"")
+
+    def read(self, tokens: Tensor) -> list[int]:
+        """`tokens [rows]`."""
+        if tokens is not self._tensor:
+            self._tensor, self._view = tokens, tokens.numpy().data
+        return self._view.tolist()
+
+
+def kept(output: StepOutput) -> StepOutput:
     """An output of which the next run leaves the memory alone."""
-    kept = StepOutput(*(each if each is None else each.clone() for each in output))
-    return lambda: kept
+    return StepOutput(*(each if each is None else each.clone() for each in output))
 
 
 def together(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
@@ -123,34 +140,46 @@ class GroupInputs:
         self.sampling_params: np.ndarray | None = views.get("sampling_params")
         self.uniforms: np.ndarray | None = views.get("uniforms")
         self.position_ids.fill(IDLE)
+        # Rows of one token without numpy, whose code has left the processor's caches behind a step.
+        self._ids, self._positions = (each.reshape(-1).data for each in (self.input_ids, self.position_ids))
+        self._idle = self.position_ids.reshape(-1).copy().data
 
-    def fill_decode(self, rows: DecodeRows | None, lengths: np.ndarray) -> None:
+    def fill_decode(self, rows: DecodeRows | None, slots: Sequence[int], lengths: memoryview) -> None:
         """Sets the rows of a step, or that all idle.
+
+        Args:
+            slots: of the rows that do not.
+            lengths: of all slots.
 
         Raises:
             TooManySharedBlocksError: more blocks have several owners than the graph has places for.
             ValueError: rows that attend in place share a block that is not at one place of their texts.
         """
-        if rows is None:
-            self.position_ids.fill(IDLE)
-            if self._owners is not None and self._tables is not None:
-                fill_owners(self._told, self._owners, self._tables.blocks, np.zeros_like(lengths))
-            return
-        if self._owners is not None and self._tables is not None:
-            counts = self._tables.read_blocks(rows.active, lengths)
-            fill_owners(self._told, self._owners, self._tables.blocks, counts)
-        self.input_ids[:, 0] = rows.token_ids
-        self.position_ids[:, 0] = np.where(rows.active, lengths, IDLE)
         if self._tables is not None:
-            if self._owners is None:
-                self._block_table[:] = self._tables.blocks[:, : self._block_table.shape[1]]
-            block = np.where(rows.active, lengths, 0) // self._tables.block_length
-            self._write_blocks[:, 0] = np.take_along_axis(self._tables.blocks, block[:, None], axis=1)[:, 0]
+            self._fill_tables(self._tables, np.zeros(len(lengths), bool) if rows is None else rows.active, lengths)
+        ids, positions = self._ids, self._positions
+        positions[:] = self._idle
+        if rows is None:
+            return
+        tokens = rows.token_ids.tolist()
+        for slot in slots:
+            ids[slot] = tokens[slot]
+            positions[slot] = lengths[slot]
         if self.sampling_params is not None and self.uniforms is not None:
             self.sampling_params[:] = rows.sampling_params
             self.uniforms[:] = rows.uniforms
 
-    def fill_chunks(self, chunks: Sequence[Chunk], lengths: np.ndarray) -> list[int]:
+    def _fill_tables(self, tables: BlockTables, active: np.ndarray, lengths: memoryview) -> None:
+        """Tells decode rows where their blocks are, and who shares those that attend in place."""
+        held = np.asarray(lengths)
+        if self._owners is not None:
+            fill_owners(self._told, self._owners, tables.blocks, tables.read_blocks(active, held))
+        else:
+            self._block_table[:] = tables.blocks[:, : self._block_table.shape[1]]
+        block = np.where(active, held, 0) // tables.block_length
+        self._write_blocks[:, 0] = np.take_along_axis(tables.blocks, block[:, None], axis=1)[:, 0]
+
+    def fill_chunks(self, chunks: Sequence[Chunk], lengths: memoryview) -> list[int]:
         """Cuts chunks into rows; returns the row of each chunk's last token."""
         assert self.seq_ids is not None
         self.position_ids.fill(IDLE)
@@ -159,7 +188,7 @@ class GroupInputs:
         size = self.input_ids.shape[1]
         row, last_rows = 0, []
         for chunk in chunks:
-            start, count = int(lengths[chunk.slot]), len(chunk.token_ids)
+            start, count = lengths[chunk.slot], len(chunk.token_ids)
             for offset in range(0, count, size):
                 real = min(size, count - offset)
                 self.input_ids[row, :real] = chunk.token_ids[offset : offset + real]
@@ -180,18 +209,3 @@ class GroupInputs:
             blocks = self._tables.blocks[slot]
             self._block_table[row] = blocks[: self._block_table.shape[1]]
             self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]
-
-
-def group_inputs(graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> dict[str, GroupInputs]:
-    """The inputs of a graph's groups of rows, in their order."""
-    specs = graph.inputs()
-    groups = [group for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk)) if present]
-    return {
-        group: GroupInputs(
-            [spec for spec in specs if spec.name.startswith(f"{group}.")],
-            tensors,
-            tables,
-            graph.owner_sizes if group == DECODE else None,
-        )
-        for group in groups
-    }

@@ -65,14 +65,16 @@ class HostChoice:
         Raises:
             ValueError: the processors returned other than a score per token.
         """
+        if self.keeps or self.processors:  # processors may keep them, too, and the next run uses their memory again
+            logits = logits.clone()
         scores = self.processors(input_ids, logits)
         if not isinstance(scores, Tensor) or scores.shape != logits.shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the logits processors returned {found}, not scores of the shape {list(logits.shape)}")
         if self.logits is not None:
-            self.logits.append(logits.clone())
-        if self.scores is not None:  # a graph may use the memory of its logits again
-            self.scores.append(scores.clone() if scores.data_ptr() == logits.data_ptr() else scores)
+            self.logits.append(logits)
+        if self.scores is not None:
+            self.scores.append(scores)
         if not self.do_sample:
             return scores.argmax(-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=self.generator)[:, 0]

@@ -51,7 +51,10 @@ class Executable(Protocol):
     runs_ahead: bool
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place."""
+        """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place.
+
+        Outputs are valid until the next run, of whichever graph.
+        """
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copies the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""

@@ -250,7 +250,7 @@ def test_outputs_that_no_graph_returns_are_none(
 ) -> None:
     runner, _ = recorded_runner(on_device_sampling=on_device_sampling, output_logits=output_logits)
     chunk = runner.prefill([Chunk(0, random_tokens(3))])
-    step = runner.decode(np.zeros(3), np.array([True, False, False]), np.zeros((3, 4)), np.zeros(3))
+    step = runner.decode(np.zeros(3, np.int32), np.array([True, False, False]), np.zeros((3, 4)), np.zeros(3))
     assert (chunk.chunk_tokens is not None, chunk.chunk_logits is not None) == chunk_outputs
     assert (step.decode_tokens is not None, step.decode_logits is not None) == decode_outputs
     assert chunk.decode_tokens is None and chunk.decode_logits is None

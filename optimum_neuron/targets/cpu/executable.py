@@ -94,12 +94,12 @@ class BoundPlan:
 
         return run
 
-    def run(self, inputs: Sequence[Tensor], live: int) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], live: int) -> tuple[Tensor, ...]:
         """Runs the graph for its first `live` tokens; what its outputs hold of the rest is undefined."""
-        outputs = self._memory.start(inputs)
+        self._memory.start(inputs)
         for segment in self._segments:
             segment(live)
-        return outputs
+        return self._memory.outputs
 
     def run_for_states(self, inputs: Sequence[Tensor], live: int) -> None:
         """The same, without what only outputs need."""
@@ -109,13 +109,13 @@ class BoundPlan:
 
     def run_by_operators(
         self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None], *, outputs: bool
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
         """As `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
-        returned = self._memory.start(inputs)
+        self._memory.start(inputs)
         for name, run in self._operators if outputs else self._operators[: self._state_steps]:
             run(live)
             ended(name)
-        return returned
+        return self._memory.outputs
 
     @cached_property
     def _operators(self) -> list[tuple[str, Callable[[int], None]]]:

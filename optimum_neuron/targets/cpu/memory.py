@@ -24,6 +24,7 @@ class PlanMemory:
 
     Attributes:
         addresses: of an array with the address of every buffer.
+        outputs: what the graph returns, in the order of its spec: in each run the same memory, which other graphs use, too.
     """
 
     def __init__(
@@ -38,21 +39,25 @@ class PlanMemory:
         self._specs = {"input": spec.inputs(), "output": spec.outputs(vocab_size)}
         self._memory: dict[int, Tensor] = {}
         self._inputs: list[_Input] = []
-        self._outputs: list[tuple[int, int]] = []
-        self._returned = [(spec.shape, _dtype(spec)) for spec in self._specs["output"]]
+        outputs: dict[int, Tensor] = {}
+        place = arena.numel() - _output_bytes(plan)
         self._array = (ctypes.c_void_p * max(len(plan.buffers), 1))()
         self.addresses = ctypes.addressof(self._array)
         check_bytes(sum(buffer.bytes for buffer in plan.buffers if buffer.kind == "kept"))
         for index, buffer in enumerate(plan.buffers):
             self._check(buffer, tensors, arena)
             if buffer.kind == "output":
-                self._outputs.append((int(buffer.name), index))
-                continue
-            memory = self._memory[index] = self._find(buffer, tensors, arena)
+                memory = arena[place : place + buffer.bytes]
+                place += _aligned(buffer.bytes)
+                own = self._specs["output"][int(buffer.name)]
+                outputs[int(buffer.name)] = memory.view(_dtype(own)).view(own.shape)
+            else:
+                memory = self._memory[index] = self._find(buffer, tensors, arena)
             self._array[index] = memory.data_ptr()
             if buffer.kind == "input":
                 own = self._specs["input"][int(buffer.name)]
                 self._inputs.append(_Input(int(buffer.name), memory.view(_dtype(own)).view(own.shape)))
+        self.outputs = tuple(outputs[number] for number in sorted(outputs))
 
     def _check(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> None:
         if buffer.kind in ("input", "output"):
@@ -80,7 +85,7 @@ class PlanMemory:
         """An operand, as torch takes it.
 
         Raises:
-            PlanError: it leaves its buffer, or is an output of the graph, which has another place in each run.
+            PlanError: it leaves its buffer, or is an output of the graph, which kernels alone write.
         """
         check_operand(operand, self._buffers)
         memory = self._memory.get(operand.buffer)
@@ -90,14 +95,10 @@ class PlanMemory:
         whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole.as_strided(operand.shape, operand.strides, whole.storage_offset() + operand.offset)
 
-    def start(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Takes in the inputs of a run; returns the tensors to which it will write its outputs."""
+    def start(self, inputs: Sequence[Tensor]) -> None:
+        """Takes in the inputs of a run."""
         for each in self._inputs:
             each.take(inputs[each.number])
-        outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in self._returned]
-        for number, index in self._outputs:
-            self._array[index] = outputs[number].data_ptr()
-        return outputs
 
 
 class _Input:
@@ -125,16 +126,25 @@ class _Input:
 
 
 def allocate_arena(plans: Iterable[Plan]) -> Tensor:
-    """Bytes for what lives within a step, for plans that run one at a time.
+    """Bytes for what lives within a step, and for its outputs at their end, for plans that run one at a time.
 
     Raises:
         ValueError: this machine has less memory.
     """
-    size = max((plan.arena for plan in plans), default=0)
+    sizes = [(_aligned(plan.arena), _output_bytes(plan)) for plan in plans]
+    size = max((arena for arena, _ in sizes), default=0) + max((outputs for _, outputs in sizes), default=0)
     check_bytes(size)
     memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
     start = -memory.data_ptr() % _ALIGNMENT
     return memory[start : start + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _output_bytes(plan: Plan) -> int:
+    return sum(_aligned(buffer.bytes) for buffer in plan.buffers if buffer.kind == "output")
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
