@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,8 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
         model, states = _load(job)
         with one_thread(), cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
             for spec in missing:
-                _compile(model, states, spec, job, scratch)
+                with _no_collections():
+                    _compile(model, states, spec, job, scratch)
                 cache.store(keys[spec.name], scratch, spec.name, folder)
                 advance(spec.name)
     return {}
@@ -90,6 +94,18 @@ def _compile(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob
     write_plan(scratch / (spec.name + PLAN_SUFFIX), plan, spec, Facts.of(job.config, job.model), tensors)
     if constants:
         save_file(constants, scratch / (spec.name + CONSTANTS_SUFFIX))
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Holds Python's garbage collector: the objects of a graph grow with its layers, and it would walk them all many times to free none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _common_key(job: CompileJob) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -320,21 +321,26 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return {
             "arena": self.arena,
-            "buffers": [asdict(buffer) for buffer in self.buffers],
+            "buffers": [vars(buffer) for buffer in self.buffers],
             "once": [_dict_of(step) for step in self.once],
             "steps": [_dict_of(step) for step in self.steps],
         }
 
 
 def _dict_of(step: Step) -> dict[str, Any]:
-    return {"kind": type(step).__name__} | asdict(step, dict_factory=_members)
+    return {"kind": type(step).__name__} | _plain(step)
 
 
-def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
+    """As dataclasses.asdict, which copies each number apart."""
+    if isinstance(value, int | str | float) or value is None:
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    members = value.items() if isinstance(value, dict) else vars(value).items()
+    return {name: _finite(each) if name == "operands" else _plain(each) for name, each in members}
+
+
+def _finite(operands: Sequence[Any]) -> list[Any]:
     """JSON has no infinity."""
-    return {
-        name: [str(each) if isinstance(each, float) and not math.isfinite(each) else each for each in value]
-        if name == "operands"
-        else value
-        for name, value in pairs
-    }
+    return [str(each) if isinstance(each, float) and not math.isfinite(each) else _plain(each) for each in operands]
