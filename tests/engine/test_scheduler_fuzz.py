@@ -71,6 +71,8 @@ def snapshot(value: Any) -> Any:
     """Everything that an object holds, as plain data that can be compared."""
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, memoryview):
+        return (value.format, value.shape, value.tobytes())
     if isinstance(value, (str, int, float, type(None), Enum, frozenset)):
         return value
     if is_dataclass(value):
