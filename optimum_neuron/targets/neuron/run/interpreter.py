@@ -15,13 +15,16 @@ from typing import Any
 
 from ...processes import Processes
 from ..rank import __file__ as _rank_init
+from ..rank.packages import RUNTIME_PACKAGES
 from ..sdk.stacks import Found
 
 
 PYTHON_VARIABLE = "OPTIMUM_NEURON_RANK_PYTHON"
 RANK_FOLDER = Path(_rank_init).parent
 OLDEST_PYTHON = (3, 10)
-_VERSION = re.compile(r"\d+\.\d+")
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+_ANSWERED = {"python", "numpy", "numpy_problem", "torch", "packages"}
+_PACKAGES = {each.distribution for each in RUNTIME_PACKAGES}
 _ANSWER_TIMEOUT = 120.0  # seconds; importing numpy from a cold disk takes some
 _INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
 # Of this interpreter: another one has packages of its own.
@@ -65,9 +68,6 @@ def find_interpreter(named: str | None) -> Interpreter:
     path = program
     answer = _ask(where, path, own)
     python = str(answer["python"])
-    if tuple(map(int, python.split(".")[:2])) < OLDEST_PYTHON:
-        least = ".".join(map(str, OLDEST_PYTHON))
-        raise RuntimeError(f"{where} is Python {python}, and a rank needs {least} or later; {_INSTEAD}")
     if answer["numpy"] is None:
         raise RuntimeError(
             f"{where} is Python {python} without a numpy that works ({answer['numpy_problem']}), and a rank needs one; "
@@ -91,14 +91,23 @@ def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
             raise RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}") from None
     lines = output.decode("utf-8", errors="replace").strip().splitlines()
     if process.returncode != 0:
-        said = errors.decode("utf-8", errors="replace").strip().splitlines()[-1:] or lines[-1:]
-        raise RuntimeError(f"{where} ended with status {process.returncode} ({''.join(said)[:300]}); {_INSTEAD}")
+        said = errors.decode("utf-8", errors="replace").strip().splitlines()[-1:] or lines[-1:] or ["it said nothing"]
+        raise RuntimeError(f"{where} ended with status {process.returncode} ({said[0][:300]}); {_INSTEAD}")
+    nonsense = RuntimeError(f"{where} answered {''.join(lines)[:80]!r}, as no Python does; {_INSTEAD}")
     try:
         answer = json.loads(lines[-1] if lines else "")
-        if not _VERSION.match(answer["python"]):
-            raise ValueError(answer)
+        python = answer["python"]
+        version = _VERSION.match(python)
     except (ValueError, TypeError, KeyError):
-        raise RuntimeError(f"{where} answered {''.join(lines)[:80]!r}, as no Python does; {_INSTEAD}") from None
+        raise nonsense from None
+    if version is None:
+        raise nonsense
+    if tuple(map(int, version.groups())) < OLDEST_PYTHON:  # which tells nothing else
+        least = ".".join(map(str, OLDEST_PYTHON))
+        raise RuntimeError(f"{where} is Python {python}, and a rank needs {least} or later; {_INSTEAD}")
+    packages = answer.get("packages")
+    if answer.keys() != _ANSWERED or not isinstance(packages, dict) or packages.keys() != _PACKAGES:
+        raise nonsense
     return answer
 
 

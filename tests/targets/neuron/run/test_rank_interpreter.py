@@ -185,6 +185,11 @@ def test_an_interpreter_that_is_too_old_can_still_say_so() -> None:
         ('echo \'{"python": "3.8.18"}\'', r"is Python 3\.8\.18, and a rank needs 3\.10 or later; name the Python"),
         ("echo hello", r"answered 'hello', as no Python does; name the Python"),
         ("true", r"answered '', as no Python does"),
+        ('echo \'{"python": "3.12.1"}\'', r'3\.12\.1"}., as no Python does'),
+        (
+            'echo \'{"python": "3.12.1", "numpy": "2", "numpy_problem": 0, "torch": 0, "packages": {}}\'',
+            r"as no Python does",
+        ),
         ("echo no libc >&2; exit 3", r"ended with status 3 \(no libc\); name the Python of an environment"),
         ("sleep 600", r"did not say within 1 s what it has; name the Python"),
     ],
