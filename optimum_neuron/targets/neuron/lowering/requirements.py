@@ -7,26 +7,20 @@ import importlib.util
 from importlib.metadata import version
 
 
-_TORCH_XLA, _PROTOBUF = ("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")
-
-
 def check_lowering() -> None:
     """Raises RuntimeError, with the remedy, where graphs cannot be lowered to HLO, or run as such, here."""
-    _check(_TORCH_XLA, _PROTOBUF)
-
-
-def check_reading() -> None:
-    """Raises RuntimeError, with the remedy, where HLO cannot be read here."""
-    _check(_PROTOBUF)
-
-
-def _check(*needed: tuple[str, str]) -> None:
-    for module, package in needed:
+    for module, package in (("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")):
         if not _is_there(module):
             raise RuntimeError(
                 f"graphs in HLO need {package}, which is not installed beside torch {version('torch')}; make an "
                 f"environment with torch 2.9 and pip install 'optimum-neuron-runtime[neuron]' there"
             )
+
+
+def check_reading() -> None:
+    """Raises RuntimeError, with the remedy, where HLO cannot be read here; any torch will do."""
+    if not _is_there("google.protobuf"):
+        raise RuntimeError("to read graphs in HLO takes protobuf, which is not installed here; pip install protobuf")
 
 
 def _is_there(module: str) -> bool:
