@@ -40,7 +40,7 @@ def _ordered(place: int) -> tuple[float, float, float]:
 
 
 _ORDERED = [_ordered(place) for place in range(2 * _EXPONENTS)]
-_SMALLEST = [size * first if first else 0.0 for size, first, _ in _ORDERED]
+_SMALLEST = [size * first for size, first, _ in _ORDERED]
 
 
 def largest_float(found: Callable[[Tensor], Tensor], like: Tensor, steps: FloatSteps) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exact_sampler import choose_exactly
 from helpers import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -114,6 +114,8 @@ SETTINGS = [
     (0, 0.8, 1.0, 0.1),
     (30, 0.95, 0.9, 0.02),
     (2, 1.0, 3.0, 0.3),
+    (7, 1.0, 0.6, 0.0),
+    (0, 0.97, 1.4, 0.0),
 ]
 
 
@@ -160,6 +162,7 @@ def extreme_params() -> st.SearchStrategy[tuple[float, float, float, float]]:
     )
 
 
+@example([7.0, 7.0 + 2**-21], (1, 1.0, 1.0, 0.0), 0.0)  # neighbours in float32
 @examples(300)
 @given(rows_of_all_kinds(), extreme_params(), st.floats(0, BELOW_ONE, width=32))
 def test_tokens_are_those_of_a_sort_and_whole_numbers(
