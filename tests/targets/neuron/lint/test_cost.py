@@ -52,15 +52,31 @@ def test_what_a_slice_or_a_gather_leaves_out_is_not_read() -> None:
     assert found.read == 4 * 2 * 8 + 2 * 4
 
 
+def test_a_gather_reads_a_row_again_where_it_takes_it_again_unless_rows_are_one_row() -> None:
+    rows = torch.zeros(6, dtype=torch.int32)
+    assert of(lambda x, i: x.index_select(0, i), torch.ones(2, 8), rows).read == 4 * 6 * 8 + 6 * 4
+    assert of(lambda x, i: x.expand(9, -1).index_select(0, i), torch.ones(1, 8), rows).read == 4 * 8 + 6 * 4
+
+
 def test_a_value_in_half_precision_is_read_as_such_and_its_elementwise_uses_are_free() -> None:
     found = of(lambda x: (x.float() * 2 + 1).sum(1), torch.ones(4, 20, dtype=torch.bfloat16))
     assert (found.read, found.written, found.flops) == (2 * 80, 4 * 4, {})
+
+
+def test_of_a_tensor_with_two_users_as_much_is_read_as_the_one_that_needs_more() -> None:
+    def function(x: Tensor) -> Tensor:
+        doubled = x * 2
+        return torch.cat([doubled, doubled[:, :5]], dim=1).sum(1)
+
+    assert of(function, torch.ones(4, 20)).read == 4 * 80
 
 
 def test_two_operators_that_need_a_tensor_read_it_twice_and_it_is_needed_once() -> None:
     found = of(lambda x, y: (x @ y).sum() + x.sum(), torch.ones(8, 16), torch.ones(16, 4))
     assert found.needed == 4 * (8 * 16 + 16 * 4)
     assert found.read == found.needed + 4 * 8 * 16
+    found = of(lambda x, y: (x[:, :4] @ y).sum() + x[:, :4].sum(), torch.ones(8, 16), torch.ones(4, 4))
+    assert found.needed == 4 * (8 * 4 + 4 * 4)
 
 
 def test_a_result_that_the_core_cannot_hold_goes_through_memory() -> None:
@@ -73,6 +89,8 @@ def test_a_result_that_the_core_cannot_hold_goes_through_memory() -> None:
 
 def test_a_weight_that_changes_its_order_is_named_and_a_dimension_of_one_changes_none() -> None:
     assert of(lambda x, w: x @ w.t(), torch.ones(8, 16), torch.ones(4, 16)).transposed == 4 * 4 * 16
+    halves = torch.ones(4, 16, dtype=torch.bfloat16)
+    assert of(lambda x, w: x @ w[:, :8].float().t(), torch.ones(8, 8), halves).transposed == 2 * 4 * 8
     assert of(lambda x: torch.relu(x).transpose(0, 1) + 1, torch.ones(1, 16)).transposed == 0
 
 

@@ -54,9 +54,27 @@ def with_constants(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tens
     return normed(all_reduce(x, RANKS) + torch.full((TOKENS, 1), 0.5) * scale, scale) @ one
 
 
+def with_constants_in_two_dimensions(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Whose tokens come to lie behind another dimension."""
+    return normed(all_reduce(x, RANKS) + (torch.full((TOKENS, WIDTH), 0.5) * scale)[None], scale) @ one
+
+
+def joined_twice(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """What follows from two sums meets one of them again."""
+    first, second = torch.relu(all_reduce(x, RANKS)), torch.relu(all_reduce(x @ other, RANKS))
+    both = first + second
+    return (torch.tanh(second) * both) @ one
+
+
 def summed_again(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """A sum takes what follows from another one."""
     return normed(all_reduce(normed(all_reduce(x, RANKS), scale), RANKS), scale) @ one
+
+
+def summed_again_and_added(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """And meets it."""
+    stream = torch.relu(all_reduce(x, RANKS))
+    return normed(stream + all_reduce(torch.tanh(stream), RANKS), scale) @ one
 
 
 def scaled_by_one_of_all(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -92,7 +110,10 @@ TOKEN_BY_TOKEN = (
     repeated,
     cut_behind,
     with_constants,
+    with_constants_in_two_dimensions,
+    joined_twice,
     summed_again,
+    summed_again_and_added,
     scaled_by_one_of_all,
     in_two_dimensions,
     each_with_each,
