@@ -68,6 +68,9 @@ _RECURRENT = {
 }
 
 
+_STATE_SPACE = {"n_groups": 2, "chunk_size": 16}
+
+
 def heads(query: int, key_value: int, **sizes: Any) -> dict[str, Any]:
     """Numbers that do not divide: of heads, and of all else that is cut."""
     odd = {"hidden_size": 16 * query, "intermediate_size": 90, "vocab_size": 301}
@@ -100,6 +103,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     "qwen3_next": ("qwen3_next", _RECURRENT),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "mlp_layer_types": ["dense", "dense"],
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "expand": 2, **_STATE_SPACE}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            **_STATE_SPACE,
+        },
+    ),
     "one kv head": ("llama", heads(4, 1)),
     "an idle rank": ("llama", heads(3, 3)),
     "heads of SmolLM2": ("llama", heads(9, 3)),
@@ -144,7 +172,10 @@ def run_steps(model: PreTrainedModel, ops: StepOps = DEFAULT_OPS) -> dict[str, T
         ("mixed", {0: (13, int(tokens[13]))}, {1: (0, tokens[20:26])}),
         ("token_generation", {0: (14, int(tokens[14])), 1: (6, int(tokens[26]))}, {}),
     ]
-    outputs = {"kv_heads": torch.tensor([layer.kv_heads for layer in spec.layers])}
+    outputs = {
+        "kv_heads": torch.tensor([layer.kv_heads for layer in spec.layers]),
+        "state_heads": torch.tensor([state.heads for state in spec.recurrences]),
+    }
     for number, (kind, decode, chunks) in enumerate(steps):
         graph = modules[kind].spec
         inputs = step_inputs(graph, decode, chunks)

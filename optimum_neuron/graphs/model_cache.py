@@ -302,6 +302,11 @@ def keeps_recurrence(module: nn.Module) -> bool:
     return "update_recurrent_state" in _names(module) or keeps_own_state(module)
 
 
+def keeps_keys(module: nn.Module) -> bool:
+    """Whether a module's own code has the cache keep keys and values."""
+    return "update" in _names(module)
+
+
 def selects_keys(module: nn.Module) -> bool:
     """Whether a module's own code has the cache keep keys by which it selects keys."""
     names = set(_names(module))

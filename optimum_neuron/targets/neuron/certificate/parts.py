@@ -21,7 +21,7 @@ StateParts = Mapping[str, tuple[tuple[int, ...], ...]]
 
 def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
     """By the plan of a model, whose layers have their numbers."""
-    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model))
+    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model)) | dict(_recurrences(plan, spec, model))
 
 
 def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
@@ -51,6 +51,25 @@ def _channels(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tu
         count = state.channels // plan.world_size
         parts = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in range(plan.world_size))
         yield f"kv_cache.conv_{state.layer_idx}_{state.index}", parts
+
+
+def _recurrences(
+    plan: ShardPlan, spec: ModelSpec, model: nn.Module
+) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
+    cut = {cast(int, model.get_submodule(name).layer_idx): name for name in plan.recurrences}
+    ranks = range(plan.world_size)
+    for each in spec.convolutions:
+        if each.layer_idx in cut:
+            channels = [plan.channels(cut[each.layer_idx], each.index, rank) for rank in ranks]
+            if None not in channels:
+                yield f"kv_cache.conv_{each.layer_idx}_{each.index}", tuple(own for own in channels if own is not None)
+    for state in spec.recurrences:
+        if state.layer_idx in cut:
+            shared = plan.recurrences[cut[state.layer_idx]]
+            heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))
+            number = f"{state.layer_idx}_{state.index}"
+            yield from ((f"kv_cache.{role}_{number}", heads) for role in ("state", "anchor"))
+            yield f"kv_cache.tail_{number}", inputs
 
 
 def part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:

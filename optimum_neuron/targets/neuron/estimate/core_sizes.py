@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....graphs.model_spec import LayerCache, ModelSpec
+from ....graphs.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
 from ..expert_forms import ExpertLayer
 from ..sharding import ShardPlan, shard_plan
+from ..sharding.plan import ShardedRecurrence
 from .layer_kinds import LayerKinds, whole_model
 from .model_sizes import Kind, ModelSizes, Weight
 
@@ -194,15 +195,44 @@ def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], 
         layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
         layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
         heads.append(layout.local_query if layout else count)
-    cut = {
+    convolutions = {
         module.layer_idx for name, module in sizes.model.named_modules() if kinds.short_name(name) in plan.convolutions
     }
-    kept = (
-        replace(state, channels=state.channels // cores) if state.layer_idx in cut else state
-        for state in sizes.spec.convolutions
+    recurrent = {
+        module.layer_idx: short
+        for name, module in sizes.model.named_modules()
+        if (short := kinds.short_name(name)) in plan.recurrences
+    }
+    spec = replace(
+        sizes.spec,
+        layers=tuple(layers),
+        convolutions=tuple(
+            replace(state, channels=_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
+            for state in sizes.spec.convolutions
+        ),
+        recurrences=tuple(
+            _heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
+            for state in sizes.spec.recurrences
+        ),
     )
-    spec = replace(sizes.spec, layers=tuple(layers), convolutions=tuple(kept))
     return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
+
+
+def _channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
+    """Of a convolution, on each core.
+
+    Args:
+        layer: that has a recurrence beside it, of which a core has some heads.
+        shared: numbers of the layers that are convolutions alone, of which it has some channels.
+    """
+    own = None if layer is None else plan.channels(layer, state.index, 0)
+    if own is not None:
+        return len(own)
+    return state.channels // plan.world_size if state.layer_idx in shared else state.channels
+
+
+def _heads(shared: ShardedRecurrence, state: RecurrentState) -> RecurrentState:
+    return replace(state, heads=len(shared.heads_of(0)), width=len(shared.inputs_of(0)))
 
 
 def _plan(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,36 +102,37 @@ def adds_up(block: Block, module: nn.Module, world_size: int, args: tuple[Any, .
     """
     with unset_fake_temporarily(), torch.no_grad():
         random = torch.Generator().manual_seed(0)
-        tensors = {f"{block.name}.{name}": _numbers(tensor, random) for name, tensor in module.named_parameters()}
+        tensors = {f"{block.name}.{name}": numbers(tensor, random) for name, tensor in module.named_parameters()}
         if f"{block.outer}.bias" in tensors:
             tensors[f"{block.outer}.bias"].zero_()  # is added once, after the sum
-        args, kwargs = pytree.tree_map_only(Tensor, lambda each: _numbers(each, random), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda each: numbers(each, random), (args, kwargs))
         rules = {name: ShardRule(dim, sections) for name, dim, sections in block.rules(world_size)}
         try:
-            whole = _filled(block, module, tensors)(*args, **kwargs)
+            whole = filled(module, tensors, block.name)(*args, **kwargs)
             total = torch.zeros(())
             for rank in range(world_size):
                 part = {
                     name: rules[name].shard(tensor, rank, world_size) if name in rules else tensor
                     for name, tensor in tensors.items()
                 }
-                total = total + _filled(block, module, part)(*args, **kwargs)
+                total = total + filled(module, part, block.name)(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AttributeError):
             return False  # its code counts on the whole
         return total.shape == whole.shape and bool((total - whole).abs().max() <= _ROUNDING * whole.abs().max())
 
 
-def _numbers(tensor: Tensor, random: torch.Generator) -> Tensor:
+def numbers(tensor: Tensor, random: torch.Generator) -> Tensor:
+    """Random ones of a tensor's shape, small enough that products of many are about 1; zeros of one that counts."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     terms = tensor.shape[-1] if tensor.dim() > 1 else 1
     return torch.randn(tensor.shape, generator=random) / math.sqrt(terms)
 
 
-def _filled(block: Block, module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """The module with other tensors."""
+def filled(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
+    """The module with other tensors, whose names begin with `prefix`."""
     memo: dict[int, Any] = {
-        id(each): nn.Parameter(tensors[f"{block.name}.{name}"], requires_grad=False)
+        id(each): nn.Parameter(tensors[f"{prefix}.{name}"], requires_grad=False)
         for name, each in module.named_parameters()
     }
     return copy.deepcopy(module, memo)

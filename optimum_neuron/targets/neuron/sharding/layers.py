@@ -13,6 +13,7 @@ from ....graphs.model_cache import keeps_convolution
 from .blocks import Block
 from .heads import HeadLayout, head_layout
 from .plan import ShardedHeads, ShardPlan
+from .recurrences import RecurrentLayer
 from .rules import Section, by_heads, even, first_rank_only, packed
 from .styles import COLUMN, PACKED, ROW, WHOLE_COLUMN, WHOLE_ROW
 from .trace import HeadSizes, Trace
@@ -113,6 +114,15 @@ def share_block(plan: ShardPlan, model: PreTrainedModel, block: Block) -> None:
         if block.places % plan.world_size:
             raise plan.refusal(f"{block.name} convolves {block.places} channels, which do not divide")
         plan.convolutions.append(block.name)
+
+
+def share_recurrence(plan: ShardPlan, layer: RecurrentLayer) -> None:
+    """A layer by its heads."""
+    for name, rule in layer.rules.items():
+        plan.cut(name, rule.dim, *rule.sections)
+    plan.row_linears.append(layer.outer)
+    plan.whole_inputs |= layer.norms
+    plan.recurrences[layer.name] = layer.shared
 
 
 def share_siblings(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ....graphs.collectives import all_gather, all_reduce
@@ -53,7 +54,10 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
         module.forward = partial(_reduced, module.forward, add, ranks)
     for name, section in plan.whole_inputs.items():
         module = model.get_submodule(name)
-        module.forward = partial(_on_whole_input, model, module.forward, section, ranks)
+        module.forward = partial(_on_whole_inputs, model, module.forward, section, ranks)
+    for name, recurrence in plan.recurrences.items():
+        for part, attribute, size in recurrence.sizes:
+            setattr(model.get_submodule(f"{name}.{part}" if part else name), attribute, size)
     configs: dict[tuple[int, ShardedHeads], Any] = {}
     for name, heads in plan.attention.items():
         _set_heads(model.get_submodule(name), heads, configs)
@@ -107,13 +111,19 @@ def _add_in_float32(x: Tensor, ranks: int) -> Tensor:
     return all_reduce(x.float(), ranks).to(x.dtype)
 
 
-def _on_whole_input(model: nn.Module, forward: Forward, section: Section, ranks: int, x: Tensor) -> Tensor:
-    """Gathers the input's last dimension, runs a module that keeps its shape, and takes the rank's part of the result."""
+def _on_whole_inputs(
+    model: nn.Module, forward: Forward, section: Section, ranks: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Gathers the last dimension of tensors, runs a module that keeps its size, and takes the rank's part of the result."""
     slots, blocks = section.order, -(-section.size // section.block)
-    gathered = all_gather(x, x.dim() - 1, ranks).unflatten(-1, (len(slots), section.block))
-    whole = _select(gathered, [slots.index(block) for block in range(blocks)]).flatten(-2)[..., : section.size]
+
+    def whole(x: Tensor) -> Tensor:
+        gathered = all_gather(x, x.dim() - 1, ranks).unflatten(-1, (len(slots), section.block))
+        return _select(gathered, [slots.index(block) for block in range(blocks)]).flatten(-2)[..., : section.size]
+
+    args, kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
     # To whole blocks, and one of zeros for slots of padding.
-    result = nn.functional.pad(forward(whole), (0, (blocks + 1) * section.block - section.size))
+    result = nn.functional.pad(forward(*args, **kwargs), (0, (blocks + 1) * section.block - section.size))
     held = _select(result.unflatten(-1, (-1, section.block)), [blocks if slot == PADDING else slot for slot in slots])
     return held.flatten(-2).unflatten(-1, (ranks, -1)).index_select(-2, getattr(model, RANK_BUFFER)).squeeze(-2)
 

@@ -25,6 +25,42 @@ class ShardedHeads:
     layout: HeadLayout
 
 
+@dataclass(frozen=True)
+class ShardedRecurrence:
+    """One layer's recurrence, of which each rank has as many consecutive heads as any other, and the key heads that these use.
+
+    Attributes:
+        heads, key_heads: in the whole model.
+        inputs: heads, and numbers of each, of what of a token changes the state: of its key, and of the rest (`ScanCall.inputs`).
+        sizes: attributes by which the layer's code computes a rank's heads: the part of the layer, the name, a rank's value.
+        filters: parameters of its convolutions `[channels, 1, kernel]`, by their names in the layer and in the order of their states.
+    """
+
+    world_size: int
+    heads: int
+    key_heads: int
+    inputs: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[str, str, int], ...] = ()
+    filters: tuple[str, ...] = ()
+
+    def heads_of(self, rank: int) -> list[int]:
+        count = self.heads // self.world_size
+        return list(range(rank * count, (rank + 1) * count))
+
+    def key_heads_of(self, rank: int) -> list[int]:
+        group = self.heads // self.key_heads
+        return sorted({head // group for head in self.heads_of(rank)})
+
+    def inputs_of(self, rank: int) -> list[int]:
+        """Where a rank's inputs are among those of a token."""
+        places, first = list[int](), 0
+        for number, (heads, size) in enumerate(self.inputs):
+            for head in self.heads_of(rank) if number else self.key_heads_of(rank):
+                places += range(first + head * size, first + (head + 1) * size)
+            first += heads * size
+        return places
+
+
 @dataclass
 class ShardPlan:
     """How a model is shared by `world_size` ranks.
@@ -41,6 +77,7 @@ class ShardPlan:
             its last dimension is cut.
         attention: attention layers of which a rank has some heads.
         convolutions: modules that keep inputs of a convolution, of which a rank has as many consecutive channels as any other.
+        recurrences: layers with a recurrence of which a rank has some heads; others are whole on every rank.
         embedding: the input embedding, of whose rows a rank has some.
     """
 
@@ -54,6 +91,7 @@ class ShardPlan:
     whole_inputs: dict[str, Section] = field(default_factory=dict)
     attention: dict[str, ShardedHeads] = field(default_factory=dict)
     convolutions: list[str] = field(default_factory=list)
+    recurrences: dict[str, ShardedRecurrence] = field(default_factory=dict)
     embedding: str = ""
 
     @property
@@ -78,6 +116,11 @@ class ShardPlan:
             rule = self.rules[name]
             shape[rule.dim] = rule.local_size(self.world_size)
         return tuple(shape)
+
+    def channels(self, layer: str, index: int, rank: int) -> tuple[int, ...] | None:
+        """Which channels of a recurrent layer's convolution a rank has; None where it has all."""
+        rule = self.rules.get(f"model.{layer}.{self.recurrences[layer].filters[index]}")
+        return None if rule is None else rule.places(rank, self.world_size)
 
     def shard(self, tensor: Tensor, name: str, rank: int) -> Tensor:
         """A rank's part of a whole tensor: a view of it, or a copy of the part's size."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from torch import nn
@@ -12,11 +13,20 @@ from transformers import PreTrainedModel
 from ....artifacts.weights import named_tensors
 from ....errors import first_line
 from ....graphs.experts import is_experts
-from ....graphs.model_cache import CacheNeeds, keeps_convolution, keeps_recurrence
+from ....graphs.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
 from .blocks import find_blocks
-from .layers import share_attention, share_block, share_experts, share_norms, share_siblings, share_vocabulary
+from .layers import (
+    share_attention,
+    share_block,
+    share_experts,
+    share_norms,
+    share_recurrence,
+    share_siblings,
+    share_vocabulary,
+)
 from .modules import apply_plan
 from .plan import ShardPlan
+from .recurrences import find_recurrences
 from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_linear, planned_styles
 from .trace import Trace, data_free_copy, no_data, trace_model
 
@@ -40,9 +50,8 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
-    _check_recurrences(plan, model)
     needs = CacheNeeds.of(model)
-    if needs.biased or needs.by_itself:
+    if needs.biased or (needs.by_itself and any(map(keeps_keys, model.modules()))):
         raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
     if needs.rates:
         raise plan.refusal("its layers keep compressed keys, of which ranks do not have parts yet")
@@ -75,7 +84,14 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
             f"its layers select keys for each of {trace.selecting_heads} heads, and ranks have no parts of a selection yet"
         )
     share_vocabulary(plan, model)
+    recurrent = find_recurrences(model, trace, plan.world_size)
+    for layer in recurrent:
+        share_recurrence(plan, layer)
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
+    styles = {
+        name: style for name, style in styles.items() if not any(_is_below(name, each.name) for each in recurrent)
+    }
+    _check_whole_recurrences(plan, model, styles)
     if not styles:
         styles = _derive(plan, model, trace)
     elif any(keeps_convolution(module) and not keeps_recurrence(module) for module in model.modules()):
@@ -101,15 +117,15 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
     _sum_once(plan, reduced, matrices)
 
 
-def _check_recurrences(plan: ShardPlan, model: PreTrainedModel) -> None:
-    """Layers with recurrences are whole on every rank, and so are their states: a model's own plan has to leave them so."""
-    layers = [name for name, module in model.named_modules() if keeps_recurrence(module)]
-    if not layers:
-        return
-    styles = planned_styles(model)
-    if not styles:
+def _check_whole_recurrences(plan: ShardPlan, model: PreTrainedModel, styles: Mapping[str, str]) -> None:
+    """Layers with recurrences that are not shared are whole on every rank: a model's own plan has to leave them so."""
+    layers = [
+        name for name, module in model.named_modules() if keeps_recurrence(module) and name not in plan.recurrences
+    ]
+    if layers and not styles:
         raise plan.refusal(
-            "its layers keep the states of recurrences, and it declares no plan (base_model_tp_plan) of what ranks share beside them"
+            f"the heads of {layers[0]}, which keeps the state of a recurrence, cannot be cut, and it declares no plan "
+            f"(base_model_tp_plan) of what ranks share beside them"
         )
     cut = [name for name, style in styles.items() if style in CUT and any(_is_below(name, layer) for layer in layers)]
     if cut:
@@ -120,9 +136,11 @@ def _check_recurrences(plan: ShardPlan, model: PreTrainedModel) -> None:
 
 def _derive(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> dict[str, str]:
     """Cuts the blocks of a model that has no plan; returns the styles of its attention."""
-    blocks = find_blocks(model, trace, plan.world_size)
+    blocks = [block for block in find_blocks(model, trace, plan.world_size) if block.name not in plan.recurrences]
+    others = {name for block in blocks for name in (*block.inner, block.outer)}
+    others |= {name for layer in plan.recurrences for name in trace.inputs if _is_below(name, layer)}
     try:
-        styles = derived_styles(model, trace, {name for block in blocks for name in (*block.inner, block.outer)})
+        styles = derived_styles(model, trace, others)
     except ValueError as error:
         raise plan.refusal(error) from error
     for block in blocks:

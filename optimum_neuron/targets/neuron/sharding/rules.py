@@ -47,6 +47,17 @@ class ShardRule:
     def local_size(self, world_size: int) -> int:
         return sum(section.local_size(world_size) for section in self.sections)
 
+    def places(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Where in the whole tensor each element of a rank's part is, or PADDING."""
+        places = list[int]()
+        for section in self.sections:
+            for block in section.blocks(rank, world_size):
+                inside = range(block * section.block, (block + 1) * section.block)
+                places += [
+                    section.start + each if block != PADDING and each < section.size else PADDING for each in inside
+                ]
+        return tuple(places)
+
     def shard(self, tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """One rank's part: a view where it lies in one piece, else a copy of its own size."""
         parts = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of nine kinds, on one rank and on several: exported by the command, linted, certified, and verified again."""
+"""Models of twelve kinds, on one rank and on several: exported by the command, linted, certified, and verified again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.targets.neuron.certificate.document import Certificate
 
 
-KINDS = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "lfm2", "deepseek_v2", "llama4", "qwen3_next")
+KINDS = (
+    "llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "lfm2", "deepseek_v2", "llama4",
+    "qwen3_next", "kimi_linear", "mamba2", "nemotron_h",
+)  # fmt: skip
 RANKS = (1, 2, 4)
 # Experts, latent keys and complex rotations, on several ranks; the others by the full profile.
 QUICK = {("deepseek_v2", 2)}

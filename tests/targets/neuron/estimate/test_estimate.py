@@ -14,6 +14,7 @@ import torch
 from helpers import ARCHITECTURES, artifact_runner, export_tiny, load_model, tiny_config
 from safetensors.torch import load_file
 from selecting import CONFIGS as SELECTING
+from sharded_ranks import make_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,7 @@ from transformers import (
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import named_tensors
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.graphs.state_specs import state_specs
@@ -51,7 +53,8 @@ from optimum_neuron.targets.neuron.estimate.step_speed import (
 from optimum_neuron.targets.neuron.lowering import attention
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES, chip_of
-from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.sharding import apply_plan, shard_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 
 
 TINY = {
@@ -178,6 +181,23 @@ def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: di
     assert core.heads == sum(one.local_query for one in shared) or not shared
     channels = [state.channels for state in sizes.spec.convolutions]
     assert [cores * state.channels for state in core.spec.convolutions] == channels
+
+
+@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2", "nemotron_h"])
+def test_a_core_is_counted_with_the_states_of_a_rank(name: str, cores: int) -> None:
+    model = make_model(name)
+    sizes = measure(model.config, name, "float32", trust_remote_code=False)
+    with no_data():
+        rank = data_free_copy(model)
+        apply_plan(rank, shard_plan(model, cores))
+        spec = inspect_model(rank)
+    core = core_sizes(sizes, cores)
+    assert core.spec.recurrences == spec.recurrences and core.spec.convolutions == spec.convolutions
+    assert core.state_bytes < core_sizes(sizes, 1).state_bytes
+    assert sum(each.heads for each in core.spec.recurrences) * cores == sum(
+        each.heads for each in sizes.spec.recurrences
+    )
 
 
 def test_one_layer_of_each_kind_decides_for_all() -> None:

@@ -90,14 +90,20 @@ def test_ranks_give_the_logits_and_tokens_of_one(
     assert 0 < noise < (0.1 if finer == torch.float32 else 1e-5)
     assert distance(expected[name], found) < NOISE_FACTOR * noise
     assert all(torch.equal(expected[name][key], found[key]) for key in found if key.endswith("tokens"))
-    # DeepSeek-V3's own plan leaves attention whole.
-    shared = head_layout(*heads_of(models[name]), world_size).local_key_value
-    assert set(found["kv_heads"].tolist()) == {4 if name == "deepseek_v3" else shared}
+    assert set(found["kv_heads"].tolist()) == key_value_heads(models[name], world_size)
+    states = shard_plan(models[name], world_size).recurrences.values()
+    assert set(found["state_heads"].tolist()) == {each.heads // world_size for each in states}
 
 
-def heads_of(model: PreTrainedModel) -> tuple[int, int]:
-    query = model.config.num_attention_heads
-    return query, getattr(model.config, "num_key_value_heads", None) or query
+def key_value_heads(model: PreTrainedModel, world_size: int) -> set[int]:
+    """Of a rank's layers that attend; the own plans of two models leave attention whole."""
+    query = getattr(model.config, "num_attention_heads", 0)
+    if model.config.model_type == "mamba2":
+        return set()
+    if model.config.model_type in ("deepseek_v3", "kimi_linear"):
+        return {query}
+    layout = head_layout(query, getattr(model.config, "num_key_value_heads", None) or query, world_size)
+    return {layout.local_key_value}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "padded fused projections", "padded norm over all heads"])

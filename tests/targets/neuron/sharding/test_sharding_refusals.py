@@ -36,6 +36,25 @@ def changed(name: str, module: str, replacement: nn.Module) -> PreTrainedModel:
     return model
 
 
+class OtherHeads(nn.Module):
+    """Gives each head what the one before it computes: no rank's heads depend on its own alone."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.norm(x.roll(1, 0), gate)
+
+
+def unshared(**styles: str) -> PreTrainedModel:
+    """A model whose layers with recurrences no ranks can share."""
+    model: Any = styled("qwen3_next", **styles)
+    layer = model.model.layers[0].linear_attn
+    layer.norm = OtherHeads(layer.norm)
+    return model
+
+
 class OwnLinear(nn.Linear):
     """A linear layer that is more than its weights."""
 
@@ -122,11 +141,11 @@ SMALL = {
             r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
         ),
         (
-            lambda: recurrent("state space"),
-            r"mamba2 .*: its layers keep the states of recurrences, and it declares no plan \(base_model_tp_plan\)",
+            lambda: recurrent("selective"),
+            r"the heads of model.layers.0.mamba, which keeps the state of a recurrence, cannot be cut, and it declares no plan",
         ),
         (
-            lambda: styled("qwen3_next", linear_attn__out_proj="rowwise"),
+            lambda: unshared(linear_attn__out_proj="rowwise"),
             "its plan cuts model.layers.0.linear_attn.out_proj, whose layer keeps the state of a recurrence",
         ),
         (lambda: changed("llama", "lm_head", nn.Sequential(nn.Linear(64, 300))), "vocabulary is not one embedding"),
@@ -136,6 +155,33 @@ def test_a_model_that_ranks_cannot_share_exactly_is_refused(make: Callable[[], P
     model = make()
     with pytest.raises(ValueError, match=reason):
         shard_plan(model, 2)
+
+
+def test_a_recurrence_whose_heads_are_mixed_is_whole_on_every_rank() -> None:
+    weight = "model.model.layers.0.linear_attn.in_proj_qkvz.weight"
+    shared, whole = shard_plan(make_model("qwen3_next"), 2), shard_plan(unshared(), 2)
+    assert shared.local_shape(weight) == (64, 64) and [*shared.recurrences] == ["model.layers.0.linear_attn"]
+    assert weight in whole.whole and not whole.recurrences
+    assert [*whole.attention] == [*shared.attention]
+
+
+def test_heads_that_do_not_divide_by_the_ranks_stay_whole() -> None:
+    plan = shard_plan(make_model("qwen3_next"), 3)
+    assert not plan.recurrences and plan.attention
+
+
+def test_what_all_heads_use_is_whole_and_a_group_is_held_by_each_rank_of_its_heads() -> None:
+    plan = shard_plan(make_model("nemotron_h"), 4)  # two groups
+    layer = "model.layers.0.mixer"
+    shared = plan.recurrences[layer]
+    assert [shared.heads_of(1), shared.key_heads_of(1), shared.key_heads_of(2)] == [[2, 3], [0], [1]]
+    # Values, then keys and queries of both groups, of 8 numbers each.
+    values, groups = range(32, 64), (range(128, 136), range(144, 152))
+    assert plan.channels(layer, 0, 1) == (*values, *groups[0], *groups[1])
+    assert [*plan.whole_inputs] == [f"{layer}.norm"]  # of a group, whose values two ranks have
+    assert not shard_plan(make_model("nemotron_h"), 2).whole_inputs
+    low_rank = {f"model.model.layers.0.self_attn.{each}.weight" for each in ("forget_gate.f_a_proj", "g_a_proj")}
+    assert low_rank < shard_plan(make_model("kimi_linear"), 4).whole
 
 
 class Places(nn.Module):

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with recurrences that ranks share by heads.
+
+A rank has consecutive heads, and of what the layer's last linear layer takes the places that they give. What else it needs is not
+read from the layer's code: the layer runs on random numbers, and a rank has of each parameter what its places depend on. So
+what all heads use is whole on every rank, and key heads are held by each rank that uses them. Then the layer runs on each rank's
+parameters, and has to compute the whole's heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ....graphs.layers_by_token import keeps_own_state
+from ....graphs.model_cache import keeps_recurrence
+from ....graphs.recurrence import ScanCall
+from ....graphs.recurrent_functions import set_recurrences
+from .plan import ShardedRecurrence
+from .recurrent_runs import RandomLayer, Seen, Unlimited, whole_numbers
+from .rules import Section, ShardRule, even
+from .styles import is_linear
+from .trace import Trace
+
+
+# In float32, of the largest number: ranks compute the same sums. What is wrong is off by about all of it.
+_ROUNDING = 1e-4
+# Of sizes that may be a rank's or the whole's: more than any layer that was seen has to try.
+_MOST_TRIALS = 256
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A layer that ranks share.
+
+    Attributes:
+        rules: how its parameters are cut, by their names in the model.
+        outer: its last linear layer, whose results are partial sums.
+        norms: modules that need their whole inputs, such as a norm over all heads; and how these are cut.
+    """
+
+    name: str
+    rules: Mapping[str, ShardRule]
+    outer: str
+    norms: Mapping[str, Section]
+    shared: ShardedRecurrence
+
+
+def find_recurrences(model: PreTrainedModel, trace: Trace, world_size: int) -> list[RecurrentLayer]:
+    """Those of a model without data that so many ranks can share; of layers that look the same one is tried."""
+    set_recurrences(model)
+    found: list[RecurrentLayer] = []
+    tried: dict[str, RecurrentLayer | None] = {}
+    for name, module in model.named_modules():
+        if not keeps_recurrence(module) or keeps_own_state(module) or name not in trace.inputs:
+            continue
+        sizes = [(each, sorted(whole_numbers(part).items())) for each, part in module.named_modules()]
+        look = f"{module!r} {sizes} {[tuple(each.shape) for each in module.parameters()]}"
+        if look not in tried:
+            linears = [call.name for call in trace.calls if call.name.startswith(f"{name}.")]
+            linears = [each for each in linears if is_linear(model.get_submodule(each))]
+            tried[look] = _share(name, module, linears, world_size, trace) if linears else None
+        layer = tried[look]
+        if layer is not None:
+            found.append(_renamed(layer, name))
+    return found
+
+
+def _renamed(layer: RecurrentLayer, name: str) -> RecurrentLayer:
+    def to(member: str) -> str:
+        return name + member.removeprefix(layer.name)
+
+    rules = {to(each): rule for each, rule in layer.rules.items()}
+    return RecurrentLayer(
+        name, rules, to(layer.outer), {to(each): cut for each, cut in layer.norms.items()}, layer.shared
+    )
+
+
+def _share(name: str, module: nn.Module, linears: list[str], ranks: int, trace: Trace) -> RecurrentLayer | None:
+    """None where no rule tells how, or where what a rank would compute is not the whole's."""
+    if any(True for _ in module.buffers()):
+        return None
+    with unset_fake_temporarily():
+        try:
+            layer = RandomLayer(name, module, linears[-1], trace)
+            whole, copy = layer.run(layer.tensors)
+            if len(whole.calls) != 1 or len(whole.taken) != 1:
+                return None
+            (call,), (taken,) = whole.calls, whole.taken
+            places = taken.shape[-1]
+            if call.heads % ranks or places % ranks:
+                return None
+            norms = _mixing(copy, whole, places, ranks)
+            rules = _needed(layer, norms, places, ranks)
+            shared = None if rules is None else _fitted(layer, whole, norms, rules, places, ranks)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return None  # its code counts on the whole
+    if rules is None or shared is None:
+        return None
+    rules[f"{linears[-1]}.weight"] = ShardRule(1, (even(places, ranks),))
+    return RecurrentLayer(name, rules, linears[-1], {f"{name}.{each}": even(places, ranks) for each in norms}, shared)
+
+
+def _mixing(module: nn.Module, whole: Seen, places: int, ranks: int) -> list[str]:
+    """Modules from all places to all places in which those of a rank depend on another's."""
+    found = []
+    for path, (given, output) in whole.norms.items():
+        tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+        if not isinstance(output, Tensor) or any(each.shape[-1] != places for each in (*tensors, output)):
+            continue
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: torch.cat([x[..., : places // ranks], 2 * x[..., places // ranks :] + 1], -1), given
+        )
+        changed = module.get_submodule(path).forward(*args, **kwargs)
+        if not torch.equal(changed[..., : places // ranks], output[..., : places // ranks]):
+            found.append(path)
+    return found
+
+
+def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> dict[str, ShardRule] | None:
+    """How parameters are cut so that each rank has what its places depend on, a norm over all of them apart."""
+    straight = dict.fromkeys(norms, _added)
+    with Unlimited():
+        seen, module = layer.run(layer.tensors, norms=straight, gradients=True)
+    (taken,) = seen.taken
+    parameters = dict(module.named_parameters())
+    needed: dict[str, list[Tensor]] = defaultdict(list)
+    for part in taken.split(places // ranks, -1):
+        weight = torch.randn(part.shape, generator=torch.Generator().manual_seed(1))
+        found = torch.autograd.grad(
+            (part * weight).sum(), [*parameters.values()], retain_graph=True, allow_unused=True
+        )
+        for name, gradient in zip(parameters, found, strict=True):
+            if gradient is not None:
+                needed[name].append(gradient != 0)
+    rules = {}
+    for name, parts in needed.items():
+        for dim in range(parts[0].dim()):
+            others = [each for each in range(parts[0].dim()) if each != dim]
+            rows = torch.stack([each.sum(others).bool() if others else each for each in parts])
+            if bool((rows != rows[0]).any()):
+                sections = _sections(rows)
+                if not sections:
+                    return None
+                rules[f"{layer.name}.{name}"] = ShardRule(dim, sections)
+                break
+    return rules
+
+
+def _added(*args: Any, **kwargs: Any) -> Tensor:
+    """Each place from itself alone, of all that is given."""
+    return sum(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))  # type: ignore[return-value]
+
+
+def _sections(rows: Tensor) -> tuple[Section, ...]:
+    """Stretches that ranks hold, from `[ranks, size]`, which rank needs what; none where ranks' stretches are not alike."""
+    changes = (rows[:, 1:] != rows[:, :-1]).any(0).nonzero().flatten() + 1
+    edges = [0, *changes.tolist(), rows.shape[1]]
+    held = [[(start, end - start) for start, end in itertools.pairwise(edges) if own[start]] for own in rows]
+    if len({len(each) for each in held}) != 1:
+        return ()
+    sections = []
+    for stretches in zip(*held, strict=True):
+        starts, lengths = zip(*stretches, strict=True)
+        first, block = min(starts), lengths[0]
+        if len(set(lengths)) != 1 or any((start - first) % block for start in starts):
+            return ()
+        sections.append(
+            Section(first, max(starts) + block - first, block, tuple((start - first) // block for start in starts))
+        )
+    return tuple(sections)
+
+
+def _fitted(
+    layer: RandomLayer, whole: Seen, norms: list[str], rules: Mapping[str, ShardRule], places: int, ranks: int
+) -> ShardedRecurrence | None:
+    """With the sizes by which the layer's code computes a rank's heads; None where there are none."""
+    (call,) = whole.calls
+    known = _local_sizes(layer, call, rules, places, ranks)
+    read = {key: [*known[size], size] for key, size in whole.read.items() if size in known and key[0] not in norms}
+
+    def fits(sizes: Mapping[tuple[str, str], int]) -> bool:
+        try:
+            return all(_computes(layer, whole, norms, rules, sizes, rank, ranks) for rank in range(ranks))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False  # these sizes do not go with a rank's parameters
+
+    for sizes in itertools.islice(itertools.product(*read.values()), _MOST_TRIALS):
+        chosen = {key: size for key, size in zip(read, sizes, strict=True) if size != whole.read[key]}
+        if fits(chosen):
+            for key in list(chosen):  # what only happens to be as large, and may be either
+                fewer = {other: size for other, size in chosen.items() if other != key}
+                chosen = fewer if fits(fewer) else chosen
+            filters = tuple(
+                name.removeprefix(f"{layer.name}.") for name, each in layer.tensors.items() if each.dim() == 3
+            )
+            local = tuple((path, name, size) for (path, name), size in chosen.items())
+            return replace(_heads(call, ranks), sizes=local, filters=filters)
+    return None
+
+
+def _heads(call: ScanCall, ranks: int) -> ShardedRecurrence:
+    return ShardedRecurrence(
+        ranks, call.heads, call.key.shape[1], tuple((each.shape[1], each[0, 0].numel()) for each in call.inputs())
+    )
+
+
+def _local_sizes(
+    layer: RandomLayer, call: ScanCall, rules: Mapping[str, ShardRule], places: int, ranks: int
+) -> dict[int, list[int]]:
+    """By a size of the whole, what it is on a rank: of heads, of what is cut, and of the stretches in which that lies."""
+    key_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[2], call.value.shape[2]
+    pairs = [(call.heads, call.heads // ranks), (places, places // ranks)]
+    pairs.append((key_heads, len(_heads(call, ranks).key_heads_of(0))))
+    for name, rule in rules.items():
+        pairs.append((layer.tensors[name].shape[rule.dim], rule.local_size(ranks)))
+        for each in rule.sections:
+            pairs += [
+                (each.size // unit, each.block // unit) for unit in (1, key_dim, value_dim) if each.block % unit == 0
+            ]
+    known: dict[int, list[int]] = defaultdict(list)
+    for size, part in pairs:
+        if part != size and part not in known[size]:
+            known[size].append(part)
+    return {size: parts for size, parts in known.items() if parts}
+
+
+def _computes(
+    layer: RandomLayer,
+    whole: Seen,
+    norms: list[str],
+    rules: Mapping[str, ShardRule],
+    sizes: Mapping[tuple[str, str], int],
+    rank: int,
+    ranks: int,
+) -> bool:
+    """Whether a rank's parameters give its heads of the whole."""
+    tensors = {
+        name: rules[name].shard(tensor, rank, ranks) if name in rules else tensor
+        for name, tensor in layer.tensors.items()
+    }
+    met: list[bool] = []
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.chunk(ranks, -1)[rank]
+
+    def gathered(path: str, *args: Any, **kwargs: Any) -> Tensor:
+        given, output = whole.norms[path]
+        pairs = zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)
+        met.extend(_close(part, own(all_of)) for part, all_of in pairs if isinstance(all_of, Tensor))
+        return own(output)
+
+    seen, _ = layer.run(tensors, sizes, {each: partial(gathered, each) for each in norms})
+    (call,), (found,), (taken,) = whole.calls, seen.calls, seen.taken
+    parts = _heads(call, ranks)
+    heads, key_heads = parts.heads_of(rank), parts.key_heads_of(rank)
+    same = _close(found.key, call.key[:, key_heads]) and _close(found.query, call.query[:, key_heads])
+    of_heads = [(found.value, call.value), (found.decay, call.decay)]
+    if call.beta is not None and found.beta is not None:
+        of_heads.append((found.beta, call.beta))
+    return (
+        same
+        and all(_close(one, other[:, heads]) for one, other in of_heads)
+        and all(met)
+        and _close(taken, own(whole.taken[0]))
+    )
+
+
+def _close(part: Tensor, expected: Tensor) -> bool:
+    return part.shape == expected.shape and bool((part - expected).abs().max() <= _ROUNDING * expected.abs().max())
