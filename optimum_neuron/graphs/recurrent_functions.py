@@ -77,7 +77,8 @@ def _mamba2_chunk_scan(
     _refuse_given(initial_states=initial_states, z=z)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = nn.functional.softplus(dt) if dt_softplus else dt
-    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])[0].float()
+    # In float32, as fused kernels do: a 16-bit type would round the limits.
+    dt = torch.clamp(dt[0].float(), min=dt_limit[0], max=dt_limit[1])
     x = hidden_states[0].float()
     call = ScanCall(C[0].float(), B[0].float(), x * dt[..., None], A.float() * dt)
     output = backend.scan("state_space_scan", call)

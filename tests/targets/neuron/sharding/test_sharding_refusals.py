@@ -37,14 +37,14 @@ def changed(name: str, module: str, replacement: nn.Module) -> PreTrainedModel:
 
 
 class OtherHeads(nn.Module):
-    """Gives each head what the one before it computes: no rank's heads depend on its own alone."""
+    """Gives the first heads what the last ones compute: what a rank's places depend on is the state of another's heads."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self.norm(x.roll(1, 0), gate)
+        return self.norm(x.flip(0), gate.flip(0))
 
 
 def unshared(**styles: str) -> PreTrainedModel:
