@@ -34,6 +34,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     table[torch.ops.aten.clamp.default] = bounded
     table[torch.ops.aten.gelu.default] = gelu
     table[torch.ops.aten.copy.default] = written_over
+    table[torch.ops.aten.slice_scatter.default] = put_every
     return program.run_decompositions(table)
 
 
@@ -106,6 +107,27 @@ def written_over(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
     """What `x.copy_(source)` leaves, where it is read again within the graph: torch-xla would write it into `x` itself, a parameter."""
     source = source.to(x.dtype)
     return source if source.shape == x.shape else source.expand(x.shape)
+
+
+def put_every(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """`x[start:end:step] = source` along `dim` as a selection; torch-xla would pad between values, which stores with a stride.
+
+    Returns:
+        NotImplemented where `step` is 1.
+    """
+    if step == 1:
+        return NotImplemented
+    size = x.shape[dim]
+    places = range(size)[slice(start, end, step)]
+    wide, source = x.movedim(dim, -1), source.movedim(dim, -1)
+    each = source[..., None].expand(*source.shape, step).flatten(-2)[..., : size - places.start]
+    first, last = places.start, places.start + each.shape[-1]
+    spread = torch.cat([wide[..., :first], each, wide[..., last:]], dim=-1)
+    order = torch.arange(size, dtype=torch.int32, device=x.device)
+    taken = (order >= first) & (order < places.stop) & ((order - first) % step == 0)
+    return torch.where(taken, spread, wide).movedim(-1, dim)
 
 
 def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:

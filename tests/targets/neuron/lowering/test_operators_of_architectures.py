@@ -32,7 +32,7 @@ DENSE = (
 )  # fmt: skip
 RECURRENT = (
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba2",
 )  # fmt: skip
 # One of each kind that no other test lowers; the others by the full profile.
 KINDS = ("bert", "bloom", "diffllama", "falcon", "gemma3", "glm_moe_dsa", "lfm2_moe")

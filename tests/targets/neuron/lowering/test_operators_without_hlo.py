@@ -44,6 +44,26 @@ def test_what_is_written_where_a_mask_says_is_a_selection(
     assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), X)
 
 
+@pytest.mark.parametrize(("dim", "start", "end", "step"), [(1, 1, 3, 2), (0, 0, 4, 3), (0, 1, None, 2), (1, 0, 2, 2)])
+def test_what_is_written_to_every_other_place_is_a_selection(
+    dim: int, start: int, end: int | None, step: int, tmp_path: Path
+) -> None:
+    places = len(range(X.shape[dim])[slice(start, end, step)])
+    source = torch.full((places, 3) if dim == 0 else (4, places), 7.0) + torch.arange(places).view(
+        -1, *[1] * (1 - dim)
+    )
+
+    def function(x: Tensor) -> Tensor:
+        return torch.ops.aten.slice_scatter(x, source, dim, start, end, step)
+
+    graph = lower_function(function, [X])
+    assert not {"pad", "scatter"} & {each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo))}
+    (tmp_path / "function.hlo").write_bytes(graph.hlo)
+    program = HloProgram(tmp_path / "function.hlo", graph.io)
+    (found,) = program.run([X.to(program.device)])
+    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), X)
+
+
 @pytest.mark.parametrize(
     ("indices", "values", "accumulate"),
     [
