@@ -19,7 +19,7 @@ from optimum_neuron.targets.cpu.plan.values import contiguous, dtype_name
 
 
 # From a plan's inputs to its outputs, which every run allocates, as torch's operators do.
-Run = Callable[[Sequence[Tensor]], list[Tensor]]
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Operands:
