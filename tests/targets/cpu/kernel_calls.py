@@ -348,7 +348,8 @@ class Planned:
         """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""
         self._arena.fill_(0xFF)
         with torch.no_grad():
-            return self._bound.run([each.contiguous() for each in inputs], live)
+            outputs = self._bound.run([each.contiguous() for each in inputs], live)
+            return [each.clone() for each in outputs]  # the next run uses their memory again
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
