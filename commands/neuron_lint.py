@@ -99,9 +99,9 @@ def _lint(args: Namespace) -> bool:
         raise ValueError(f"{args.artifact} has its own {next(iter(options))}; give sizes with --model only")
     config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
-    from optimum_neuron.targets.neuron.lowering.requirements import check_reading
+    from optimum_neuron.targets.neuron.lowering.requirements import check_lowering, check_reading
 
-    check_reading()
+    check_reading() if config is None else check_lowering()
     from optimum_neuron.targets.neuron.lint.cost import graph_cost
     from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
     from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint

@@ -250,7 +250,7 @@ def _artifacts() -> list[Line]:
     ]
     for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
         for command in ("inspect", "generate", "check", "lint"):
-            told = "need" if command == "lint" else path if path and len(path) < 300 else ""
+            told = "pip install protobuf" if command == "lint" else path if path and len(path) < 300 else ""
             lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
         for command in ("inspect", "generate", "check"):

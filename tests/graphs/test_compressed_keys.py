@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.graphs import attention
+from optimum_neuron.graphs import attention_rows
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import check_compressions, inspect_model, look_at
 from optimum_neuron.graphs.compression import CompressedKeys, CompressingLayers, GroupKeys, GroupWindows, split_joined
@@ -187,12 +187,12 @@ def test_what_a_model_keeps_is_found_by_running_it() -> None:
 
 def test_compressed_keys_that_are_not_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the prompt of several groups: the short one ends before the first group of eight."""
-    visible = attention.visible_groups
+    visible = attention_rows.visible_groups
 
     def late(position_ids: Tensor, rate: int, groups: int) -> Tensor:
         return visible(position_ids - (rate if rate == 8 else 0), rate, groups)
 
-    monkeypatch.setattr(attention, "visible_groups", late)
+    monkeypatch.setattr(attention_rows, "visible_groups", late)
     with pytest.raises(
         ValueError, match="it computes compressed keys otherwise over 24 tokens in chunks than at once"
     ):

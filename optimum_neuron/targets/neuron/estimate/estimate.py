@@ -204,8 +204,12 @@ def _estimates(
         notes.append(
             "The model's tensor parallel plan leaves its attention whole: every core has all of its heads and their cache."
         )
-    if any(cores > 1 for cores in shares) and sizes.spec.recurrences:
-        notes.append("Layers with recurrences are whole on every core, and so are the states that slots keep of them.")
+    recurrences = sizes.spec.recurrences
+    whole = [str(cores) for cores, share in shares.items() if cores > 1 and share.spec.recurrences == recurrences]
+    if whole and recurrences:
+        notes.append(
+            f"On {', '.join(whole)} cores layers with recurrences are whole on every core, and so are the states that slots keep of them."
+        )
     return found, notes
 
 

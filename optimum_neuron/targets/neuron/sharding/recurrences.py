@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -133,21 +133,24 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
     with Unlimited():
         seen, module = layer.run(layer.tensors, norms=straight, gradients=True)
     (taken,) = seen.taken
-    parameters = dict(module.named_parameters())
-    needed: dict[str, list[Tensor]] = defaultdict(list)
+    sources: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    for path, calls in seen.linears.items():
+        (sources[path],) = calls
+    needed: dict[str, list[list[Tensor]]] = defaultdict(list)
     for part in taken.split(places // ranks, -1):
         weight = torch.randn(part.shape, generator=torch.Generator().manual_seed(1))
-        found = torch.autograd.grad(
-            (part * weight).sum(), [*parameters.values()], retain_graph=True, allow_unused=True
-        )
-        for name, gradient in zip(parameters, found, strict=True):
-            if gradient is not None:
-                needed[name].append(gradient != 0)
+        found = torch.autograd.grad((part * weight).sum(), [*sources.values()], retain_graph=True, allow_unused=True)
+        for name, gradient in zip(sources, found, strict=True):
+            if gradient is None:
+                continue
+            if name in seen.linears:  # by what it gives: the rows of its parameters
+                for own, _ in module.get_submodule(name).named_parameters():
+                    needed[f"{name}.{own}"].append(_places(gradient)[-1:])
+            else:
+                needed[name].append(_places(gradient))
     rules = {}
     for name, parts in needed.items():
-        for dim in range(parts[0].dim()):
-            others = [each for each in range(parts[0].dim()) if each != dim]
-            rows = torch.stack([each.sum(others).bool() if others else each for each in parts])
+        for dim, rows in enumerate(map(torch.stack, zip(*parts, strict=True))):
             if bool((rows != rows[0]).any()):
                 sections = _sections(rows)
                 if not sections:
@@ -155,6 +158,13 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
                 rules[f"{layer.name}.{name}"] = ShardRule(dim, sections)
                 break
     return rules
+
+
+def _places(gradient: Tensor) -> list[Tensor]:
+    """By dimension, `[size]`: at which places any number is not zero. A random sum of such numbers is not zero either."""
+    random = torch.Generator().manual_seed(2)
+    stretched = (gradient.movedim(dim, 0).reshape(size, -1) for dim, size in enumerate(gradient.shape))
+    return [each.mv(torch.randn(each.shape[1], generator=random)) != 0 for each in stretched]
 
 
 def _added(*args: Any, **kwargs: Any) -> Tensor:
@@ -189,9 +199,9 @@ def _fitted(
     known = _local_sizes(layer, call, rules, places, ranks)
     read = {key: [*known[size], size] for key, size in whole.read.items() if size in known and key[0] not in norms}
 
-    def fits(sizes: Mapping[tuple[str, str], int]) -> bool:
+    def fits(sizes: Mapping[tuple[str, str], int], of: Iterable[int] = (0, ranks - 1)) -> bool:
         try:
-            return all(_computes(layer, whole, norms, rules, sizes, rank, ranks) for rank in range(ranks))
+            return all(_computes(layer, whole, norms, rules, sizes, rank, ranks) for rank in of)
         except (RuntimeError, TypeError, ValueError, AttributeError):
             return False  # these sizes do not go with a rank's parameters
 
@@ -201,6 +211,8 @@ def _fitted(
             for key in list(chosen):  # what only happens to be as large, and may be either
                 fewer = {other: size for other, size in chosen.items() if other != key}
                 chosen = fewer if fits(fewer) else chosen
+            if not fits(chosen, range(ranks)):
+                continue
             filters = tuple(
                 name.removeprefix(f"{layer.name}.") for name, each in layer.tensors.items() if each.dim() == 3
             )

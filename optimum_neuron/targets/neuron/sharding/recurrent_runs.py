@@ -36,12 +36,14 @@ class Seen:
         taken: what the last linear layer is given.
         calls: of recurrences.
         norms: by the name of a module, what it was given and what it gave.
+        linears: where gradients are wanted, what each linear layer before the last gave in each of its calls.
         read: sizes whose values the code asked for.
     """
 
     taken: list[Tensor] = field(default_factory=list)
     calls: list[ScanCall] = field(default_factory=list)
     norms: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    linears: dict[str, list[Tensor]] = field(default_factory=dict)
     read: dict[tuple[str, str], int] = field(default_factory=dict)
     layer_idx: int | None = None
 
@@ -91,6 +93,8 @@ class RandomLayer:
         Args:
             sizes: attributes that have other values, by module and name.
             norms: what stands for modules of these names.
+            gradients: whether derivatives are asked for, of parameters or of what a linear layer gives, which tell the same of its
+                rows and are far smaller.
         """
         module, seen = filled(self._module, tensors, self.name), Seen()
         module.requires_grad_(gradients)
@@ -101,6 +105,9 @@ class RandomLayer:
         for path, part in module.named_modules():
             if norms and path in norms:
                 part.forward = norms[path]
+            if gradients and isinstance(part, nn.Linear) and path != self._outer:
+                part.requires_grad_(False)
+                part.register_forward_hook(partial(_keep_output, seen.linears.setdefault(path, [])))
             if path and not isinstance(part, (nn.Linear, nn.Conv1d)):
                 part.register_forward_hook(
                     lambda _, args, kwargs, output, path=path: seen.norms.update({path: ((args, kwargs), output)}),
@@ -114,6 +121,11 @@ class RandomLayer:
 def _take(seen: Seen, x: Tensor) -> Tensor:
     seen.taken.append(x)
     return x
+
+
+def _keep_output(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    kept.append(output if output.requires_grad else output.requires_grad_())
+    return kept[-1]
 
 
 class _NoConvolutions:
