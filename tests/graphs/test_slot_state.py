@@ -156,6 +156,9 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
     runner, prompt = open_runner("lfm2"), random_tokens(PROMPT)
     prefill_pieces(runner, 2, prompt, [8, 9])
     expected = continue_by_hand(runner, 2, prompt[:3])
+    prefill_pieces(runner, 0, prompt[:5], [5])
+    runner.keep_state(0, 0)
+    runner.reset(0)
     prefill_pieces(runner, 0, prompt[:8], [8])
     runner.keep_state(0, 1)
     prefill_pieces(runner, 0, prompt[8:15], [7])
@@ -166,7 +169,7 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
             runner.reuse(slot, 0, 5)
     for action, words in (
         (lambda: runner.reuse(1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
-        (lambda: runner.reuse(1, 0, 8, 0), "snapshot 0 is of 0 tokens, and 8 are to be reused"),
+        (lambda: runner.reuse(1, 0, 8, 0), "snapshot 0 is of 5 tokens, and 8 are to be reused"),
         (lambda: runner.reuse(1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
         (lambda: runner.keep_state(0, -1), "snapshot -1 does not exist: there are 6"),
         (lambda: runner.keep_state(1, 0), "slot 1 holds no tokens"),
