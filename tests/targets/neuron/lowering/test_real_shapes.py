@@ -62,7 +62,7 @@ STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
 class PeakMemory:
-    """The most that this process and those that it starts have resident at once, in bytes, looked at twice a second; shared pages count once."""
+    """The most that this process and those that it starts have resident at once, in bytes, looked at every two seconds; shared pages count once."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -78,7 +78,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.5):
+        while not self._ended.wait(2.0):
             self.bytes = max(self.bytes, sum(map(_resident, _with_children(os.getpid()))))
 
 
