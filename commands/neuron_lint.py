@@ -101,7 +101,10 @@ def _lint(args: Namespace) -> bool:
 
     from optimum_neuron.targets.neuron.lowering.requirements import check_lowering, check_reading
 
-    check_reading() if config is None else check_lowering()
+    if config is None:
+        check_reading()
+    else:
+        check_lowering()
     from optimum_neuron.targets.neuron.lint.cost import graph_cost
     from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
     from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint

@@ -133,9 +133,10 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
     with Unlimited():
         seen, module = layer.run(layer.tensors, norms=straight, gradients=True)
     (taken,) = seen.taken
-    sources: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    for path, calls in seen.linears.items():
-        (sources[path],) = calls
+    # What a linear layer gives tells the same of its parameters' rows, and is far smaller.
+    linears = {path: calls[0] for path, calls in seen.linears.items() if len(calls) == 1}
+    parameters = {name: each for name, each in module.named_parameters() if name.rpartition(".")[0] not in linears}
+    sources = {**parameters, **linears}
     needed: dict[str, list[list[Tensor]]] = defaultdict(list)
     for part in taken.split(places // ranks, -1):
         weight = torch.randn(part.shape, generator=torch.Generator().manual_seed(1))
@@ -143,7 +144,7 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
         for name, gradient in zip(sources, found, strict=True):
             if gradient is None:
                 continue
-            if name in seen.linears:  # by what it gives: the rows of its parameters
+            if name in linears:
                 for own, _ in module.get_submodule(name).named_parameters():
                     needed[f"{name}.{own}"].append(_places(gradient)[-1:])
             else:

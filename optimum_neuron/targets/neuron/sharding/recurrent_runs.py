@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Seen:
     taken: list[Tensor] = field(default_factory=list)
     calls: list[ScanCall] = field(default_factory=list)
     norms: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    linears: dict[str, list[Tensor]] = field(default_factory=dict)
+    linears: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     read: dict[tuple[str, str], int] = field(default_factory=dict)
     layer_idx: int | None = None
 
@@ -93,8 +94,7 @@ class RandomLayer:
         Args:
             sizes: attributes that have other values, by module and name.
             norms: what stands for modules of these names.
-            gradients: whether derivatives are asked for, of parameters or of what a linear layer gives, which tell the same of its
-                rows and are far smaller.
+            gradients: whether derivatives are asked for.
         """
         module, seen = filled(self._module, tensors, self.name), Seen()
         module.requires_grad_(gradients)
@@ -106,8 +106,7 @@ class RandomLayer:
             if norms and path in norms:
                 part.forward = norms[path]
             if gradients and isinstance(part, nn.Linear) and path != self._outer:
-                part.requires_grad_(False)
-                part.register_forward_hook(partial(_keep_output, seen.linears.setdefault(path, [])))
+                part.register_forward_hook(lambda *given, path=path: seen.linears[path].append(given[-1]))
             if path and not isinstance(part, (nn.Linear, nn.Conv1d)):
                 part.register_forward_hook(
                     lambda _, args, kwargs, output, path=path: seen.norms.update({path: ((args, kwargs), output)}),
@@ -121,11 +120,6 @@ class RandomLayer:
 def _take(seen: Seen, x: Tensor) -> Tensor:
     seen.taken.append(x)
     return x
-
-
-def _keep_output(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    kept.append(output if output.requires_grad else output.requires_grad_())
-    return kept[-1]
 
 
 class _NoConvolutions:
