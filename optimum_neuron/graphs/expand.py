@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +12,11 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .layer_recorder import CALLS_APART
+from .layer_names import NotAlikeError, Rename, renaming
 from .repeated_layers import LayerTrace, Template, operators
 
 
 _BEGIN, _END, _REPEATED = (getattr(operators, name).default for name in ("begin", "end", "repeated"))
-_STATE = re.compile(r"(kv_cache\.[a-z]+_)(\d+)((?:_\d+)?)")
-_Rename = Callable[[str], str]
-
-
-class NotAlikeError(Exception):
-    """Layers that look the same were traced to other nodes, or to nodes that others need: all have to be traced."""
 
 
 def expand(program: ExportedProgram, trace: LayerTrace) -> None:
@@ -112,7 +104,7 @@ class _Segments:
                 if any(user not in own and not (user is self._output and node in returned) for user in node.users):
                     raise NotAlikeError
         for key in others:
-            rename = _renaming(template, key[1])
+            rename = renaming(template.kind, template.traced[0], key[1])
             same = {self._begins[first]: self._begins[key]}
             if len(self._inner[first]) != len(self._inner[key]):
                 raise NotAlikeError
@@ -129,13 +121,13 @@ class _Segments:
             if {rename(name): same[node] for name, node in written[0].items()} != written[1]:
                 raise NotAlikeError
 
-    def _compare(self, one: Node, other: Node, same: dict[Node, Node], rename: _Rename) -> None:
+    def _compare(self, one: Node, other: Node, same: dict[Node, Node], rename: Rename) -> None:
         expected = map_arg((one.args, one.kwargs), lambda node: self._counterpart(node, same, rename))
         alike = one.op == other.op and one.target == other.target and self._alike(expected, (other.args, other.kwargs))
         if not alike or _forms(one) != _forms(other):
             raise NotAlikeError
 
-    def _counterpart(self, node: Node, same: dict[Node, Node], rename: _Rename) -> Node:
+    def _counterpart(self, node: Node, same: dict[Node, Node], rename: Rename) -> Node:
         """What another layer reads in the place of a node."""
         if node in same:
             return same[node]
@@ -170,7 +162,7 @@ class _Segments:
         """Appends the nodes of the layer for which a node stands; returns its result."""
         template, member = self._trace.layers[_number(node)]
         key = (id(template), template.traced[0])
-        rename = _renaming(template, member)
+        rename = renaming(template.kind, template.traced[0], member)
         own = {self._begins[key]: made[node.all_input_nodes[0]]}
 
         def source(read: Node) -> Node:
@@ -196,31 +188,7 @@ class _Segments:
         ]
 
 
-def _renaming(template: Template, member: int) -> _Rename:
-    """From the names of what the first traced layer reads to what another one does."""
-    kind, origin = template.kind, template.traced[0]
-    numbers: dict[int, int] = {}
-    values = kind.values(member)
-    for place, number in kind.values(origin).items():
-        if numbers.setdefault(number, values[place]) != values[place]:
-            raise NotAlikeError
-    own, others = (f"model.{kind.path}.{each}." for each in (origin, member))
-
-    def state(match: re.Match[str]) -> str:
-        calls, number = divmod(int(match[2]), CALLS_APART)
-        if number not in numbers:
-            raise NotAlikeError
-        return f"{match[1]}{numbers[number] + calls * CALLS_APART}{match[3]}"
-
-    def rename(name: str) -> str:
-        if name.startswith(own):
-            return others + name.removeprefix(own)
-        return _STATE.sub(state, name) if _STATE.fullmatch(name) else name
-
-    return rename
-
-
-def _renamed_modules(meta: dict[str, Any], rename: _Rename) -> dict[str, Any]:
+def _renamed_modules(meta: dict[str, Any], rename: Rename) -> dict[str, Any]:
     """What is known of a node, of which the modules that it comes from are another layer's."""
     stack = meta.get("nn_module_stack") or {}
     renamed = {key: (rename(f"{path}.")[:-1], *others) for key, (path, *others) in stack.items()}

@@ -12,6 +12,7 @@ What a column holds that a token does not see has no effect, whatever it is: rea
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,23 @@ from .spec import TensorSpec
 class KVCache(nn.Module):
     """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, of recurrences
     `state_<layer>_<index>`, `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`, and of compressions `buffer_<layer>_<index>`
-    and `group_<layer>_<index>`."""
+    and `group_<layer>_<index>`.
+
+    Attributes:
+        away: names of states that are elsewhere for now; to look for one is an error, also where one may have none.
+    """
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
+        self.away: set[str] = set()
         for state in states:
             name = state.name.removeprefix("kv_cache.")
             self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("away", ()):
+            raise LookupError(f"{name} is away")
+        return super().__getattr__(name)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, the buffers themselves."""

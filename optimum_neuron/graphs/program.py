@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from .absent_layers import AbsentLayers
 from .expand import expand
 from .kv_cache import KVCache
 from .ops import DEFAULT_OPS, StepOps
@@ -56,17 +58,39 @@ def export_layers_once(
         RuntimeError: as `export_graph`.
     """
     module = StepModule(model, cache, spec, ops, scores).eval()
-    try:
-        with few_layers(model) as layers:
-            program = _trace(module)
-        if not layers.is_refused:
-            program = decompose(program)
-            expand(program, layers)
-            _check_inputs(program, module)
-            return program
-    except Exception as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
-        logger.debug("graph %s: all layers are traced (%s: %s)", spec.name, type(error).__name__, error)
+    for whole in (False, True):
+        try:
+            if (program := _few_traced(module, decompose, whole=whole)) is not None:
+                return program
+            break
+        except (
+            Exception
+        ) as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
+            left = "all layers are traced" if whole else "all layers have their weights"
+            logger.debug("graph %s: %s (%s: %s)", spec.name, left, type(error).__name__, error)
     return decompose(export_graph(model, cache, spec, ops, scores))
+
+
+def _few_traced(
+    module: StepModule, decompose: Callable[[ExportedProgram], ExportedProgram], *, whole: bool
+) -> ExportedProgram | None:
+    """The program from a trace of a few layers; None where such a trace cannot be used.
+
+    Args:
+        whole: the other layers keep their weights and states meanwhile, so that they can be traced, too.
+    """
+    with few_layers(module.model) as layers:
+        absent = None if whole else AbsentLayers(module, layers)
+        with nullcontext() if absent is None else absent.away():
+            program = _trace(module)
+    if layers.is_refused:
+        return None
+    program = decompose(program)
+    if absent is not None:
+        absent.restore(program)
+    expand(program, layers)
+    _check_inputs(program, module)
+    return program
 
 
 def _trace(module: StepModule) -> ExportedProgram:

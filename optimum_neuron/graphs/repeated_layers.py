@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 from .alike import Kind, kinds_of_layers
 from .layer_index import WatchedIndex
+from .layer_names import NotAlikeError
 
 
 NAMESPACE = "optimum_neuron_layers"
 # The first layer of a kind may compute what all share, and stays apart; so many of the next are traced and compared.
-_COMPARED = 2
+COMPARED = 2
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 for _name in ("begin", "end", "repeated"):
@@ -41,6 +42,7 @@ class Template:
     """Layers of a kind in one trace.
 
     Attributes:
+        absent: layers whose tensors are away, so that they cannot run.
         traced: the layers between whose `begin` and `end` nodes everything is; `expand` compares them.
         given: what the last layer was given, flat, and its structure.
         carried: where in it the tensor is that each layer makes anew; None until two layers were seen.
@@ -49,11 +51,22 @@ class Template:
     """
 
     kind: Kind
+    absent: frozenset[int] = frozenset()
     traced: list[int] = field(default_factory=list)
     given: tuple[list[Any], Any] | None = None
     carried: int | None = None
     returned: tuple[list[Any], Any, int] | None = None
     varies: bool = False
+
+    @property
+    def traceable(self) -> list[int]:
+        """The layers that are traced in any case."""
+        return self.kind.members[: 1 + COMPARED]
+
+    @property
+    def left_out(self) -> list[int]:
+        """The layers that need not be traced if they are given what the others are."""
+        return self.kind.members[1 + COMPARED :]
 
     def carries_on(self, leaves: list[Any], structure: Any) -> bool:
         """Whether a layer is given what the one before it was given, but for one tensor, which is always the same one."""
@@ -93,10 +106,12 @@ class LayerTrace:
         self._ran.append(template.kind.layers[member])
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if not template.carries_on(leaves, structure) or template.varies:
+            if member in template.absent:
+                raise NotAlikeError
             return forward(*args, **kwargs)
         assert template.carried is not None
         x = leaves[template.carried]
-        if len(template.traced) == _COMPARED and template.returned is not None:
+        if len(template.traced) == COMPARED and template.returned is not None:
             returned, form, place = template.returned
             return _replaced(returned, form, place, self._mark("repeated", x, template, member))
         begun = self._mark("begin", x, template, member)
@@ -135,7 +150,7 @@ class LayerTrace:
 @contextmanager
 def few_layers(model: nn.Module) -> Iterator[LayerTrace]:
     """Within it, one pass of the model computes a few layers of each kind."""
-    templates = [Template(kind) for kind in kinds_of_layers(model) if len(kind.members) > _COMPARED + 1]
+    templates = [Template(kind) for kind in kinds_of_layers(model) if len(kind.members) > COMPARED + 1]
     trace = LayerTrace(templates)
     changed: list[nn.Module] = []
     for template in templates:

@@ -140,7 +140,8 @@ def test_layers_that_are_given_something_of_their_own_are_traced(model: Any, mon
         return own(self, *args, **kwargs, strength=float(number == 5))
 
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", called)
-    assert layers_run(model, monkeypatch) == [0, 1, 2, 5, 6]
+    # First without the weights of those that need not be traced, until one of them has to.
+    assert layers_run(model, monkeypatch) == [0, 1, 2, *(0, 1, 2, 5, 6)]
 
 
 def test_layers_that_run_twice_are_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +178,46 @@ def test_a_watched_number_tells_of_each_use(use: Callable[[Any], Any]) -> None:
     with pytest.raises(IndexUsedError):
         use(index)
     assert index.used
+
+
+def test_tensors_of_layers_that_are_left_out_are_away_while_few_are_traced(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    own = LlamaMLP.forward
+
+    def noted(self: LlamaMLP, x: Tensor) -> Tensor:
+        seen.append(sum(1 for _ in model.model.layers.parameters()))
+        return own(self, x)
+
+    names = list(dict(model.named_parameters()))
+    monkeypatch.setattr(LlamaMLP, "forward", noted)
+    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
+    cache = KVCache(state_specs(config, look_at(model)))
+    seen.clear()
+    export_layers_once(model, cache, graph_specs(config)[0], OPS)
+    each = sum(1 for _ in model.model.layers[0].parameters())
+    assert seen == [3 * each] * 3
+    assert list(dict(model.named_parameters())) == names
+
+
+def test_a_layer_that_reads_the_state_of_one_that_is_left_out_is_found(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer is of a kind of its own, and asks for the keys of the one before it, if there are any."""
+    model.model.layers[-1].input_layernorm.variance_epsilon = 0.5
+    caches: list[KVCache] = []
+    made = KVCache.__init__
+
+    def noted(self: KVCache, *args: Any) -> None:
+        made(self, *args)
+        caches.append(self)
+
+    def change(layer: Any, x: Tensor) -> Tensor:
+        last = layer is model.model.layers[-1]
+        keys = getattr(caches[-1], f"key_{LAYERS - 2}", None) if last and caches else None
+        return x if keys is None else x + keys.float().sum()
+
+    monkeypatch.setattr(KVCache, "__init__", noted)
+    change_layers(monkeypatch, change)
+    layers_run(model, monkeypatch)

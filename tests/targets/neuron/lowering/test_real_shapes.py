@@ -12,10 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from optimum_neuron.artifacts.artifact import GRAPHS_FOLDER
 from optimum_neuron.config import NeuronConfig
@@ -144,9 +146,7 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     config, executed = eight_ranks("hlo"), 2
     (tmp_path / "weights").mkdir()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": executed}))
-    torch.manual_seed(0)
-    own = AutoConfig.from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
+    model = random_model(tmp_path)
     found = inspect_model(model)
     spec = replace(found, layers=tuple(replace(found.layers[0], layer_idx=index) for index in range(32)))
     tied = get_target("hlo").write_model(model, config, tmp_path)
@@ -162,6 +162,24 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     assert kinds(certificate.graphs) == kinds(certificate.executed) > {graph.kind for graph in job.graphs}
     assert len(certificate.rules) == len(RULES)
     assert 0 < memory.bytes < MEMORY
+
+
+def random_model(folder: Path) -> Any:
+    """Of the config of a folder, with weights of one long list of random numbers, again and again: drawing all takes a minute."""
+    numbers = 0.02 * torch.randn(4_194_301, generator=torch.Generator().manual_seed(0)).to(
+        torch.bfloat16
+    )  # a prime: no rows are equal
+    with no_init_weights():
+        own = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
+    for parameter in model.requires_grad_(False).parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        flat = parameter.view(-1)
+        for start in range(0, flat.numel(), len(numbers)):
+            flat[start : start + len(numbers)] = numbers[: flat.numel() - start]
+    return model
 
 
 def kinds(names: Iterable[str]) -> set[str]:

@@ -17,9 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.expand import NotAlikeError, expand
+from optimum_neuron.graphs.expand import expand
 from optimum_neuron.graphs.interface import ATTENTION_NAME
 from optimum_neuron.graphs.kv_cache import KVCache
+from optimum_neuron.graphs.layer_names import NotAlikeError
 from optimum_neuron.graphs.program import export_graph
 from optimum_neuron.graphs.repeated_layers import LayerTrace, few_layers
 from optimum_neuron.graphs.spec import graph_specs
