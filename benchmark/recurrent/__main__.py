@@ -34,6 +34,8 @@ shapes:
 
 how to read it:
   ratio        this runtime over transformers' generate(), by medians of one run: above 1, this runtime is faster
+  at most      how many times as fast a prefill can be on this machine: its products with weights at the measured rate of
+               products, and nothing else
   recurrence   of the time of a step's operators: the walk over its tokens, with the states read and written
   convolution  the same of the short convolutions before it
   state        both together
@@ -96,9 +98,12 @@ def run(args: Namespace, folder: Path) -> Report:
     """Shape by shape and type by type: the checkpoint and its exports, then all cases in turn."""
     from optimum_neuron import progress
 
+    from ..limits import measure_limits
     from .report import Report
     from .shapes import SHAPES, checkpoint
 
+    with progress.stage("Measuring the limits of the machine"):
+        limits = measure_limits()
     cases: list[ShapeCase] = []
     for shape in args.shapes:
         with progress.stage(f"Making {shape} of random weights"):
@@ -106,7 +111,8 @@ def run(args: Namespace, folder: Path) -> Report:
         for dtype in args.dtypes:
             cases += measure_shape(shape, model, dtype, args, folder)
     about = {shape: SHAPES[shape].about for shape in args.shapes}
-    return Report(about, args.quick, args.new_tokens, args.rounds, describe_machine(), cases)
+    limits = limits.best(measure_limits())
+    return Report(about, args.quick, args.new_tokens, args.rounds, describe_machine(), limits, cases)
 
 
 def measure_shape(shape: str, model: Path, dtype: str, args: Namespace, folder: Path) -> list[ShapeCase]:
@@ -118,7 +124,7 @@ def measure_shape(shape: str, model: Path, dtype: str, args: Namespace, folder: 
     from ..systems import artifact_config, load_ours, load_peers
     from .parts import calls_needed, profile_call
     from .report import ShapeCase
-    from .sizes import state_bytes, weights_bytes
+    from .sizes import prompt_operations, state_bytes, weights_bytes
 
     longest = args.prompt_lengths[-1] + args.new_tokens
     exports = {}
@@ -137,7 +143,10 @@ def measure_shape(shape: str, model: Path, dtype: str, args: Namespace, folder: 
             case = measure_case([ours, *peers], length, rows, args.new_tokens, args.rounds, prompts)
             del ours
             parts = profile_call(exports[rows].path, [prompts.draw(rows, length) for _ in range(calls_needed())])
-            cases.append(ShapeCase(shape, dtype, case, state_bytes(artifact), weights_bytes(artifact), parts))
+            operations = prompt_operations(artifact, rows, length)
+            cases.append(
+                ShapeCase(shape, dtype, case, state_bytes(artifact), weights_bytes(artifact), parts, operations)
+            )
             advance(f"{rows} x {length:,} tokens")
     return cases
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..limits import Limits
 from ..measure import Case
 from ..output import console, make_table
 from .parts import NAMES, Parts
@@ -22,6 +23,7 @@ class ShapeCase:
         state_bytes: what a slot keeps beside keys and values.
         weights_bytes: of the artifact's file.
         parts: of our own "prefill" run and "decode" step.
+        operations: of a call's prompts, in products with weights alone.
     """
 
     shape: str
@@ -30,10 +32,18 @@ class ShapeCase:
     state_bytes: int
     weights_bytes: int
     parts: dict[str, Parts]
+    operations: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def at_most(self, limits: Limits) -> dict[str, float]:
+        """By system, how many times as fast as its prefill one is that takes no time but for these products, at the machine's rate of them."""
+        shortest = self.operations / limits.products[self.dtype]
+        tokens = self.case.batch_size * self.case.prompt_length
+        return {name: tokens / speed.prefill_tok_s.median / shortest for name, speed in self.case.speeds.items()}
+
+    def to_dict(self, limits: Limits) -> dict[str, Any]:
         shares = {kind: parts.state_share for kind, parts in self.parts.items()}
-        return {**asdict(self), "ratios": self.case.ratios(), "state_shares": shares}
+        most = self.at_most(limits)
+        return {**asdict(self), "ratios": self.case.ratios(), "at_most": most, "state_shares": shares}
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,13 @@ class Report:
     new_tokens: int
     rounds: int
     machine: dict[str, Any]
+    limits: Limits
     cases: list[ShapeCase]
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({"benchmark": "recurrent", **asdict(self), "cases": [each.to_dict() for each in self.cases]})
+        cases = [each.to_dict(self.limits) for each in self.cases]
+        return json.dumps({"benchmark": "recurrent", **asdict(self), "cases": cases})
 
 
 def print_tables(report: Report) -> None:
@@ -59,19 +71,21 @@ def print_tables(report: Report) -> None:
         f"{machine['cpu']}, {machine['threads']} threads, {machine['kernels']}, torch {machine['torch']}, transformers "
         f"{machine['transformers']}, {report.new_tokens} new tokens, {report.rounds} rounds"
     )
+    products = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in report.limits.products.items())
+    out.print(f"limits: {report.limits.read / 1e9:.1f} GB/s, {products}")
     for name, about in report.shapes.items():
         out.print(f"{name}: {about}{', its first layers alone' if report.quick else ''}")
-    out.print(_speeds(report.cases))
+    out.print(_speeds(report.cases, report.limits))
     out.print(_parts(report.cases))
 
 
-def _speeds(cases: list[ShapeCase]) -> Table:
-    numbers = ("prefill tok/s", "ratio", "ms/step", "ratio", "equal tokens", "state MB a row", "weights MB")
+def _speeds(cases: list[ShapeCase], limits: Limits) -> Table:
+    numbers = ("prefill tok/s", "ratio", "at most", "ms/step", "ratio", "equal tokens", "state MB a row", "weights MB")
     table = make_table(
         "Medians; ratios are this runtime's, above 1 is faster", ("shape", "type", "rows", "prompt", "system"), numbers
     )
     for each in cases:
-        case, ratios = each.case, each.case.ratios()
+        case, ratios, most = each.case, each.case.ratios(), each.at_most(limits)
         for name, speed in case.speeds.items():
             ratio, agreement = ratios.get(name), case.agreement.get(name)
             table.add_row(
@@ -82,6 +96,7 @@ def _speeds(cases: list[ShapeCase]) -> Table:
                 name,
                 f"{speed.prefill_tok_s.median:,.0f}",
                 f"{ratio['prefill']:.2f}" if ratio else "",
+                f"{most[name]:.2f}",
                 f"{speed.step_ms.median:,.1f}",
                 f"{ratio['decode']:.2f}" if ratio else "",
                 f"{agreement.equal_tokens / agreement.tokens:.0%}" if agreement else "",

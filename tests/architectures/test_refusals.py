@@ -96,6 +96,17 @@ def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
         inspect_model(tiny_model("falcon", multi_query=False))
 
 
+def test_weights_of_several_types_that_do_not_go_together_are_refused_with_the_type_that_does() -> None:
+    """As transformers loads DeepSeek-V4 in bfloat16: norms stay in float32, and linear layers behind them do not take it."""
+    model = tiny_model("llama", torch.bfloat16)
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+    with pytest.raises(
+        ValueError, match=r"it fails on a prompt .*; its weights are of bfloat16 and float32: try dtype='float32'"
+    ):
+        inspect_model(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "reason"),

@@ -41,7 +41,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
             check_layers(model, spec)
             check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
     except UnsupportedModelError as error:
-        raise ValueError(f"{type(model).__name__} cannot be exported: {error}") from error
+        raise ValueError(f"{type(model).__name__} cannot be exported: {error}{_remedy(model, error)}") from error
     return spec
 
 
@@ -164,3 +164,11 @@ def _record(model: PreTrainedModel) -> ModelSpec:
         raise UnsupportedModelError(
             f"it fails on a token with its position and no cache: {first_line(error)}"
         ) from error
+
+
+def _remedy(model: PreTrainedModel, error: UnsupportedModelError) -> str:
+    """Where transformers keeps some weights in float32, as a model's class asks for, its code may not run in another type."""
+    types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
+    if len(types) < 2 or not isinstance(error.__cause__, RuntimeError):
+        return ""
+    return f"; its weights are of {' and '.join(sorted(types))}: try dtype='float32'"

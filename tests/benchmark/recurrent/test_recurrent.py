@@ -71,3 +71,8 @@ def test_it_runs_and_float32_tokens_are_equal(
         for run in ("prefill", "decode"):
             assert each["parts"][run]["ms"]["recurrence"] > 0 and each["parts"][run]["ms"]["convolution"] > 0
             assert 0 < each["state_shares"][run] < 1
+        mamba, attention = 64 * (128 + 160 + 4) + 128 * 64, 2 * 64 * 64 + 2 * 64 * 32
+        assert each["operations"] == 2 * each["case"]["batch_size"] * (8 * (mamba + attention) + 300 * 64)
+        eager = each["case"]["speeds"]["eager"]["prefill_tok_s"]["median"]
+        shortest = each["operations"] / report["limits"]["products"]["float32"]
+        assert each["at_most"]["eager"] == pytest.approx(8 * each["case"]["batch_size"] / eager / shortest)
