@@ -42,11 +42,8 @@ class Report:
 
 def print_tables(report: Report, peers: Sequence[str]) -> None:
     """Medians, this project's ratio to each peer (above 1: this project is better), and the share of the machine's limit."""
-    out, limits, machine = console(200), report.limits, report.machine
-    products = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in limits.products.items())
-    out.print(
-        f"{machine['cpu']}, {report.options['threads']} threads; limits: {limits.read / 1e9:.1f} GB/s, {products}"
-    )
+    out = console(200)
+    out.print(f"{report.machine['cpu']}, {report.options['threads']} threads; {report.limits}")
     for group in report.groups:
         out.print(_table(group, peers))
         for peer, reasons in group.reasons.items():

@@ -71,8 +71,7 @@ def print_tables(report: Report) -> None:
         f"{machine['cpu']}, {machine['threads']} threads, {machine['kernels']}, torch {machine['torch']}, transformers "
         f"{machine['transformers']}, {report.new_tokens} new tokens, {report.rounds} rounds"
     )
-    products = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in report.limits.products.items())
-    out.print(f"limits: {report.limits.read / 1e9:.1f} GB/s, {products}")
+    out.print(str(report.limits))
     for name, about in report.shapes.items():
         out.print(f"{name}: {about}{', its first layers alone' if report.quick else ''}")
     out.print(_speeds(report.cases, report.limits))

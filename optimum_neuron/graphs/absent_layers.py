@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
 
 from .layer_names import NotAlikeError, has, renaming
 from .repeated_layers import LayerTrace
@@ -103,11 +104,12 @@ class AbsentLayers:
         if own != sorted(specs.values(), key=lambda spec: self._order[spec.target or ""]):
             raise NotAlikeError
         persistent = self._module.state_dict(keep_vars=True).keys()
-        found, last = list[InputSpec](), graph._root
+        found = list[InputSpec]()
+        last: Node | None = None
         for name in self._order:
             if name in self._absent:
                 each = self._absent[name]
-                with graph.inserting_after(last):
+                with graph.inserting_before() if last is None else graph.inserting_after(last):
                     last = graph.placeholder(_placeholder_name(each.role, name))
                 like = specs[each.like]
                 last.meta = dict(nodes[like.arg.name].meta)

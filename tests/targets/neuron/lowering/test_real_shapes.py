@@ -165,20 +165,25 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
 
 
 def random_model(folder: Path) -> Any:
-    """Of the config of a folder, with weights of one long list of random numbers, again and again: drawing all takes a minute."""
-    numbers = 0.02 * torch.randn(4_194_301, generator=torch.Generator().manual_seed(0)).to(
-        torch.bfloat16
-    )  # a prime: no rows are equal
+    """Of the config of a folder, with weights of one long list of random numbers, again and again: drawing all takes a minute.
+
+    A weight goes on in the list where the one before it ended, and the list is of a prime length: no two weights or rows are equal.
+    """
+    generator = torch.Generator().manual_seed(0)
+    numbers = (0.02 * torch.randn(4_194_301, generator=generator)).to(torch.bfloat16)
     with no_init_weights():
         own = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
+    place = 0
     for parameter in model.requires_grad_(False).parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
-        flat = parameter.view(-1)
-        for start in range(0, flat.numel(), len(numbers)):
-            flat[start : start + len(numbers)] = numbers[: flat.numel() - start]
+        left = parameter.view(-1)
+        while len(left):
+            piece = numbers[place : place + len(left)]
+            left[: len(piece)] = piece
+            left, place = left[len(piece) :], (place + len(piece)) % len(numbers)
     return model
 
 
