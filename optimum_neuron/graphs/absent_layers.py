@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.fx import Node
 
 from .layer_names import NotAlikeError, has, renaming
 from .repeated_layers import LayerTrace
@@ -105,11 +104,11 @@ class AbsentLayers:
             raise NotAlikeError
         persistent = self._module.state_dict(keep_vars=True).keys()
         found = list[InputSpec]()
-        last: Node | None = None
+        last = next(iter(nodes.values()))  # of each kind a layer that is traced comes first
         for name in self._order:
             if name in self._absent:
                 each = self._absent[name]
-                with graph.inserting_before() if last is None else graph.inserting_after(last):
+                with graph.inserting_after(last):
                     last = graph.placeholder(_placeholder_name(each.role, name))
                 like = specs[each.like]
                 last.meta = dict(nodes[like.arg.name].meta)

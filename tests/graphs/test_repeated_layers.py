@@ -144,6 +144,23 @@ def test_layers_that_are_given_something_of_their_own_are_traced(model: Any, mon
     assert layers_run(model, monkeypatch) == [0, 1, 2, *(0, 1, 2, 5, 6)]
 
 
+def test_a_layer_that_can_do_without_its_weights_runs_with_them(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_call, own = LlamaDecoderLayer.__call__, LlamaDecoderLayer.forward
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own_call(self, *args, **kwargs, scaled=self is model.model.layers[-1])
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, scaled: bool, **kwargs: Any) -> Tensor:
+        if not scaled:
+            return own(self, hidden_states, *args, **kwargs)
+        weight = getattr(self.mlp.up_proj, "weight", None)
+        return hidden_states if weight is None else hidden_states * weight.mean()
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", called)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    layers_run(model, monkeypatch)
+
+
 def test_layers_that_run_twice_are_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = LlamaDecoderLayer.__call__
 
