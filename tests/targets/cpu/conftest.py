@@ -21,8 +21,8 @@ def kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
 
 
 @pytest.fixture(scope="session", params=[*EMULATED_AMX, *NAMES, *_SLOW])
-def linear_kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
-    """The same for linear layers, which AMX computes otherwise."""
+def product_kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
+    """The same for linear layers and attention, which AMX computes otherwise."""
     return load_kernels(request.param)
 
 

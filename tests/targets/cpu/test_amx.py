@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers by the tile registers of AMX, which are emulated: what is computed, and what the compiled code asks of the hardware."""
+"""Linear layers and attention by the tile registers of AMX, which are emulated: what is computed, and what the compiled code asks of the hardware."""
 
 from __future__ import annotations
 
@@ -175,12 +175,22 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
         assert torch.equal(decode_tokens(runner, {slot: int(prompt[20])})[1][slot], whole)
 
 
+# Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.
+_LINEARS = {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
+# Sums, then rows of queries or probabilities, then keys or values, whose lines are pairs.
+_ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")}
+
+
 @pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64") or shutil.which("objdump") is None,
     reason="needs objdump, on x86-64",
 )
-@pytest.mark.parametrize("source", ["linears", "experts"])
-def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "expected"), [("linears", _LINEARS), ("experts", _LINEARS), ("attention", _ATTENTION)]
+)
+def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
+    source: str, expected: set[tuple[str, str, str]], tmp_path: Path
+) -> None:
     amx_bf16 = next(each for each in host._X86_64 if each.name == "amx_bf16")
     native_build.check_compiler()
     command = [str(native_build.compiler()), *native_build._FLAGS, *amx_bf16.flags, "-c"]
@@ -190,11 +200,11 @@ def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(sour
         ["objdump", "-d", "-M", "intel", target], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     products = re.findall(r"\btdpbf16ps tmm(\d),tmm(\d),tmm(\d)", text)
-    # Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.
-    assert set(products) == {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
+    assert set(products) == expected
     loaded, zeroed, stored = (
         set(re.findall(pattern, text))
         for pattern in (r"\btileloadd tmm(\d),", r"\btilezero tmm(\d)\b", r"\btilestored \[[^]]*\],tmm(\d)")
     )
-    assert loaded == set("01234567") and zeroed == stored == set("0123")
+    operands = {tile for _, *tiles in expected for tile in tiles}
+    assert operands <= loaded <= operands | set("0123") and zeroed == stored == set("0123")
     assert re.search(r"\bldtilecfg\b", text) and re.search(r"\btilerelease\b", text)

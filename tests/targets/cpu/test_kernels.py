@@ -51,8 +51,8 @@ ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 25, 32, 72, 145)
 
 class TestLinears:
     @pytest.fixture
-    def kernels(self, linear_kernels: Kernels) -> Kernels:
-        return linear_kernels
+    def kernels(self, product_kernels: Kernels) -> Kernels:
+        return product_kernels
 
     @with_dtypes
     @pytest.mark.parametrize(("columns", "outputs"), LINEARS)
@@ -218,6 +218,10 @@ ATTEND_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 
 class TestAttend:
+    @pytest.fixture
+    def kernels(self, product_kernels: Kernels) -> Kernels:
+        return product_kernels
+
     @with_dtypes
     @with_shapes
     @pytest.mark.parametrize("tokens", [1, 37])

@@ -16,6 +16,11 @@ with_windows = pytest.mark.parametrize("window", [0, 700, 1500])
 with_extras = pytest.mark.parametrize("extras", [False, True])
 
 
+@pytest.fixture
+def kernels(product_kernels: Kernels) -> Kernels:
+    return product_kernels
+
+
 @with_dtypes
 @with_windows
 @with_extras

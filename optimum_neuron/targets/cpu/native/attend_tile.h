@@ -9,7 +9,6 @@
 
 #include "attend_state.h"
 #include "pack_block.h"
-#include "tile_multiply.h"
 
 namespace step {
 namespace {
@@ -31,6 +30,7 @@ struct Scratch {
   static int64_t floats(int64_t queries, int64_t dim) {
     return 2 * QueryState::floats(queries, dim) + (queries + 2 * kBlock) * dim;
   }
+  // Rows of queries behind the last, which a product of fewer rows than it has may read, are keys.
   Scratch(float* memory, int64_t count, int64_t dim)
       : state(memory, count),
         later(memory + QueryState::floats(count, dim), count),
@@ -48,11 +48,13 @@ template <class Kind>
 class TileWorker {
  public:
   using Element = typename Kind::Element;
+  static constexpr int64_t kRows = Products<Kind>::kRows;
 
   TileWorker(const Layout& call, const AttendTile& tile, const Scratch& scratch)
-      : call_(call), tile_(tile), scratch_(scratch), words_(call.dim / Kind::kPerWord), group_(call.group()) {}
+      : call_(call), tile_(tile), scratch_(scratch), words_(dimWords<Kind>(call.dim)), group_(call.group()) {}
 
   void run() {
+    [[maybe_unused]] const Registers registers;
     packQueries();
     const Range sections = tile_.sections();
     attendSection(sections.begin, scratch_.state);
@@ -65,6 +67,7 @@ class TileWorker {
 
   // What the queries see of a section, as their state.
   void runSection(int64_t section, const QueryState& state) {
+    [[maybe_unused]] const Registers registers;
     packQueries();
     attendSection(section, state);
   }
@@ -109,7 +112,8 @@ class TileWorker {
 
   void packQuery(Word* to, const Element* query) {
     if constexpr (sizeof(typename Kind::Packed) == sizeof(Element)) {
-      std::memcpy(to, query, words_ * sizeof(Word));
+      std::memcpy(to, query, call_.dim * sizeof(Element));
+      std::fill(to + call_.dim / Kind::kPerWord, to + words_, 0);
     } else {
       for (int64_t d = 0; d < call_.dim; d += kLanes) {
         storeVec(to + d, Kind::load(query + d));
@@ -131,7 +135,7 @@ class TileWorker {
     // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.
     if (same || allFinite<Kind>(values, call_.dim, seen)) {
       const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, seen);
-      const int64_t groups = divideUp(tile_.queries, kProductRows);
+      const int64_t groups = divideUp(tile_.queries, kRows);
       for (int64_t i = 0; i < groups; ++i) {
         attendRows(block, packed, part(tile_.queries, i, groups), state);
       }
@@ -145,7 +149,7 @@ class TileWorker {
 
   void attendRows(int64_t block, const Word* values, Range queries, const QueryState& all) {
     Range seen{kBlock, 0};
-    Range ranges[kProductRows];
+    Range ranges[kRows];
     bool whole = true;
     const int64_t rows = queries.end - queries.begin;
     for (int64_t m = 0; m < rows; ++m) {
@@ -159,12 +163,12 @@ class TileWorker {
     if (seen.begin >= seen.end) {
       return;
     }
-    alignas(64) float scores[kProductRows * kBlock];
-    alignas(64) Word probabilities[kProductRows * kBlock];
-    float factors[kProductRows];
+    alignas(64) float scores[kRows * kBlock];
+    alignas(64) Word probabilities[kRows * kBlock];
+    float factors[kRows];
     const int64_t vectors = divideUp(seen.end, kLanes);
     const Word* query = scratch_.queries + queries.begin * words_;
-    multiply<Kind>(rows, vectors, {scores, kBlock, query, words_, scratch_.keys, kBlock, words_, nullptr});
+    Products<Kind>::multiply(rows, vectors, {scores, kBlock, query, words_, scratch_.keys, kBlock, words_, nullptr});
     float scale = call_.scaling * kLog2E;  // of scores, for powers of two
     if (call_.softcap > 0) {
       capScores(scores, rows, vectors, call_.scaling, call_.softcap);
@@ -180,9 +184,10 @@ class TileWorker {
     }
     const Softmax state{all.maxima + queries.begin, all.sums + queries.begin * kLanes};
     (whole ? softmax<Kind, true> : softmax<Kind, false>)(probabilities, factors, state, scores, ranges, rows, scale);
-    const int64_t step = seen.begin / Kind::kPerWord;
-    const int64_t steps = divideUp(seen.end, Kind::kPerWord) - step;
-    multiply<Kind>(
+    constexpr int64_t kWords = Products<Kind>::kWords;
+    const int64_t step = seen.begin / Kind::kPerWord / kWords * kWords;
+    const int64_t steps = roundUp(divideUp(seen.end, Kind::kPerWord), kWords) - step;
+    Products<Kind>::multiply(
         rows, call_.dim / kLanes,
         {all.outputs + queries.begin * call_.dim, call_.dim, probabilities + step, kBlock,
          values + step * call_.dim, call_.dim, steps, factors});
@@ -204,6 +209,8 @@ class TileWorker {
   int64_t head(int64_t query) const { return tile_.kvHead * group_ + query % group_; }
   int64_t token(int64_t query) const { return tile_.firstToken + query / group_; }
   Range visible(int64_t query) const { return call_.visible(tile_.row, token(query)); }
+
+  using Registers = typename Products<Kind>::Registers;
 
   const Layout& call_;
   const AttendTile& tile_;

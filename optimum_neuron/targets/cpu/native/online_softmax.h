@@ -93,14 +93,14 @@ INLINE IntVec seenLanes(Range seen, int j) {
   return (column >= static_cast<int>(seen.begin) - first) & (column < static_cast<int>(seen.end) - first);
 }
 
-// Probabilities of up to kProductRows queries over a block, relative to their largest score so far, and the factors
+// Probabilities of up to 16 queries over a block, relative to their largest score so far, and the factors
 // that make the earlier ones relative to that score. Where a query sees nothing of the block, 0 and a factor of 1.
 // `seen` are the columns that each of them sees; scores of others may be anything.
 // Whole: all of them see all columns of the block. That is the usual case, and masks cost a tenth of all time.
 template <class Kind, bool Whole>
 void softmax(
     Word* probabilities, float* factors, Softmax state, float* scores, const Range* seen, int64_t rows, float scale) {
-  constexpr int64_t kMost = 16;  // not below kProductRows, and whole vectors
+  constexpr int64_t kMost = 16;  // whole vectors
   alignas(64) float before[kMost] = {}, now[kMost] = {}, change[kMost];
   for (int64_t m = 0; m < rows; ++m) {
     before[m] = state.maxima[m];

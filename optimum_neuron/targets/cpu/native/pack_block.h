@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attend_products.h"
 #include "attention_call.h"
 #include "elements.h"
 #include "transpose.h"
@@ -16,8 +17,8 @@ namespace {
 
 constexpr int64_t kLineFloats = 16;  // of a cache line
 
-// to[word][column] = keys[column][word] for `count` columns; up to the next multiple of kLanes, zero. On the way asks
-// memory for the keys of the next block.
+// to[word][column] = keys[column][word] for `count` columns; up to the next multiple of kLanes, and in words behind the last, zero.
+// On the way asks memory for the keys of the next block.
 template <class Kind>
 void packKeys(
     Word* to, const typename Kind::Element* keys, const typename Kind::Element* nextKeys, int64_t dim, int64_t count) {
@@ -34,8 +35,8 @@ void packKeys(
         prefetchFar(nextKeys + offset);
       }
       transpose(r);
-      const int64_t width = whole ? kLanes : (dim - d) / Kind::kPerWord;
       Word* words = to + d / Kind::kPerWord * kBlock + column;
+      const int64_t width = std::min<int64_t>(kLanes, dimWords<Kind>(dim) - d / Kind::kPerWord);
       UNROLL for (int i = 0; i < kLanes; ++i) {
         if (i < width) {
           Kind::storePacked(words + i * kBlock, r[i]);
@@ -67,17 +68,17 @@ INLINE const Word* packValues(Float32, Word*, const float* values, const float* 
 }
 
 #if defined(STEP_AVX512_BF16) || defined(STEP_NEON_BF16)
-// A word holds a dimension of two columns, the first of them even; a column outside the range is zero in it.
+// A word holds a dimension of two columns, the first of them even; a column outside the range is zero in it. So are words up to
+// where steps may begin and end.
 INLINE const Word* packValues(
     BFloat16, Word* to, const uint16_t* values, const uint16_t* nextValues, int64_t dim, Range range) {
-  for (int64_t column = range.begin & ~int64_t{1}; column < range.end; column += 2) {
-    const BitVec low = broadcastBits(column >= range.begin ? 0xffff : 0);
-    const bool both = column + 1 < range.end;
+  constexpr int64_t kColumns = 2 * Products<BFloat16>::kWords;
+  const auto load = [&](int64_t column, int64_t d) {
+    return column >= range.begin && column < range.end ? loadWide<kLanes>(values + column * dim + d) : BitVec{};
+  };
+  for (int64_t column = range.begin / kColumns * kColumns; column < roundUp(range.end, kColumns); column += 2) {
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const auto* first = values + column * dim + d;
-      const BitVec even = loadWide<kLanes>(first) & low;
-      const BitVec odd = both ? loadWide<kLanes>(first + dim) : BitVec{};
-      storeBits(to + column / 2 * dim + d, even | odd << 16);
+      storeBits(to + column / 2 * dim + d, load(column, d) | load(column + 1, d) << 16);
       prefetchFar(nextValues + column * dim + 2 * d);
     }
   }

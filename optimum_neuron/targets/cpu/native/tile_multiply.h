@@ -13,7 +13,7 @@
 namespace step {
 namespace {
 
-constexpr int64_t kProductRows = 6;
+constexpr int64_t kVectorRows = 6;
 
 // Vectors that so many rows take at a time: their sums, and beside them one operand and one element of the other, fit
 // the registers; of one row, there are enough sums to wait for none.
@@ -104,10 +104,10 @@ void multiply(int64_t rows, int64_t vectors, const Product& product, std::index_
   kRows[rows - 1](vectors, product);
 }
 
-// Up to kProductRows rows, and any number of vectors.
+// Up to kVectorRows rows, and any number of vectors.
 template <class Kind>
 void multiply(int64_t rows, int64_t vectors, const Product& product) {
-  multiply<Kind>(rows, vectors, product, std::make_index_sequence<kProductRows>());
+  multiply<Kind>(rows, vectors, product, std::make_index_sequence<kVectorRows>());
 }
 
 }  // namespace
