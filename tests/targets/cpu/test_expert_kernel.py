@@ -30,8 +30,8 @@ NAN = float("nan")
 
 
 @pytest.fixture
-def kernels(linear_kernels: Kernels) -> Kernels:
-    return linear_kernels
+def kernels(product_kernels: Kernels) -> Kernels:
+    return product_kernels
 
 
 def row_by_row(kernels: Kernels, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

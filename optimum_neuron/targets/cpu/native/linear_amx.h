@@ -12,8 +12,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ahead.h"
 #include "amx.h"
 #include "amx_few.h"
+#include "amx_store.h"
 #include "linear_block.h"
 #include "transpose.h"
 
@@ -27,7 +29,7 @@ class AmxWorker {
 
   // What is shared out: tiles of x, batches of them, and weight rows. Two tiles of weights meet two of x: four products
   // for four loads.
-  static constexpr int64_t kTileRows = kAmxLines, kBatchTiles = 8, kOutputs = 2 * kAmxLines;
+  static constexpr int64_t kTileRows = kAmxLines, kOutputs = 2 * kAmxLines;
   using Input = TiledInput<kTileRows>;
 
  private:
@@ -36,17 +38,27 @@ class AmxWorker {
   static constexpr int64_t kSums = kLanes * kLanes;  // of a tile
   // Two tiles of weights and two of x, of so many columns each, fill a first-level cache of 48 KB.
   static constexpr int64_t kChunkSteps = 12;
-  static constexpr int64_t kSumsBytes = kPanelOutputs / kAmxLines * kBatchTiles * kAmxBytes;
+  // Tiles of x that a panel of weights meets: what they take stays in the second-level cache, of 2 MB where there is AMX.
+  static constexpr int64_t kLeastTiles = 8, kMostTiles = 32, kBatchBytes = 640 * 1024;
+  // Beside so many, the next panel is asked for in time; else weights are, as they are read.
+  static constexpr int64_t kAheadTiles = 16;
+  static constexpr int64_t kSumsBytes = kPanelOutputs / kAmxLines * kMostTiles * kAmxBytes;
+  static constexpr int64_t kDoneTiles = 4;  // complete sums of one turn, of two
 
  public:
-  // Memory of a worker: the sums of a panel and a batch, and a tile of weights.
-  static constexpr int64_t kBytes = kSumsBytes + kAmxBytes;
+  // Memory of a worker: the sums of a panel and a batch, complete ones, and a tile of weights.
+  static constexpr int64_t kBytes = kSumsBytes + (2 * kDoneTiles + 1) * kAmxBytes;
 
   AmxWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
         linear_(linear),
         sums_(static_cast<float*>(memory)),
-        copy_(reinterpret_cast<Element*>(static_cast<char*>(memory) + kSumsBytes)) {}
+        complete_(sums_ + kSumsBytes / sizeof(float)),
+        copy_(reinterpret_cast<Element*>(complete_ + 2 * kDoneTiles * kSums)) {}
+
+  static int64_t batchTiles(const Input& input) {
+    return std::clamp<int64_t>(kBatchBytes / (input.stride * kTileRows * sizeof(Packed)), kLeastTiles, kMostTiles);
+  }
 
   // Memory for packed rows, and for what is read behind the last tile.
   static int64_t packedBytes(int64_t rows, int64_t columns) {
@@ -84,21 +96,26 @@ class AmxWorker {
     }
   }
 
-  // What is read next it asks for as it reads.
-  void run(Range outputs, Range tiles, Bytes) {
+  // `next` are the weights that this thread is likely to read then.
+  void run(Range outputs, Range tiles, Bytes next) {
     if (input_.rows <= kFewRows) {
       return input_.rows == 1 ? computeFew<1>(outputs) : computeFew<2>(outputs);
     }
     const AmxTiles registers;
-    const int64_t count = outputs.end - outputs.begin;
-    const int64_t panels = divideUp(count, kPanelOutputs);
-    const int64_t batches = divideUp(tiles.end - tiles.begin, kBatchTiles);
+    const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
+    const int64_t panels = divideUp(count, kPanelOutputs), batches = divideUp(all, batchTiles(input_));
+    const auto panelOf = [&](int64_t i) { return shift(part(count, i, panels, kOutputs), outputs.begin); };
     for (int64_t i = 0; i < panels; ++i) {
-      const Range panel = shift(part(count, i, panels, kOutputs), outputs.begin);
+      const Range panel = panelOf(i);
+      const Bytes then = i + 1 < panels ? weightsOf(panelOf(i + 1)) : next;
+      const bool far = all >= kAheadTiles && then.count <= kAheadBytes;
+      const int64_t products = chunksOf(all) * divideUp(panel.end - panel.begin, kOutputs) * divideUp(all, 2);
+      Ahead ahead(far ? then : Bytes{}, products);
       for (int64_t j = 0; j < batches; ++j) {
-        computeBatch(panel, shift(part(tiles.end - tiles.begin, j, batches), tiles.begin));
+        computeBatch(panel, shift(part(all, j, batches), tiles.begin), j == 0 && !far, ahead);
       }
     }
+    finish();
   }
 
  private:
@@ -108,10 +125,33 @@ class AmxWorker {
     int64_t outputs;
     const Packed* x[2];
     int64_t rows[2];
-    float* sums[2][2];  // of a tile of weights and one of x
+    float *before[2][2], *after[2][2];  // sums of a tile of weights and one of x
     Chunk chunk;
     int64_t ahead;  // from these weights to those that are read next; 0: those are near
   };
+
+  // Complete sums that are to be stored, in an order of their own.
+  struct Done {
+    const float* sums;
+    int64_t n, outputs, tiles;
+    Range rows[2];
+  };
+
+  Bytes weightsOf(Range outputs) const {
+    const int64_t row = input_.columns * static_cast<int64_t>(sizeof(Element));
+    return {weightsAt(outputs.begin, 0), (outputs.end - outputs.begin) * row};
+  }
+  const Element* weightsAt(int64_t n, int64_t column) const {
+    return static_cast<const Element*>(linear_.weight) + n * input_.columns + column;
+  }
+  Element* outputAt(int64_t row, int64_t n) const {
+    return static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
+  }
+
+  // Weights that are used once need no cache.
+  int64_t chunksOf(int64_t tiles) const {
+    return tiles <= 2 ? 1 : std::max<int64_t>(divideUp(input_.stride / kColumns, kChunkSteps), 1);
+  }
 
   template <int Rows>
   void computeFew(Range outputs) const {
@@ -119,8 +159,7 @@ class AmxWorker {
     const auto* x = static_cast<const Packed*>(input_.packed);
     for (int64_t n = outputs.begin; n < outputs.end; n += kLanes) {
       const int64_t count = std::min<int64_t>(outputs.end - n, kLanes);
-      const auto* weights = static_cast<const Element*>(linear_.weight) + n * input_.columns;
-      multiplyFew<Rows>(weights, input_.columns, count, x, input_.columns, kLanes * input_.columns, sums_);
+      multiplyFew<Rows>(weightsAt(n, 0), input_.columns, count, x, input_.columns, kLanes * input_.columns, sums_);
       const Vec biases = biasesOf(n, count);
       for (int64_t row = 0; row < Rows; ++row) {
         storeRow(loadVec(sums_ + row * kLanes) + biases, row, n, count);
@@ -128,30 +167,29 @@ class AmxWorker {
     }
   }
 
-  void computeBatch(Range panel, Range batch) {
-    const int64_t steps = input_.stride / kColumns;
-    // Weights that are used once need no cache.
-    const bool once = batch.end - batch.begin <= 2;
-    const int64_t chunks = once ? 1 : std::max<int64_t>(divideUp(steps, kChunkSteps), 1);
+  void computeBatch(Range panel, Range batch, bool asks, Ahead& ahead) {
+    const int64_t steps = input_.stride / kColumns, chunks = chunksOf(batch.end - batch.begin);
     for (int64_t i = 0; i < chunks; ++i) {
       const Range range = part(steps, i, chunks);
       const int64_t begin = range.begin * kColumns;
       const Chunk chunk{std::min(range.end * kColumns, input_.columns) - begin, i == 0, i == chunks - 1};
       for (int64_t n = panel.begin; n < panel.end; n += kOutputs) {
         for (int64_t t = batch.begin; t < batch.end; t += 2) {
-          compute(panel, batch, n, t, begin, chunk);
+          ahead.ask();
+          compute(panel, batch, n, t, begin, chunk, asks && t == batch.begin);
         }
       }
     }
   }
 
-  void compute(Range panel, Range batch, int64_t n, int64_t t, int64_t begin, Chunk chunk) {
+  void compute(Range panel, Range batch, int64_t n, int64_t t, int64_t begin, Chunk chunk, bool asks) {
     const int64_t tiles = std::min<int64_t>(batch.end - t, 2);
+    float* const done = complete_ + turn_ * kDoneTiles * kSums;
     Task task{};
-    task.weights = static_cast<const Element*>(linear_.weight) + n * input_.columns + begin;
+    task.weights = weightsAt(n, begin);
     task.outputs = std::min(panel.end - n, kOutputs);
     task.chunk = chunk;
-    if (t == batch.begin) {
+    if (asks) {
       const bool again = n + kOutputs >= panel.end && !chunk.last;
       task.ahead = again ? (panel.begin - n) * input_.columns + chunk.columns : kOutputs * input_.columns;
     }
@@ -161,20 +199,19 @@ class AmxWorker {
       task.x[b] = static_cast<const Packed*>(input_.packed) + first * input_.stride + begin * (last - first);
       for (int64_t a = 0; a < 2; ++a) {
         const int64_t line = (n - panel.begin) / kAmxLines + a;
-        task.sums[a][b] = sums_ + (line * kBatchTiles + t - batch.begin + b) * kSums;
+        task.before[a][b] = sums_ + (line * kMostTiles + t - batch.begin + b) * kSums;
+        task.after[a][b] = chunk.last ? done + (b * 2 + a) * kSums : task.before[a][b];
       }
     }
     tiles == 2 ? multiply<2>(task) : multiply<1>(task);
     if (chunk.last) {
-      for (int64_t a = 0; a * kAmxLines < task.outputs; ++a) {
-        for (int64_t b = 0; b < tiles; ++b) {
-          store(task.sums[a][b], n + a * kAmxLines, task.outputs - a * kAmxLines, input_.tileRows(t + b));
-        }
-      }
+      done_ = {done, n, task.outputs, tiles, {input_.tileRows(t), input_.tileRows(t + tiles - 1)}};
+      turn_ ^= 1;
     }
   }
 
-  // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x.
+  // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x. What was complete before is stored while the first products
+  // are under way.
   template <int Tiles>
   void multiply(const Task& task) {
     loadSums<0>(task, 0, 0);
@@ -183,7 +220,21 @@ class AmxWorker {
       loadSums<2>(task, 0, 1);
       loadSums<3>(task, 1, 1);
     }
-    for (int64_t k = 0; k < task.chunk.columns; k += kColumns) {
+    const int64_t first = std::min(task.chunk.columns, 2 * kColumns);
+    multiplyColumns<Tiles>(task, {0, first});
+    finish();
+    multiplyColumns<Tiles>(task, {first, task.chunk.columns});
+    amxStore<0>(task.after[0][0], kAmxLineBytes);
+    amxStore<1>(task.after[1][0], kAmxLineBytes);
+    if constexpr (Tiles == 2) {
+      amxStore<2>(task.after[0][1], kAmxLineBytes);
+      amxStore<3>(task.after[1][1], kAmxLineBytes);
+    }
+  }
+
+  template <int Tiles>
+  void multiplyColumns(const Task& task, Range columns) {
+    for (int64_t k = columns.begin; k < columns.end; k += kColumns) {
       loadWeights<4>(task, 0, k);
       loadWeights<5>(task, kAmxLines, k);
       amxLoad<6>(task.x[0] + k * task.rows[0], task.rows[0] * sizeof(uint32_t));
@@ -195,12 +246,6 @@ class AmxWorker {
         amxMultiplyAdd<3, 5, 7>();
       }
     }
-    amxStore<0>(task.sums[0][0], kAmxLineBytes);
-    amxStore<1>(task.sums[1][0], kAmxLineBytes);
-    if constexpr (Tiles == 2) {
-      amxStore<2>(task.sums[0][1], kAmxLineBytes);
-      amxStore<3>(task.sums[1][1], kAmxLineBytes);
-    }
   }
 
   template <int Register>
@@ -208,7 +253,7 @@ class AmxWorker {
     if (task.chunk.first) {
       amxZero<Register>();
     } else {
-      amxLoad<Register>(task.sums[a][b], kAmxLineBytes);
+      amxLoad<Register>(task.before[a][b], kAmxLineBytes);
     }
   }
 
@@ -235,18 +280,22 @@ class AmxWorker {
     amxLoad<Register>(copy_, kAmxLineBytes);
   }
 
-  // The outputs of a tile, from number n on, to their rows.
-  void store(const float* sums, int64_t n, int64_t outputs, Range rows) const {
-    const int64_t count = std::min<int64_t>(outputs, kLanes);
-    const Vec biases = biasesOf(n, count);
-    Vec lines[kLanes];
-    UNROLL for (int i = 0; i < kLanes; ++i) {
-      lines[i] = loadVec(sums + i * kLanes);
+  // Stores the outputs that are complete, two to a word.
+  void finish() {
+    alignas(64) float biases[kOutputs];
+    if (done_.tiles == 0) {
+      return;
     }
-    transpose(lines);
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-      storeRow(lines[row - rows.begin] + biases, row, n, count);
+    for (int64_t first = 0; first < kOutputs; first += kLanes) {
+      const int64_t count = std::clamp<int64_t>(done_.outputs - first, 0, kLanes);
+      storeVec(biases + first, biasesOf(done_.n + first, count));
     }
+    for (int64_t b = 0; b < done_.tiles; ++b) {
+      storePairs(done_.sums + b * kOutputs * kLanes, biases, done_.outputs, done_.rows[b], [&](int64_t row) {
+        return outputAt(row, done_.n);
+      });
+    }
+    done_.tiles = 0;
   }
 
   Vec biasesOf(int64_t n, int64_t count) const {
@@ -260,14 +309,15 @@ class AmxWorker {
   void storeRow(Vec sums, int64_t row, int64_t n, int64_t count) const {
     Element values[kLanes];
     BFloat16::store(values, sums);
-    auto* output = static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
-    std::memcpy(output, values, count * sizeof(Element));
+    std::memcpy(outputAt(row, n), values, count * sizeof(Element));
   }
 
   const Input& input_;
   const Linear& linear_;
-  float* const sums_;
+  float *const sums_, *const complete_;
   Element* const copy_;
+  Done done_{};
+  int64_t turn_ = 0;
 };
 
 }  // namespace

@@ -81,7 +81,7 @@ class BlockWorker {
   using Input = TiledInput<step::kTileRows>;
 
   // What is shared out: tiles of x, batches of them, and weight rows.
-  static constexpr int64_t kTileRows = step::kTileRows, kBatchTiles = step::kBatchTiles, kOutputs = kTileOutputs;
+  static constexpr int64_t kTileRows = step::kTileRows, kOutputs = kTileOutputs;
   // Memory of a worker: the sums of a panel and a batch, and the packed chunk of a panel.
   static constexpr int64_t kSumsBytes = kPanelOutputs * kBatchTiles * kTileRows * kVectorBytes;
   static constexpr int64_t kBytes = kSumsBytes + kPanelOutputs * kPackedVectors * kVectorBytes;
@@ -92,6 +92,8 @@ class BlockWorker {
         blockTiles_(blockTiles(input)),
         sums_(static_cast<Sums*>(memory)),
         panel_(reinterpret_cast<Packed*>(static_cast<char*>(memory) + kSumsBytes)) {}
+
+  static int64_t batchTiles(const Input&) { return kBatchTiles; }
 
   // Memory for packed rows.
   static int64_t packedBytes(int64_t rows, int64_t columns) {

@@ -78,7 +78,7 @@ void computeAll(Pool& pool, const LinearsCall& call) {
   }
   const int64_t wanted = countTasks(pool, total * outputCost<Kind>(input));
   // Many rows are shared out first: those of a task stay in the second-level cache while its weights pass over them.
-  const int64_t tileParts = std::min(divideUp(input.tiles(), Worker::kBatchTiles), wanted);
+  const int64_t tileParts = std::min(divideUp(input.tiles(), Worker::batchTiles(input)), wanted);
   const int64_t most = divideUp(total, tileParts > 1 ? kTaskOutputs : Worker::kOutputs);
   const int64_t outputParts = std::clamp<int64_t>(divideUp(wanted, tileParts), 1, std::max<int64_t>(most, 1));
   const int64_t tasks = outputParts * tileParts;
