@@ -14,7 +14,6 @@
 
 #include "ahead.h"
 #include "amx.h"
-#include "amx_few.h"
 #include "amx_store.h"
 #include "linear_block.h"
 #include "transpose.h"
@@ -98,9 +97,6 @@ class AmxWorker {
 
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
-    if (input_.rows <= kFewRows) {
-      return input_.rows == 1 ? computeFew<1>(outputs) : computeFew<2>(outputs);
-    }
     const AmxTiles registers;
     const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
     const int64_t panels = divideUp(count, kPanelOutputs), batches = divideUp(all, batchTiles(input_));
@@ -151,20 +147,6 @@ class AmxWorker {
   // Weights that are used once need no cache.
   int64_t chunksOf(int64_t tiles) const {
     return tiles <= 2 ? 1 : std::max<int64_t>(divideUp(input_.stride / kColumns, kChunkSteps), 1);
-  }
-
-  template <int Rows>
-  void computeFew(Range outputs) const {
-    static_assert(Rows <= kFewRows);
-    const auto* x = static_cast<const Packed*>(input_.packed);
-    for (int64_t n = outputs.begin; n < outputs.end; n += kLanes) {
-      const int64_t count = std::min<int64_t>(outputs.end - n, kLanes);
-      multiplyFew<Rows>(weightsAt(n, 0), input_.columns, count, x, input_.columns, kLanes * input_.columns, sums_);
-      const Vec biases = biasesOf(n, count);
-      for (int64_t row = 0; row < Rows; ++row) {
-        storeRow(loadVec(sums_ + row * kLanes) + biases, row, n, count);
-      }
-    }
   }
 
   void computeBatch(Range panel, Range batch, bool asks, Ahead& ahead) {
@@ -266,7 +248,7 @@ class AmxWorker {
     const int64_t columns = std::min(task.chunk.columns - k, kColumns);
     if (task.ahead != 0) {
       for (int64_t row = 0; row < rows; ++row) {
-        prefetch(weights + row * input_.columns + task.ahead);
+        prefetchFar(weights + row * input_.columns + task.ahead);
       }
     }
     if (rows == kAmxLines && columns == kColumns) {
@@ -304,12 +286,6 @@ class AmxWorker {
     return !bias             ? broadcast(-0.0f)
            : count == kLanes ? BFloat16::load(bias + n)
                              : loadSome<BFloat16>(bias + n, count);
-  }
-
-  void storeRow(Vec sums, int64_t row, int64_t n, int64_t count) const {
-    Element values[kLanes];
-    BFloat16::store(values, sums);
-    std::memcpy(outputAt(row, n), values, count * sizeof(Element));
   }
 
   const Input& input_;

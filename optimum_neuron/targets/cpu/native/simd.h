@@ -116,7 +116,6 @@ INLINE Vec max(Vec a, Vec b) {
 #endif
 }
 
-INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 // To the second-level cache: few lines can be on their way to the first one, which would bound what a core reads.
 INLINE void prefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
 
