@@ -98,26 +98,26 @@ class AbsentLayers:
         """
         graph, signature = program.graph_module.graph, program.graph_signature
         nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-        specs = {spec.target: spec for spec in signature.input_specs if spec.target in self._order}
-        own, rest = signature.input_specs[: len(specs)], signature.input_specs[len(specs) :]
-        if own != sorted(specs.values(), key=lambda spec: self._order[spec.target or ""]):
+        own = {spec.target: spec for spec in signature.input_specs if spec.target in self._order}
+        if list(own) != sorted(own, key=lambda name: self._order[name or ""]):
             raise NotAlikeError
         persistent = self._module.state_dict(keep_vars=True).keys()
-        found = list[InputSpec]()
-        last = next(iter(nodes.values()))  # of each kind a layer that is traced comes first
+        behind = defaultdict[str, list[InputSpec]](list)
+        last = ""  # of each kind a layer that is traced comes first
         for name in self._order:
-            if name in self._absent:
+            if name in own:
+                last, node = name, nodes[own[name].arg.name]
+            elif name in self._absent:
                 each = self._absent[name]
-                with graph.inserting_after(last):
-                    last = graph.placeholder(_placeholder_name(each.role, name))
-                like = specs[each.like]
-                last.meta = dict(nodes[like.arg.name].meta)
-                found.append(InputSpec(each.role, TensorArgument(last.name), name, like.persistent))
+                with graph.inserting_after(node):
+                    node = graph.placeholder(_placeholder_name(each.role, name))
+                like = own[each.like]
+                node.meta = dict(nodes[like.arg.name].meta)
+                behind[last].append(InputSpec(each.role, TensorArgument(node.name), name, like.persistent))
                 (program.state_dict if name in persistent else program.constants)[name] = each.tensor
-            elif name in specs:
-                found.append(specs[name])
-                last = nodes[specs[name].arg.name]
-        signature.input_specs[:] = [*found, *rest]
+        signature.input_specs[:] = [
+            each for spec in signature.input_specs for each in (spec, *behind.pop(spec.target or "", ()))
+        ]
 
 
 def _placeholder_name(role: InputKind, name: str) -> str:

@@ -132,8 +132,8 @@ class _Segments:
         if node in same:
             return same[node]
         spec = self._specs.get(node)
-        if spec is None or spec.target is None:
-            return node
+        if spec is None or spec.target is None or spec.kind is InputKind.CONSTANT_TENSOR:
+            return node  # constants may be named by the layer whose code has them, and are numbered through all layers
         renamed = rename(spec.target)
         if renamed not in self._placeholders:
             raise NotAlikeError

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexers that transformers writes as a loop over tokens, whose shapes follow their positions: in a step, the same of all tokens at once.
 
-Each is known by the name of its mechanism, as functions of recurrences are; `inspect_model` compares what it computes with the loop.
+Each is known by what it has: all that our function reads of it, and a forward that takes what ours does. `inspect_model` compares
+what that computes with the loop.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -50,16 +52,35 @@ def _pools_by_mean(
     return (scores + attention_mask).topk(indexer.token_budget // width, dim=-1).indices
 
 
-# By what the names of their classes end in.
-_OURS: dict[str, Callable[..., Any]] = {"QSAIndexer": _pools_by_mean}
+# By what each function reads of an indexer, beside the rotation of its file.
+_OURS: dict[tuple[str, ...], Callable[..., Any]] = {
+    (
+        "compress_ratio",
+        "index_head_dim",
+        "index_kv_heads",
+        "index_n_heads",
+        "index_qk_proj",
+        "k_layernorm",
+        "layer_idx",
+        "q_layernorm",
+        "token_budget",
+    ): _pools_by_mean,
+}
 
 
 def set_indexers(model: nn.Module) -> None:
     """Has indexers of these mechanisms call our functions, where a step runs."""
-    for kind in {type(module) for module in model.modules()}:
-        ours = next((each for name, each in _OURS.items() if kind.__name__.endswith(name)), None)
-        if ours is not None and not hasattr(kind.forward, "_without_step"):
-            kind.forward = _in_steps(kind.forward, ours)
+    for module in model.modules():
+        for names, ours in _OURS.items():
+            kind = type(module)
+            alike = all(hasattr(module, name) for name in names) and _taken(kind.forward) == _taken(ours)
+            if alike and not hasattr(kind.forward, "_without_step"):
+                kind.forward = _in_steps(kind.forward, ours)
+
+
+def _taken(function: Callable[..., Any]) -> list[str]:
+    """What a function takes beside the indexer."""
+    return list(inspect.signature(function).parameters)[1:]
 
 
 def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

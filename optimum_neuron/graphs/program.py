@@ -14,8 +14,9 @@ from torch.export import ExportedProgram
 from .absent_layers import AbsentLayers
 from .expand import expand
 from .kv_cache import KVCache
+from .layer_names import NotAlikeError
 from .ops import DEFAULT_OPS, StepOps
-from .repeated_layers import few_layers
+from .repeated_layers import LayerTrace, few_layers
 from .scores import Scores
 from .spec import SAMPLING_PARAMS, UNIFORMS, GraphSpec
 from .step import StepModule, example_inputs
@@ -59,32 +60,42 @@ def export_layers_once(
     """
     module = StepModule(model, cache, spec, ops, scores).eval()
     for whole in (False, True):
-        try:
-            if (program := _few_traced(module, decompose, whole=whole)) is not None:
-                return program
-            break
-        except (
-            Exception
-        ) as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
-            left = "all layers are traced" if whole else "all layers have their weights"
-            logger.debug("graph %s: %s (%s: %s)", spec.name, left, type(error).__name__, error)
+        with few_layers(module.model) as layers:
+            if not layers.templates:  # no trace would be shorter
+                break
+            try:
+                return _few_traced(module, layers, decompose, whole=whole)
+            except (
+                Exception
+            ) as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
+                last = whole or layers.is_refused  # else it may be for want of a layer's weights
+                left = "all layers are traced" if last else "all layers have their weights"
+                logger.debug("graph %s: %s (%s: %s)", spec.name, left, type(error).__name__, error)
+                if last:
+                    break
     return decompose(export_graph(model, cache, spec, ops, scores))
 
 
 def _few_traced(
-    module: StepModule, decompose: Callable[[ExportedProgram], ExportedProgram], *, whole: bool
-) -> ExportedProgram | None:
-    """The program from a trace of a few layers; None where such a trace cannot be used.
+    module: StepModule,
+    layers: LayerTrace,
+    decompose: Callable[[ExportedProgram], ExportedProgram],
+    *,
+    whole: bool,
+) -> ExportedProgram:
+    """The program from a trace of a few layers.
 
     Args:
         whole: the other layers keep their weights and states meanwhile, so that they can be traced, too.
+
+    Raises:
+        NotAlikeError: such a trace cannot be used.
     """
-    with few_layers(module.model) as layers:
-        absent = None if whole else AbsentLayers(module, layers)
-        with nullcontext() if absent is None else absent.away():
-            program = _trace(module)
+    absent = None if whole else AbsentLayers(module, layers)
+    with nullcontext() if absent is None else absent.away():
+        program = _trace(module)
     if layers.is_refused:
-        return None
+        raise NotAlikeError
     program = decompose(program)
     if absent is not None:
         absent.restore(program)

@@ -29,11 +29,13 @@ from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs import recurrent_functions
 from optimum_neuron.graphs.checks import comparison_runs, parity
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.experts import set_experts
 from optimum_neuron.graphs.model_cache import CacheNeeds
 from optimum_neuron.graphs.model_spec import ModelSpec, RecurrentState
+from optimum_neuron.graphs.recurrence import ScanCall
 from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
@@ -154,6 +156,26 @@ def test_outside_of_steps_transformers_computes_with_its_own_functions() -> None
     assert torch.equal(own_logits("gated delta", text, torch.float32), before)
     output = own.generate(torch.as_tensor(text)[None].long(), max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert output.shape[1] == 12
+
+
+class _Noted:
+    """A step that keeps the call of its scan."""
+
+    def scan(self, kind: str, call: ScanCall) -> Tensor:
+        self.call = call
+        return torch.zeros_like(call.value)
+
+
+def test_limits_of_a_time_step_are_not_rounded_to_the_type_of_the_model() -> None:
+    limits, noted = (0.001, 0.1), _Noted()
+    assert all(float(torch.tensor(each, dtype=torch.bfloat16)) != each for each in limits)
+    steps = torch.tensor([-20.0, 20.0], dtype=torch.bfloat16).view(1, 2, 1)
+    one = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
+    scan: Any = recurrent_functions._OURS["mamba2_chunk_scan"]
+    scan(noted, one, steps, -torch.ones(1), one, one, dt_softplus=True, dt_limit=limits)
+    expected = torch.tensor(limits)
+    assert torch.equal(-noted.call.decay.flatten(), expected)
+    assert torch.equal(noted.call.value[:, 0], expected[:, None].expand(2, 4))
 
 
 def test_a_recurrence_that_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,8 @@ def test_a_layer_that_is_another_is_traced(what: str, model: Any, monkeypatch: p
 
 def test_a_layer_whose_code_computes_with_its_number_is_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     change_layers(monkeypatch, lambda layer, x: x * 2 if layer.self_attn.layer_idx >= 5 else x)
-    assert layers_run(model, monkeypatch)[-LAYERS:] == list(range(LAYERS))
+    # Not once more without it: the weights of others are not what it wants for.
+    assert layers_run(model, monkeypatch) == [0, 1, *range(LAYERS)]
 
 
 def test_a_number_that_its_code_catches_the_error_of_counts_as_used(
@@ -142,6 +143,24 @@ def test_layers_that_are_given_something_of_their_own_are_traced(model: Any, mon
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", called)
     # First without the weights of those that need not be traced, until one of them has to.
     assert layers_run(model, monkeypatch) == [0, 1, 2, *(0, 1, 2, 5, 6)]
+
+
+def test_what_fails_in_a_model_without_repeated_layers_is_traced_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del model.model.layers[3:]
+    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
+    cache = KVCache(state_specs(config, look_at(model)))
+    ran = []
+
+    def failing(layer: Any, x: Tensor) -> Tensor:
+        ran.append(layer.self_attn.layer_idx)
+        raise RuntimeError("of the layer's own")
+
+    change_layers(monkeypatch, failing)
+    with pytest.raises(RuntimeError, match="of the layer's own"):
+        export_layers_once(model, cache, graph_specs(config)[0], OPS)
+    assert ran == [0]
 
 
 def test_a_layer_that_can_do_without_its_weights_runs_with_them(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.index_keys import IndexKeys, IndexScores, ScoresOf
+from optimum_neuron.graphs.indexers import set_indexers
 from optimum_neuron.graphs.kv_cache import KVCache, write
 from optimum_neuron.graphs.masks import UnsupportedModelError
 from optimum_neuron.graphs.model_spec import KeySelection, ModelSpec
@@ -188,6 +189,21 @@ def test_a_selection_of_other_keys_is_found(
     monkeypatch.setattr(slot_index, "select_largest", smallest)
     with pytest.raises(ValueError, match=r"otherwise over (15|66) tokens in chunks than at once"):
         inspect_model(models[kind])
+
+
+def test_an_indexer_is_known_by_what_it_has_not_by_its_name(checkpoints: dict[str, Path]) -> None:
+    indexer = load_model(checkpoints["qwen4_exp_text"]).get_submodule("model.layers.1.self_attn.indexer")
+    own = getattr(type(indexer).forward, "_without_step", type(indexer).forward)
+    for forward, found in ((own, True), (lambda self, hidden_states, mask: None, False)):
+        kind = type("Renamed", (type(indexer),), {"forward": forward})
+        made = copy.deepcopy(indexer)
+        made.__class__ = kind
+        set_indexers(made)
+        assert hasattr(kind.forward, "_without_step") is found
+        del made.token_budget
+        kind.forward = own
+        set_indexers(made)
+        assert kind.forward is own
 
 
 def test_what_is_convolved_otherwise_beside_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,22 @@ def write_graph(graph: LoweredGraph, folder: Path) -> None:
     (folder / (graph.name + IO_SUFFIX)).write_text(text, encoding="utf-8")
 
 
+def read_hlo(path: Path) -> bytes:
+    """The bytes of a graph's HLO module.
+
+    Raises:
+        ArtifactError: the file holds no module.
+    """
+    from .lowering import hlo
+
+    data = path.read_bytes()
+    try:
+        hlo.parse(data)
+    except ValueError as error:
+        raise ArtifactError(f"{path} holds no graph: {error}; export the model again") from error
+    return data
+
+
 def read_graph_io(path: Path) -> GraphIO:
     """What the parameters and results of a graph are, from the path of its HLO.
 

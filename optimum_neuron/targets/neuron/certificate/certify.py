@@ -19,7 +19,7 @@ from ....checkpoints.digest import file_sha256
 from ....graphs.spec import LOGPROBS
 from ....version import __version__
 from ... import CompileJob
-from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..graph_files import HLO_SUFFIX, read_graph_io, read_hlo
 from ..lint.lint import Finding, lint
 from ..lint.lint import passed_rules as passed
 from ..lint.rules import RULES_VERSION
@@ -127,7 +127,7 @@ def passed_rules(folder: Path, target: str) -> tuple[str, ...]:
     """The lint's rules that no graph of a folder breaks."""
     findings: list[Finding] = []
     for path in hlo_files(folder):
-        findings += lint(path.stem, path.read_bytes(), read_graph_io(path), target)
+        findings += lint(path.stem, read_hlo(path), read_graph_io(path), target)
     return passed(findings)
 
 

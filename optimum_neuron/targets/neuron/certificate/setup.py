@@ -23,7 +23,7 @@ from ....graphs.chosen import slots_of_rows
 from ....graphs.model_spec import ModelSpec
 from ....graphs.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ....graphs.state_specs import state_specs
-from ..graph_files import HLO_SUFFIX, read_graph_io
+from ..graph_files import HLO_SUFFIX, read_graph_io, read_hlo
 from ..graph_io import CHOSEN, COPY_SLOT, SCORES, InputBinding
 from ..lowering.lower_all import lower_all
 from ..lowering.split_tokens import is_split
@@ -184,11 +184,11 @@ def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:
     """Kinds of an artifact's graphs in whose largest one ranks have parts of the tokens."""
     specs = sorted(graph_specs(config), key=lambda spec: spec.tokens)
     largest = {spec.kind: folder / GRAPHS_FOLDER / (spec.name + HLO_SUFFIX) for spec in specs}
-    return frozenset(kind for kind, path in largest.items() if is_split(path.read_bytes()))
+    return frozenset(kind for kind, path in largest.items() if is_split(read_hlo(path)))
 
 
 def _read_module(path: Path) -> Module:
-    return Module(path.read_bytes(), read_graph_io(path))
+    return Module(read_hlo(path), read_graph_io(path))
 
 
 def in_float32(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ....artifacts.artifact import Artifact
 from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
-from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io
+from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, read_hlo
 from ..graph_io import GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import without_references
@@ -91,7 +91,7 @@ def lint_artifact(
 
     Raises:
         ValueError: the artifact has no HLO, or no host of the target takes its tensor parallel size.
-        ArtifactError: a graph was changed after the export.
+        ArtifactError: a graph was changed after the export, or is none.
     """
     target, findings = artifact_target(artifact, target), []
     for name, data, io in artifact_graphs(artifact):
@@ -115,7 +115,7 @@ def artifact_graphs(artifact: Artifact) -> Iterator[tuple[str, bytes, GraphIO]]:
 
     Raises:
         ValueError: the artifact has no HLO.
-        ArtifactError: a graph was changed after the export.
+        ArtifactError: a graph was changed after the export, or is none.
     """
     names = [name for name in artifact.manifest["files"] if name.endswith(HLO_SUFFIX)]
     if not names:
@@ -125,4 +125,4 @@ def artifact_graphs(artifact: Artifact) -> Iterator[tuple[str, bytes, GraphIO]]:
     artifact.verify(name for name in artifact.manifest["files"] if name.endswith((HLO_SUFFIX, IO_SUFFIX)))
     for name in names:
         path = artifact.file(name)
-        yield path.stem, path.read_bytes(), read_graph_io(path)
+        yield path.stem, read_hlo(path), read_graph_io(path)

@@ -126,7 +126,8 @@ def put_every(
     first, last = places.start, places.start + each.shape[-1]
     spread = torch.cat([wide[..., :first], each, wide[..., last:]], dim=-1)
     order = torch.arange(size, dtype=torch.int32, device=x.device)
-    taken = (order >= first) & (order < places.stop) & ((order - first) % step == 0)
+    turn = torch.arange(step, dtype=torch.int32, device=x.device) == first % step
+    taken = turn.expand(-(-size // step), step).flatten()[:size] & (order >= first) & (order < places.stop)
     return torch.where(taken, spread, wide).movedim(-1, dim)
 
 

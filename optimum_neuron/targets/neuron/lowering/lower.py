@@ -107,6 +107,7 @@ def lower_program(
     Raises:
         ValueError: a buffer named `kv_cache.*` is not updated, or a weight is.
     """
+    _share_constants(program)
     bindings, literals = _bindings(program, [spec.name for spec in inputs])
     _lay_out(program, bindings)
     results = _results(program, outputs, bindings)
@@ -136,6 +137,23 @@ def lower_program(
         world_size=world_size,
     )
     return LoweredGraph(name, kind, data, io)
+
+
+def _share_constants(program: ExportedProgram) -> None:
+    """Has a program read equal constants from one placeholder; the others stay, without a user.
+
+    Layers each make their own, of which a trace of a few layers has a few.
+    """
+    kept: list[tuple[Tensor, torch.fx.Node]] = []
+    for spec, node in zip(program.graph_signature.input_specs, placeholders(program), strict=True):
+        if spec.kind != InputKind.CONSTANT_TENSOR:
+            continue
+        tensor = program.constants[spec.target or ""]
+        same = (first for other, first in kept if other.dtype == tensor.dtype and torch.equal(other, tensor))
+        if (first := next(same, None)) is None:
+            kept.append((tensor, node))
+        else:
+            node.replace_all_uses_with(first)
 
 
 def _bindings(

@@ -11,6 +11,7 @@ from typing import cast
 from torch import Tensor
 
 from ....graphs.spec import LOGITS
+from ..graph_files import read_hlo
 from ..graph_io import COPY_SLOT, GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
@@ -28,7 +29,7 @@ class HloProgram:
         import torch_xla
         from torch_xla.core import xla_builder
 
-        data = path.read_bytes()
+        data = read_hlo(path)
         module = hlo.parse(data)
         parameters = [(each.name, *hlo.array(each.shape)) for each in hlo.parameters(module)]
         results = [hlo.array(shape) for shape in hlo.results(module)]

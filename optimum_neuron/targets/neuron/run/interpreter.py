@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...processes import Processes
+from ...processes import Processes, TiedProcess
 from ..rank import __file__ as _rank_init
 from ..rank.packages import RUNTIME_PACKAGES
 from ..sdk.stacks import Found
@@ -26,6 +28,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 _ANSWERED = {"python", "numpy", "numpy_problem", "torch", "packages"}
 _PACKAGES = {each.distribution for each in RUNTIME_PACKAGES}
 _ANSWER_TIMEOUT = 120.0  # seconds; importing numpy from a cold disk takes some
+_LARGEST_ANSWER = 1 << 20  # bytes; an interpreter's takes some hundred, beside the warnings of its packages
 _INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
 # Of this interpreter: another one has packages of its own.
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
@@ -85,10 +88,7 @@ def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        try:
-            output, errors = process.communicate(timeout=_ANSWER_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}") from None
+        output, errors = _read_to_end(where, process)
     lines = output.decode("utf-8", errors="replace").strip().splitlines()
     if process.returncode != 0:
         said = errors.decode("utf-8", errors="replace").strip().splitlines()[-1:] or lines[-1:] or ["it said nothing"]
@@ -109,6 +109,36 @@ def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
     if answer.keys() != _ANSWERED or not isinstance(packages, dict) or packages.keys() != _PACKAGES:
         raise nonsense
     return answer
+
+
+def _read_to_end(where: str, process: TiedProcess) -> tuple[bytes, bytes]:
+    """All that a process writes to its output and to its errors until it ends; RuntimeError where that is too late or too much."""
+    late = RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}")
+    deadline = time.monotonic() + _ANSWER_TIMEOUT
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout as output, process.stderr as errors, selectors.DefaultSelector() as selector:
+        written = {stream.fileno(): bytearray() for stream in (output, errors)}
+        for number in written:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(deadline - time.monotonic())
+            if time.monotonic() > deadline:
+                raise late
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fd)
+                written[key.fd] += part
+                if len(written[key.fd]) > _LARGEST_ANSWER:
+                    raise RuntimeError(
+                        f"{where} wrote more than {_LARGEST_ANSWER} bytes, as no Python does; {_INSTEAD}"
+                    )
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise late from None
+    said, complained = map(bytes, written.values())
+    return said, complained
 
 
 def _command(path: str, *arguments: str) -> list[str]:

@@ -10,6 +10,7 @@ parameters, and has to compute the whole's heads.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from .rules import Section, ShardRule, even
 from .styles import is_linear
 from .trace import Trace
 
+
+logger = logging.getLogger(__name__)
 
 # In float32, of the largest number: ranks compute the same sums. What is wrong is off by about all of it.
 _ROUNDING = 1e-4
@@ -103,8 +106,9 @@ def _share(name: str, module: nn.Module, linears: list[str], ranks: int, trace: 
             norms = _mixing(copy, whole, places, ranks)
             rules = _needed(layer, norms, places, ranks)
             shared = None if rules is None else _fitted(layer, whole, norms, rules, places, ranks)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return None  # its code counts on the whole
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # its code counts on the whole
+            logger.debug("%s stays whole on every rank (%s: %s)", name, type(error).__name__, error)
+            return None
     if rules is None or shared is None:
         return None
     rules[f"{linears[-1]}.weight"] = ShardRule(1, (even(places, ranks),))

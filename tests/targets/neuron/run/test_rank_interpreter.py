@@ -191,13 +191,17 @@ def test_an_interpreter_that_is_too_old_can_still_say_so() -> None:
             r"as no Python does",
         ),
         ("echo no libc >&2; exit 3", r"ended with status 3 \(no libc\); name the Python of an environment"),
+        ("yes", r"wrote more than 1048576 bytes, as no Python does; name the Python"),
+        ("yes >&2", r"wrote more than 1048576 bytes, as no Python does"),
         ("sleep 600", r"did not say within 1 s what it has; name the Python"),
+        ("while true; do echo; sleep 0.1; done", r"did not say within 1 s what it has"),
+        ("exec >&- 2>&-; sleep 600", r"did not say within 1 s what it has"),
     ],
 )
 def test_a_program_that_is_no_interpreter_for_ranks_is_refused_in_one_sentence(
     text: str | None, message: str, plan: LoadPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreter, "_ANSWER_TIMEOUT", 1.0 if text == "sleep 600" else 60.0)
+    monkeypatch.setattr(interpreter, "_ANSWER_TIMEOUT", 1.0 if text is not None and "sleep" in text else 60.0)
     monkeypatch.setenv(
         "OPTIMUM_NEURON_RANK_PYTHON", str(tmp_path / "python") if text is None else script(tmp_path, text)
     )

@@ -13,7 +13,9 @@ from helpers import artifact_runner, export_tiny, generate, random_tokens
 from tampered import failures
 from tampering import read_json, write
 
-from optimum_neuron.artifacts.artifact import ArtifactError
+from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
+from optimum_neuron.targets.neuron.certificate.certify import passed_rules
+from optimum_neuron.targets.neuron.lint.lint import artifact_graphs
 
 
 STEP = "graphs/token_generation_context64"
@@ -28,6 +30,24 @@ def hlo_artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.Te
 def artifact(hlo_artifact: Path, tmp_path: Path) -> Path:
     """A copy, to be changed."""
     return Path(shutil.copytree(hlo_artifact, tmp_path / "artifact"))
+
+
+@pytest.mark.parametrize("keep", [0, 1000])
+def test_a_file_that_holds_no_graph_is_named(keep: int, artifact: Path) -> None:
+    """Whoever changed it gave its digest everywhere."""
+    data = (artifact / f"{STEP}.hlo").read_bytes()[:keep]
+    description = read_json(artifact / f"{STEP}.json") | {"hlo_sha256": hashlib.sha256(data).hexdigest()}
+    write(artifact, f"{STEP}.hlo", data)
+    write(artifact, f"{STEP}.json", json.dumps(description).encode())
+    message = (
+        r"token_generation_context64\.hlo holds no graph: these [\d,]+ bytes are no HLO module: .*; export the model"
+    )
+    with pytest.raises(ArtifactError, match=message):
+        artifact_runner(artifact)
+    with pytest.raises(ArtifactError, match=message):
+        list(artifact_graphs(Artifact.open(artifact)))
+    with pytest.raises(ArtifactError, match=message):
+        passed_rules(artifact, "hlo")
 
 
 @pytest.mark.slow

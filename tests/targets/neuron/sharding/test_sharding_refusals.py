@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from recurrent import model as recurrent
 from selecting import CONFIGS
 from sharded_ranks import make_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -163,6 +165,22 @@ def test_a_recurrence_whose_heads_are_mixed_is_whole_on_every_rank() -> None:
     assert shared.local_shape(weight) == (64, 64) and [*shared.recurrences] == ["model.layers.0.linear_attn"]
     assert weight in whole.whole and not whole.recurrences
     assert [*whole.attention] == [*shared.attention]
+
+
+class FailsOnNumbers(nn.Module):
+    """Runs without data alone."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            raise TypeError("no numbers")
+        return x * gate
+
+
+def test_why_a_layer_with_a_recurrence_stays_whole_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = changed("qwen3_next", "model.layers.0.linear_attn.norm", FailsOnNumbers())
+    with caplog.at_level(logging.DEBUG, "optimum_neuron"):
+        assert not shard_plan(model, 2).recurrences
+    assert "model.layers.0.linear_attn stays whole on every rank (TypeError: no numbers)" in caplog.text
 
 
 def test_heads_that_do_not_divide_by_the_ranks_stay_whole() -> None:
