@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from helpers import random_tokens
 from served_app import NAME, App
+from tokenizers.processors import TemplateProcessing
 
 from optimum_neuron import NeuronModelForCausalLM
 
@@ -64,6 +67,37 @@ def test_streams_of_several_prompts_add_up_to_the_texts_sent_at_once(app: App) -
             ends.append(choice.index)
     assert texts == [choice.text for choice in whole.choices] and sorted(ends) == [0, 1, 2]
     assert events[-1].usage == whole.usage
+
+
+def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr(app.gate, "note", noted.append)
+    options = {"max_tokens": 40, "temperature": 1.5, "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}
+    first, second = (choice.text for choice in ask(app, prompt="Hi", **options).choices)
+    stop = next(first[place : place + 3] for place in range(12) if first[place : place + 3] not in second)
+    before = app.service.engine.statistics.generated_tokens
+    answer = ask(app, prompt="Hi", stop=stop, **options)
+    assert [choice.text for choice in answer.choices] == [first[: first.index(stop)], second]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
+    while app.service.engine.has_work:
+        time.sleep(0.002)
+    assert app.service.engine.statistics.generated_tokens - before < 75
+    assert len(noted) == 4, "each of them leaves when it has ended"
+
+
+def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
+    start: Callable[..., App], tokenizer: Any
+) -> None:
+    plain = start()
+    chat, completion = (
+        each.json()["usage"]["prompt_tokens"] for each in (plain.chat(max_tokens=1), plain.complete(max_tokens=1))
+    )
+    plain.close()
+    begins = copy.deepcopy(tokenizer)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    app = start(tokenizer=begins)
+    assert app.chat(max_tokens=1).json()["usage"]["prompt_tokens"] == chat
+    assert app.complete(max_tokens=1).json()["usage"]["prompt_tokens"] == completion + 1
 
 
 def test_sixteen_tokens_are_the_default_and_an_id_is_not_a_text(app: App) -> None:

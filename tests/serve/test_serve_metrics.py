@@ -68,3 +68,6 @@ def test_running_and_waiting_requests_are_told_apart(
     assert max(running for running, _, _ in seen) == 3 and max(waiting for _, waiting, _ in seen) >= 2
     assert all(running + waiting <= 5 for running, waiting, _ in seen)
     assert max(share for _, _, share in seen) == 1.0
+    seen.clear()
+    assert app.complete("x" * 40, max_tokens=2).status_code == 200
+    assert seen[0][0] == 1, "a prompt that is taken in only in part has a slot"
