@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -17,8 +18,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import uvicorn
 from helpers import python_process
 from served_app import PATIENCE, metric
+
+from optimum_neuron.serve.gate import Gate
+from optimum_neuron.serve.server import DrainingServer
 
 
 # A tiny model's requests would be over before anybody could look.
@@ -27,7 +32,7 @@ import time
 from optimum.commands.optimum_cli import main
 from optimum_neuron.engine.engine import Engine
 step = Engine.step
-Engine.step = lambda engine: time.sleep(0.02) or step(engine)
+Engine.step = lambda engine: time.sleep(0.04) or step(engine)
 main()
 """
 SLOTS = 3
@@ -117,6 +122,17 @@ def test_a_process_refuses_notices_who_left_and_ends_when_all_have_their_answers
         assert "".join(pieces + [event.choices[0].text for event in stream]) == whole
         assert server.process.wait(PATIENCE) == 0
         assert "ending: 1 requests get their answers first" in server.process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
+    gate = Gate(slots=1, max_queue=0, is_stopped=lambda: False)
+    server = DrainingServer(uvicorn.Config(lambda: None), gate)
+    ticks = [asyncio.run(server.on_tick(1))]
+    with gate.admit(1):
+        server.handle_exit(signal.SIGTERM, None)
+        ticks.append(asyncio.run(server.on_tick(2)))
+    ticks.append(asyncio.run(server.on_tick(3)))
+    assert ticks == [False, False, True]
 
 
 def test_a_second_signal_ends_a_process_at_once(cpu: Path) -> None:
