@@ -11,6 +11,7 @@ from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
+from optimum.commands.register.neuron_serve import NeuronServeCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
 
@@ -67,6 +68,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronLintCommand,
             NeuronInspectCommand,
             NeuronGenerateCommand,
+            NeuronServeCommand,
             NeuronCheckCommand,
         )
     )

@@ -242,6 +242,11 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "inspect", "{artifact}", "more"), USAGE, "more"),
         _line(("neuron", "generate"), USAGE, "artifact"),
         _line(("neuron", "check"), USAGE, "artifact"),
+        _line(("neuron", "serve"), USAGE, "artifact"),
+        _line(("neuron", "serve", "{artifact}", "more"), USAGE, "more"),
+        _line(("neuron", "serve", "{artifact}", "--port", "x"), USAGE, "invalid int value: 'x'"),
+        _line(("neuron", "serve", "{artifact}", "--port", "-1"), REFUSED, "--port -1"),
+        _line(("neuron", "serve", "{artifact}", "--backend", "tgi"), USAGE, "invalid choice: 'tgi'"),
         _line(("neuron", "check", "{artifact}", "--runs", "x"), USAGE, "invalid int value: 'x'"),
         _line(("neuron", "check", "{artifact}", "--runs", "0"), REFUSED, "runs"),
         _line(("neuron", "check", "{artifact}", "--runs", "-1"), REFUSED, "runs"),
@@ -249,11 +254,11 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "unknown"), USAGE, "unknown"),
     ]
     for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
-        for command in ("inspect", "generate", "check", "lint"):
+        for command in ("inspect", "generate", "check", "lint", "serve"):
             told = "pip install protobuf" if command == "lint" else path if path and len(path) < 300 else ""
             lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
-        for command in ("inspect", "generate", "check"):
+        for command in ("inspect", "generate", "check", "serve"):
             lines.append(_line(("neuron", command, f"{{manifest:{kind}}}"), REFUSED, told))
     return lines
 

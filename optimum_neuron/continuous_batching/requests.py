@@ -57,6 +57,18 @@ class ServedModel(Protocol):
     _prepare_special_tokens: Callable[..., None]
 
 
+def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int]:
+    """Tokens that end a text: those of a generation config, else of the model's own.
+
+    One that cannot be chosen ends nothing, and is left out: -1 is a custom for none, and configs of cut-down models name others.
+    """
+    eos = config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    ids = [eos] if isinstance(eos, int) else list(eos or ())
+    return frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
+
+
 class RequestFactory:
     """Makes engine requests from transformers' configs: one way for all requests of a batch or a manager.
 
@@ -85,12 +97,7 @@ class RequestFactory:
                 )
         refuse_unsupported(self.config, model.neuron_config, model.artifact.model.vocab_size)
         _warn_of_meaningless(self.batching)
-        eos = self.config.eos_token_id
-        if eos is None:
-            eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-        ids = [eos] if isinstance(eos, int) else list(eos or ())
-        # One that cannot be chosen ends nothing: -1 is a custom for none, and configs of cut-down models name others.
-        self.eos_token_ids = frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
+        self.eos_token_ids = end_token_ids(self.config, model)
         self.make("", [0], None)  # what no request could have is refused before the first
 
     def options(self) -> SchedulerOptions:

@@ -18,7 +18,7 @@ from .policy import SchedulerOptions
 from .request import Request
 from .sampler import RequestSampler, check_sampling
 from .scheduler import Scheduler
-from .statistics import Statistics
+from .statistics import GraphUse, Statistics
 from .step import Event, RequestFailedError, RequestFailure, ScheduledChunk, Step, TokenEvent
 
 
@@ -55,7 +55,7 @@ class Engine:
         used = replace(self.options, reuse_generated=False) if runner.deterministic else self.options
         snapshots = runner.kept.places if runner.kept.needed else None
         self.scheduler = Scheduler(runner.config, used, runner.family, snapshots=snapshots)
-        self.statistics = Statistics()
+        self.statistics = Statistics(graphs={graph.name: GraphUse() for graph in runner.family})
         self._vocab_size = vocab_size
         self._num_embeddings = vocab_size if runner.num_embeddings is None else runner.num_embeddings
         self._seeds = np.random.SeedSequence(seed)
@@ -227,7 +227,9 @@ class Engine:
             if sampler.on_host:
                 events[index] = event._replace(logprob=sampler.logprob)
             elif sampler.logprobs:
-                events[index] = event._replace(logprob=float(self._rows.told[sampler.slot].chosen))
+                told = self._rows.told[sampler.slot]
+                top = tuple(zip(told.tokens.tolist(), told.best.tolist(), strict=True))
+                events[index] = event._replace(logprob=float(told.chosen), top=top)
             if event.finish_reason is not None:
                 statistics.finished += 1
                 self._forget(event.request_id)

@@ -63,6 +63,11 @@ class EngineService:
         self._thread: threading.Thread | None = None
 
     @property
+    def engine(self) -> Engine:
+        """What it runs, whose counts may be read at any time; they change while a step does."""
+        return self._engine
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread runs: from the first request until the service is closed."""
         return self._thread is not None and self._thread.is_alive()

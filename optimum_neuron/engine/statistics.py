@@ -27,6 +27,15 @@ class Summary:
 
 
 @dataclass
+class GraphUse:
+    """Of one graph: its runs, and of the tokens that they had room for those that were some request's, and the padding."""
+
+    runs: int = 0
+    tokens: int = 0
+    padding: int = 0
+
+
+@dataclass
 class Statistics:
     """Counted since the engine was made, by what the graphs that ran computed.
 
@@ -41,6 +50,7 @@ class Statistics:
         finished, aborted, failed: requests that ended.
         queue_seconds: from a request's arrival to its first step.
         first_token_seconds: from a request's arrival to its first token (TTFT).
+        graphs: the use of each graph, by its name.
     """
 
     steps: int = 0
@@ -58,10 +68,11 @@ class Statistics:
     failed: int = 0
     queue_seconds: Summary = field(default_factory=Summary)
     first_token_seconds: Summary = field(default_factory=Summary)
+    graphs: dict[str, GraphUse] = field(default_factory=dict)
 
     def count_step(self, step: Step) -> None:
         """Adds the rows of a step."""
-        graph = step.graph
+        graph, tokens = step.graph, len(step.decodes)
         self.steps += 1
         self.preemptions += len(step.preempted)
         if graph.has_decode:
@@ -69,7 +80,14 @@ class Statistics:
             self.idle_decode_rows += graph.batch_size - len(step.decodes)
         if graph.has_chunk:
             real = sum(chunk.count for chunk in step.chunks)
+            tokens += real
             self.prompt_tokens += real
             self.recomputed_tokens += sum(chunk.recomputed for chunk in step.chunks)
             self.padded_prompt_tokens += graph.ctx_batch_size * graph.chunk_size - real
             self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)
+        use = self.graphs.get(graph.name)
+        if use is None:
+            use = self.graphs[graph.name] = GraphUse()
+        use.runs += 1
+        use.tokens += tokens
+        use.padding += graph.tokens - tokens

@@ -153,12 +153,19 @@ class RequestFailure(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """A generated token, and why the request ended where it did; `logprob` only of tokens that the host chose."""
+    """A generated token, and why the request ended where it did.
+
+    Attributes:
+        logprob: of tokens that the host chose, and where the request asked for it.
+        top: where the request asked and the graphs chose, the most likely tokens with their log-probabilities, the best first:
+            as many as the artifact's `top_logprobs`.
+    """
 
     request_id: str
     token_id: int
     finish_reason: FinishReason | None
     logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 # What a step has for a caller.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import SMOLLM2_SIZES
-from serving import Server, serving
+from serving import Server, cli_command, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
@@ -134,7 +134,8 @@ class SharedServer:
             options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
             # A random model would fill a JSON text with spaces.
             options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-            self._server = self._running.enter_context(serving(self._folders("server"), self._artifact, *options))
+            server = serving(self._folders("server"), self._artifact, *options, command_of=cli_command)
+            self._server = self._running.enter_context(server)
         return self._server
 
     def close(self) -> None:

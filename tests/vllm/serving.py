@@ -90,6 +90,12 @@ def server_command(model: str | Path, *options: str) -> list[str]:
     return [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *options]
 
 
+def cli_command(model: str | Path, *options: str) -> list[str]:
+    """The same through this package's command, which becomes vLLM's server."""
+    words = [sys.executable, "-m", "optimum.commands.optimum_cli", "neuron", "serve", str(model)]
+    return [*words, "--backend", "vllm", "--vllm-options", *options]
+
+
 def server_environment(**variables: str) -> dict[str, str]:
     """This process's environment without what tests change in it for engines of their own process."""
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", "OPTIMUM_NEURON_VLLM_ARTIFACT")
@@ -112,10 +118,16 @@ def run_until_it_ends(folder: Path, model: str | Path, *options: str, **variable
 
 
 @contextmanager
-def serving(folder: Path, model: str | Path, *options: str, **variables: str) -> Iterator[Server]:
+def serving(
+    folder: Path,
+    model: str | Path,
+    *options: str,
+    command_of: Callable[..., list[str]] = server_command,
+    **variables: str,
+) -> Iterator[Server]:
     """A server that is ready, whose working directory and log are in `folder`; nothing of it is left afterwards."""
     port, log = free_port(), folder / "server.log"
-    command = server_command(model, "--host", "127.0.0.1", "--port", str(port), *options)
+    command = command_of(model, "--host", "127.0.0.1", "--port", str(port), *options)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=server_environment(**variables), stdout=output, stderr=subprocess.STDOUT

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron serve: an artifact behind OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import add_option, add_rank_options, explain, reported_errors
+
+
+KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
+DEFAULT_QUEUE = 128
+BACKENDS = ("auto", "vllm", "engine")
+# What this package's own server imports.
+SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
+
+DESCRIPTION = """\
+Serve an exported artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming;
+/health for load balancers and /metrics for Prometheus.
+
+Where vLLM is installed it serves, with all that it can (tools, structured outputs, penalties); what follows
+--vllm-options is its own. Elsewhere, or with --backend engine, the engine of this package does: a small server with the
+same routes, in which every running request gets a token in every step. It needs
+pip install 'optimum-neuron-runtime[serve]'.
+
+The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
+them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
+who are there finish, and refuses others (503); a second one ends at once."""
+
+EXAMPLES = f"""\
+examples:
+  optimum-cli neuron serve smollm2/
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "smollm2", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+  optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
+  {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
+  optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
+
+from Python:
+  from openai import OpenAI
+  client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+  client.chat.completions.create(model="smollm2", messages=[{{"role": "user", "content": "Hello!"}}])
+"""
+
+
+class NeuronServeCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron serve`."""
+
+    COMMAND = CommandInfo(name="serve", help="Serve an artifact to OpenAI's clients.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, DESCRIPTION, EXAMPLES)
+        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        parser.add_argument(
+            "--backend",
+            choices=BACKENDS,
+            default="auto",
+            help="who serves: vLLM, the engine of this package, or vLLM where it is installed (default: %(default)s)",
+        )
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+        parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
+        add_option(
+            parser, "--served-model-name", metavar="NAME", help="what requests call the model (default: the artifact)"
+        )
+        add_option(
+            parser,
+            "--api-key",
+            metavar="KEY",
+            help=f"what clients have to send (default: {KEY_VARIABLE}, which no other user of this machine sees, or nothing)",
+        )
+        add_option(
+            parser,
+            "--max-queue",
+            type=int,
+            metavar="REQUESTS",
+            help=f"of the engine's server, how many requests may wait for a slot (default: {DEFAULT_QUEUE})",
+        )
+        add_rank_options(parser)
+        add_option(
+            parser,
+            "--vllm-options",
+            nargs=REMAINDER,
+            help="all that follows goes to vllm serve",
+        )
+        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
+
+    def run(self) -> None:
+        with reported_errors():
+            _serve(self.args)
+
+
+def _serve(args: Namespace) -> None:
+    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.serve.vllm_server import has_vllm
+
+    # Before torch is imported: wrong options and folders are reported at once.
+    _check(args)
+    backend = args.backend
+    if backend == "auto":
+        backend = "vllm" if has_vllm() else "engine"
+    elif backend == "vllm" and not has_vllm():
+        raise ImportError(
+            "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
+        )
+    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    (_by_vllm if backend == "vllm" else _by_engine)(args, key)
+
+
+def _check(args: Namespace) -> None:
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port {args.port} must lie between 0 and 65535; 0 takes a free one")
+    if args.max_queue is not None and args.max_queue < 0:
+        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, where nobody waits")
+    for option in ("api_key", "served_model_name"):
+        if getattr(args, option) == "":
+            raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
+
+
+def _by_vllm(args: Namespace, key: str | None) -> None:
+    from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
+
+    if args.max_queue is not None:
+        raise ValueError(
+            f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
+        )
+    words = vllm_command(
+        args.artifact,
+        name=args.served_model_name or str(args.artifact),
+        host=args.host,
+        port=args.port,
+        trust_remote_code=args.trust_remote_code,
+        options=args.vllm_options or (),
+    )
+    become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
+
+
+def _by_engine(args: Namespace, key: str | None) -> None:
+    from importlib.util import find_spec
+
+    if args.vllm_options:
+        raise ValueError(
+            f"{' '.join(args.vllm_options)} are options of vLLM, and the engine serves; leave them out, or use --backend vllm"
+        )
+    missing = [name for name in SERVER_MODULES if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
+        )
+    from optimum_neuron.serve.listen import bind
+
+    with bind(args.host, args.port) as bound:
+        from optimum_neuron.serve.server import ServerOptions, serve
+
+        options = ServerOptions(
+            artifact=args.artifact,
+            name=args.served_model_name or str(args.artifact),
+            api_key=key,
+            max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
+            trust_remote_code=args.trust_remote_code,
+            rank_python=args.rank_python,
+            rank_timeout=args.rank_timeout,
+        )
+        serve(options, bound)

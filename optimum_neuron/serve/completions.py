@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The route /v1/completions: its body, and the forms of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .choice import Piece, ToldToken
+from .errors import ApiError
+from .fields import Fields, check_text, check_token_id, shown
+from .protocol import MOST_TOP_LOGPROBS, Asked, Prompt, Sizes, check_model, read_common, read_limit
+from .token_texts import TokenTexts, finite
+
+
+# OpenAI's.
+DEFAULT_TOKENS = 16
+
+
+def read_completion(data: Mapping[str, Any], sizes: Sizes) -> Asked:
+    """What a completion's body asks.
+
+    Raises:
+        ApiError: it is wrong, or this server cannot do it.
+    """
+    fields = Fields(data)
+    check_model(fields, sizes)
+    prompts = _prompts(fields.any("prompt"), sizes)
+    most = read_limit(fields, "max_tokens") or DEFAULT_TOKENS
+    count = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS)
+    return read_common(fields, sizes, prompts=prompts, max_tokens=most, limit="max_tokens", logprobs=count)
+
+
+def _prompts(value: Any, sizes: Sizes) -> Sequence[Prompt]:
+    if isinstance(value, str):
+        return [check_text("prompt", value)]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return [check_text("prompt", each) for each in value]
+        rows = value if all(isinstance(each, list) for each in value) else [value]
+        if not any(isinstance(each, str | list) for row in rows for each in row):
+            return [[check_token_id("prompt", each, sizes.num_embeddings) for each in row] for row in rows]
+    raise ApiError(
+        f"prompt is {shown(value)}; give a string, a list of strings, a list of token ids, or a list of such lists",
+        param="prompt",
+    )
+
+
+class CompletionForm:
+    """Answers to completions, in OpenAI's form."""
+
+    prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        """Choices of the events before the first piece: none."""
+        return []
+
+    def piece(self, index: int, piece: Piece, logprobs: int | None) -> list[dict[str, Any]]:
+        """Choices of the events that bring a piece, one each."""
+        return [self.whole(index, piece, logprobs)]
+
+    def whole(self, index: int, piece: Piece, logprobs: int | None) -> dict[str, Any]:
+        """A choice that is sent at once."""
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": None if logprobs is None else self._logprobs(piece.told),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+    def _logprobs(self, told: tuple[ToldToken, ...]) -> dict[str, Any]:
+        names = [self._texts.text(each.token_id) for each in told]
+        return {
+            "tokens": names,
+            "token_logprobs": [finite(each.logprob) for each in told],
+            # The chosen token is always among them, as OpenAI has it.
+            "top_logprobs": [
+                {self._texts.text(token): finite(logprob) for token, logprob in each.top}
+                | {name: finite(each.logprob)}
+                for name, each in zip(names, told, strict=True)
+            ],
+            "text_offset": [each.start for each in told],
+        }

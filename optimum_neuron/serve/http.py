@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP as this server needs it: bodies of limited size, a client that goes away, server-sent events, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError, ClientGoneError
+
+
+LARGEST_BODY = 16 * 2**20
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        ApiError: it is none, or too large.
+        ClientGoneError: the client closed its connection before its end.
+    """
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > LARGEST_BODY:
+                raise ApiError(f"the body has more than {LARGEST_BODY:,} bytes; send a shorter prompt", status=413)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    try:
+        data = json.loads(b"".join(parts), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is no JSON ({str(error)[:100]}); send an object") from None
+    if not isinstance(data, dict):
+        raise ApiError(f"the body is a JSON {type(data).__name__}; send an object")
+    return data
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def to_json(data: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+@asynccontextmanager
+async def watched(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls back once when the client closes its connection meanwhile. The body has to be read before."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class EventSender:
+    """Sends server-sent events, and the head of the response before the first one."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def event(self, data: bytes) -> None:
+        """One event."""
+        if not self.started:
+            self.started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # nginx would keep events back
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def end(self) -> None:
+        """The last event, as OpenAI's clients know it."""
+        await self.event(b"[DONE]")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """A refusal in OpenAI's form."""
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+class KeyCheck:
+    """Lets those through to the routes under /v1 who know the key."""
+
+    def __init__(self, app: ASGIApp, key: str, refused: Callable[[int], None]) -> None:
+        self._app, self._key, self._refused = app, key.encode(), refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope):
+            error = ApiError(
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            self._refused(error.status)
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server tells Prometheus: names in the style of vLLM's, under a prefix of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from .gate import Gate
+from .served_model import ServedModel
+
+
+PREFIX = "optimum_neuron:"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Seconds: from a decode step of a small model to a prompt that waited for minutes.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_ENDINGS = ("stop", "length", "abort", "error")
+_LABEL = "model_name"
+
+
+class Metrics:
+    """The metrics of one server. Used by the event loop's thread; the engine's counts are read when they are asked for."""
+
+    def __init__(self, served: ServedModel, gate: Gate) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._name = served.name
+
+        def histogram(name: str, text: str) -> Histogram:
+            made = Histogram(PREFIX + name, text, [_LABEL], buckets=_SECONDS, registry=self._registry)
+            return made.labels(served.name)
+
+        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self._next = histogram("inter_token_latency_seconds", "Between two tokens of a request.")
+        self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        prompts = Counter(PREFIX + "prompt_tokens", "Tokens of prompts taken in.", [_LABEL], registry=self._registry)
+        self._prompt_tokens = prompts.labels(served.name)
+        ended = Counter(
+            PREFIX + "request_success",
+            "Requests that ended: abort where the client went away, error where the server failed.",
+            [_LABEL, "finished_reason"],
+            registry=self._registry,
+        )
+        self._ended = {reason: ended.labels(served.name, reason) for reason in _ENDINGS}
+        self._refused = Counter(
+            PREFIX + "request_refused", "HTTP requests that were refused.", [_LABEL, "status"], registry=self._registry
+        )
+        self._registry.register(EngineCollector(served, gate))
+
+    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """A request got its first token."""
+        self._first.observe(seconds)
+        self._prompt_tokens.inc(prompt_tokens)
+
+    def next_token(self, seconds: float) -> None:
+        """A request got another token."""
+        self._next.observe(seconds)
+
+    def ended(self, reason: str, seconds: float) -> None:
+        """A request ended."""
+        self._ended[reason].inc()
+        self._whole.observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """An HTTP request got no answer."""
+        self._refused.labels(self._name, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class EngineCollector(Collector):
+    """What the engine counts, read when somebody asks."""
+
+    def __init__(self, served: ServedModel, gate: Gate) -> None:
+        self._served, self._gate = served, gate
+
+    def collect(self) -> Iterator[Metric]:
+        engine, name = self._served.service.engine, self._served.name
+        statistics, config = engine.statistics, self._served.config
+        running = engine.scheduler.running + engine.scheduler.prefilling
+        places = config.batch_size if config.kv_block_size is None else config.kv_blocks
+        yield _gauge("num_requests_running", "Requests that have a slot.", name, running)
+        waiting = max(self._gate.live - running, 0)
+        yield _gauge("num_requests_waiting", "Requests that wait for a slot.", name, waiting)
+        yield _gauge(
+            "kv_cache_usage_perc",
+            "Slots, or blocks, that requests have: 1 is all.",
+            name,
+            statistics.blocks_in_use / places,
+        )
+        yield _gauge("model_load_seconds", "From the start to a loaded model.", name, self._served.load_seconds)
+        queried = statistics.prompt_tokens + statistics.prefix_hit_tokens
+        for counter, text, value in (
+            ("generation_tokens", "Tokens that requests got.", statistics.generated_tokens),
+            ("prefix_cache_queries", "Tokens of prompts looked up in the cache.", queried),
+            ("prefix_cache_hits", "Of these, tokens that were reused.", statistics.prefix_hit_tokens),
+            ("num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
+            ("engine_steps", "Steps, each a run of a graph.", statistics.steps),
+        ):
+            yield _counter(counter, text, [_LABEL], [([name], value)])
+        yield from self._graphs()
+
+    def _graphs(self) -> Iterator[Metric]:
+        labels = [_LABEL, "graph"]
+        uses = [
+            ([self._served.name, graph], use) for graph, use in self._served.service.engine.statistics.graphs.items()
+        ]
+        yield _counter("graph_runs", "Runs of each graph.", labels, [(key, use.runs) for key, use in uses])
+        yield _counter(
+            "graph_tokens", "Tokens of requests that they computed.", labels, [(key, use.tokens) for key, use in uses]
+        )
+        yield _counter(
+            "graph_padding_tokens",
+            "Their room for tokens that stayed empty.",
+            labels,
+            [(key, use.padding) for key, use in uses],
+        )
+        share = GaugeMetricFamily(
+            PREFIX + "graph_padding_share", "Of all its runs' tokens, the padding.", labels=labels
+        )
+        for key, use in uses:
+            share.add_metric(key, use.padding / max(use.padding + use.tokens, 1))
+        yield share
+
+
+def _gauge(name: str, text: str, model: str, value: float) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=[_LABEL])
+    family.add_metric([model], value)
+    return family
+
+
+def _counter(name: str, text: str, labels: list[str], values: Sequence[tuple[list[str], float]]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values:
+        family.add_metric(key, value)
+    return family

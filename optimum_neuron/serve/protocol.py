@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both routes take: bodies of requests -> what is asked, all of it honoured or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..config import NeuronConfig
+from ..graphs.spec import SamplingParams
+from .errors import ApiError
+from .fields import Fields, check_token_id, shown, wrong
+
+
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_TOP_LOGPROBS = 128, 16, 256, 20
+HOTTEST = 100
+_COLDEST = float(np.finfo(np.float32).tiny)
+_LARGEST = 2**31 - 1
+# Members that change nothing where they have one of these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],),
+    "length_penalty": (1,), "logit_bias": ({},), "metadata": ({},), "min_tokens": (0,), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "skip_special_tokens": (True,),
+    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
+}  # fmt: skip
+# Of the others, those that vLLM does with the same artifact.
+_OF_VLLM = (
+    "best_of", "echo", "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "repetition_penalty",
+    "response_format", "tool_choice", "tools",
+)  # fmt: skip
+
+
+class Sizes(Protocol):
+    """What of a served model decides whether a request can be taken.
+
+    Attributes:
+        name: what requests have to name.
+        defaults: what a request gets that says nothing.
+        vocab_size: tokens that the model chooses among.
+        num_embeddings: tokens that it takes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> NeuronConfig: ...
+    @property
+    def defaults(self) -> SamplingParams: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_embeddings(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template."""
+
+    messages: list[dict[str, str]]
+
+
+# A text, token ids, or what a chat template makes a text of.
+Prompt = str | list[int] | Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks, whatever its route.
+
+    Attributes:
+        n: choices of each prompt.
+        max_tokens: most tokens of a choice; None: as many as fit.
+        limit: what the client calls that.
+        logprobs: how many of the most likely tokens are told of each; None: nothing is told.
+        include_usage: whether a stream ends with the counts.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    max_tokens: int | None
+    limit: str
+    sampling: SamplingParams
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+
+
+def check_model(fields: Fields, sizes: Sizes) -> None:
+    """Raises ApiError where a request names no model, or another one."""
+    name = fields.text("model")
+    if name is None:
+        raise ApiError(f"the request names no model; this server has {sizes.name!r}", param="model")
+    if name != sizes.name:
+        raise unknown_model(name, sizes)
+
+
+def unknown_model(name: str, sizes: Sizes) -> ApiError:
+    """The refusal of a name."""
+    return ApiError(
+        f"the model {shown(name)} does not exist; this server has {sizes.name!r}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def read_common(
+    fields: Fields,
+    sizes: Sizes,
+    *,
+    prompts: Sequence[Prompt],
+    max_tokens: int | None,
+    limit: str,
+    logprobs: int | None,
+) -> Asked:
+    """Reads what both routes have, and adds what one of them has read; what is left of the fields must not change anything.
+
+    Raises:
+        ApiError: a member has a wrong value, or asks for what this server cannot do.
+    """
+    stream = fields.flag("stream")
+    asked = Asked(
+        prompts=prompts,
+        n=fields.whole("n", 1, MOST_CHOICES) or 1,
+        max_tokens=max_tokens,
+        limit=limit,
+        sampling=_sampling(fields, sizes.defaults),
+        seed=fields.whole("seed", -(2**63), 2**63 - 1),
+        stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
+        stop_token_ids=_stop_token_ids(fields, sizes),
+        ignore_eos=fields.flag("ignore_eos"),
+        logprobs=logprobs,
+        stream=stream,
+        include_usage=_include_usage(fields, stream),
+    )
+    _check_logprobs(logprobs, sizes.config)
+    fields.text("user")  # a label, which changes no answer
+    _refuse(fields.rest(), asked.n)
+    return asked
+
+
+def read_limit(fields: Fields, name: str) -> int | None:
+    """Most tokens of a choice."""
+    return fields.whole(name, 1, _LARGEST)
+
+
+def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
+    given = {
+        "temperature": _temperature(fields),
+        "top_p": fields.number("top_p", 0, 1),
+        "min_p": fields.number("min_p", 0, 1),
+        "top_k": fields.whole("top_k", -1, _LARGEST),
+    }
+    if given["top_k"] == -1:  # none, as for vLLM
+        given["top_k"] = 0
+    return defaults._replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def _temperature(fields: Fields) -> float | None:
+    """Behind the hottest all tokens are alike; so cold that float32 has no such number, the best one is always taken."""
+    value = fields.number("temperature", 0, HOTTEST)
+    return 0.0 if value is not None and value < _COLDEST else value
+
+
+def _stop_token_ids(fields: Fields, sizes: Sizes) -> frozenset[int]:
+    ids = fields.any("stop_token_ids") or []
+    if not isinstance(ids, list):
+        raise wrong("stop_token_ids", ids, "a list of token ids")
+    return frozenset(check_token_id("stop_token_ids", each, sizes.vocab_size) for each in ids)
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    value = fields.any("stream_options")
+    if value is None:
+        return False
+    if not isinstance(value, Mapping):
+        raise wrong("stream_options", value, "an object")
+    if not stream:
+        raise ApiError("stream_options has no meaning without stream=true; leave it out", param="stream_options")
+    options = Fields(value)
+    include = options.flag("include_usage")
+    if options.any("include_obfuscation"):
+        raise ApiError("stream_options.include_obfuscation is not supported; leave it out", param="stream_options")
+    for name in options.rest():
+        raise ApiError(f"stream_options has no member {shown(name)}; leave it out", param="stream_options")
+    return include
+
+
+def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
+    told = config.top_logprobs
+    if count is None:
+        return
+    if told is None:
+        raise ApiError(
+            f"logprobs are asked for, and this artifact tells none; export it with --top-logprobs {count}",
+            param="logprobs",
+        )
+    if count > told:
+        raise ApiError(
+            f"the {count} most likely tokens are asked for, and this artifact tells {told}; ask for fewer, or export it with "
+            f"--top-logprobs {count}",
+            param="logprobs",
+        )
+
+
+def _refuse(rest: Mapping[str, Any], n: int) -> None:
+    """Refuses the first member that would change something."""
+    for name, value in rest.items():
+        if name not in _NEUTRAL:
+            raise ApiError(f"{shown(name)} is no member that this server knows; leave it out", param=name)
+        if value in _NEUTRAL[name] or (name == "best_of" and value == n):
+            continue
+        remedy = "leave it out"
+        if name in _OF_VLLM:
+            remedy += ", or serve the artifact by vLLM (--backend vllm)"
+        raise ApiError(f"{name}={shown(value)} is not supported; {remedy}", param=name, code="unsupported_parameter")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/completions as OpenAI's client sees it: prompts of all kinds, log-probabilities, streams."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import torch
+from helpers import random_tokens
+from served_app import NAME, App
+from tokenizers.processors import TemplateProcessing
+
+from optimum_neuron import NeuronModelForCausalLM
+
+
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
+
+
+def ask(app: App, **options: Any) -> Any:
+    return app.asked(lambda client: client.completions.create(**GREEDY | options))
+
+
+def stream(app: App, **options: Any) -> list[Any]:
+    async def read(client: openai.AsyncOpenAI) -> list[Any]:
+        return [event async for event in await client.completions.create(**GREEDY | {"stream": True} | options)]
+
+    return app.asked(read)
+
+
+def test_prompts_of_all_kinds_get_what_the_engine_gives_each(app: App) -> None:
+    texts = ["Hi", "größer", "1 2 3 4 5 6"]
+    ids = [app.served.tokenizer(text)["input_ids"] for text in texts]
+    expected = [app.read(app.tokens(each, 8)) for each in ids]
+    for prompt, wanted in ((texts[0], expected[:1]), (texts, expected), (ids[1], expected[1:2]), (ids, expected)):
+        answer = ask(app, prompt=prompt)
+        assert [choice.text for choice in answer.choices] == wanted
+        assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+    assert answer.object == "text_completion" and answer.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_ids_that_have_no_text_are_prompts_too(app: App) -> None:
+    prompt = random_tokens(11).tolist()
+    assert ask(app, prompt=prompt).choices[0].text == app.read(app.tokens(prompt, 8))
+
+
+def test_choices_stand_behind_those_of_the_prompt_before(app: App) -> None:
+    answer = ask(app, prompt=["Hi", "Ho"], n=2)
+    alone = [ask(app, prompt=prompt).choices[0].text for prompt in ("Hi", "Ho")]
+    assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
+
+
+def test_streams_of_several_prompts_add_up_to_the_texts_sent_at_once(app: App) -> None:
+    prompts = ["Hi", "Ho", "Once upon a time"]
+    whole = ask(app, prompt=prompts)
+    events = stream(app, prompt=prompts, stream_options={"include_usage": True})
+    texts, ends = ["", "", ""], []
+    for event in events[:-1]:
+        (choice,) = event.choices
+        assert choice.index not in ends
+        texts[choice.index] += choice.text
+        if choice.finish_reason is not None:
+            ends.append(choice.index)
+    assert texts == [choice.text for choice in whole.choices] and sorted(ends) == [0, 1, 2]
+    assert events[-1].usage == whole.usage
+
+
+def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr(app.gate, "note", noted.append)
+    options = {"max_tokens": 40, "temperature": 1.5, "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}
+    first, second = (choice.text for choice in ask(app, prompt="Hi", **options).choices)
+    stop = next(first[place : place + 3] for place in range(12) if first[place : place + 3] not in second)
+    before = app.service.engine.statistics.generated_tokens
+    answer = ask(app, prompt="Hi", stop=stop, **options)
+    assert [choice.text for choice in answer.choices] == [first[: first.index(stop)], second]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
+    while app.service.engine.has_work:
+        time.sleep(0.002)
+    assert app.service.engine.statistics.generated_tokens - before < 75
+    assert len(noted) == 4, "each of them leaves when it has ended"
+
+
+def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
+    start: Callable[..., App], tokenizer: Any
+) -> None:
+    plain = start()
+    chat, completion = (
+        each.json()["usage"]["prompt_tokens"] for each in (plain.chat(max_tokens=1), plain.complete(max_tokens=1))
+    )
+    plain.close()
+    begins = copy.deepcopy(tokenizer)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    app = start(tokenizer=begins)
+    assert app.chat(max_tokens=1).json()["usage"]["prompt_tokens"] == chat
+    assert app.complete(max_tokens=1).json()["usage"]["prompt_tokens"] == completion + 1
+
+
+def test_sixteen_tokens_are_the_default_and_an_id_is_not_a_text(app: App) -> None:
+    answer = app.complete("Hi", temperature=0, ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_log_probabilities_are_those_of_the_logits(start: Callable[..., App], model: NeuronModelForCausalLM) -> None:
+    app, prompt = start(), random_tokens(9).tolist()
+    tokens = app.tokens(prompt, 5)
+    told = ask(app, prompt=prompt, logprobs=3, max_tokens=5).choices[0].logprobs
+    zero = ask(app, prompt=prompt, logprobs=0, max_tokens=5).choices[0].logprobs
+    app.close()
+    for place, token in enumerate(tokens):
+        best = model(torch.tensor([prompt + tokens[:place]])).logits[0, 0].log_softmax(-1).topk(3)
+        assert told.tokens[place] == app.served.tokenizer.decode([token])
+        assert told.token_logprobs[place] == pytest.approx(float(best.values[0]), abs=1e-4)
+        # Tokens that are parts of characters read alike, and stand in one place.
+        assert set(told.top_logprobs[place]) == {app.served.tokenizer.decode([each]) for each in best.indices}
+    assert told.token_logprobs == zero.token_logprobs and all(len(each) == 1 for each in zero.top_logprobs)
+    assert told.text_offset == sorted(told.text_offset) and told.text_offset[0] == 0
+
+
+def test_defaults_of_the_checkpoint_hold_where_a_request_says_nothing(
+    start: Callable[..., App], model: NeuronModelForCausalLM, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(model.generation_config, "top_k", 1, raising=False)
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.3)
+    app = start()
+    assert "repetition_penalty=1.3 of generation_config.json is not applied" in caplog.text
+    assert app.served.defaults.top_k == 1 and app.served.defaults.temperature == 1.0
+    greedy = ask(app, prompt="Hi").choices[0].text
+    assert app.complete("Hi", max_tokens=8).json()["choices"][0]["text"] == greedy
+    assert app.complete("Hi", max_tokens=8, top_k=-1, seed=3).json()["choices"][0]["text"] != greedy

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are wrong, or ask for what this server cannot do: one sentence in OpenAI's form, and nobody is harmed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from served_app import CHAT, NAME, App
+
+
+# A member, its value, and words of the refusal; of both routes.
+BOTH = [
+    ("n", 0, "n is 0; give a whole number from 1 to 128"),
+    ("n", 129, "n is 129"),
+    ("n", True, "n is True"),
+    ("n", 1.5, "n is 1.5"),
+    ("max_tokens", 0, "max_tokens is 0"),
+    ("max_tokens", "5", "max_tokens is '5'"),
+    ("max_tokens", 2**40, f"max_tokens is {2**40}"),
+    ("max_tokens", 64, "max_tokens=64 do not fit the model's length of 64 tokens; lower max_tokens to"),
+    ("temperature", -0.1, "temperature is -0.1; give a number from 0 to 100"),
+    ("temperature", 10**400, "temperature is"),
+    ("temperature", True, "temperature is True"),
+    ("top_p", 1.1, "top_p is 1.1; give a number from 0 to 1"),
+    ("min_p", -1, "min_p is -1"),
+    ("top_k", -2, "top_k is -2"),
+    ("top_k", 2.5, "top_k is 2.5"),
+    ("seed", 2**70, "seed is"),
+    ("seed", "x", "seed is 'x'"),
+    ("stop", [""], "give strings of 1 to 256 characters"),
+    ("stop", ["x" * 257], "give strings of 1 to 256 characters"),
+    ("stop", ["x"] * 17, "up to 16 strings"),
+    ("stop", [1], "stop is [1]"),
+    ("stop_token_ids", [300], "stop_token_ids has the token id 300, and the model's are 0 to 299"),
+    ("stop_token_ids", 5, "stop_token_ids is 5"),
+    ("ignore_eos", "yes", "ignore_eos is 'yes'"),
+    ("stream", 1, "stream is 1; give true or false"),
+    ("stream_options", {"include_usage": True}, "stream_options has no meaning without stream=true"),
+    ("user", 5, "user is 5"),
+    ("frequency_penalty", 0.5, "frequency_penalty=0.5 is not supported; leave it out, or serve the artifact by vLLM"),
+    ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
+    ("repetition_penalty", 1.1, "repetition_penalty=1.1 is not supported"),
+    ("logit_bias", {"5": 1}, "logit_bias={'5': 1} is not supported"),
+    ("min_tokens", 3, "min_tokens=3 is not supported"),
+    ("best_of", 2, "best_of=2 is not supported"),
+    ("service_tier", "flex", "service_tier='flex' is not supported; leave it out"),
+    ("zebra", 1, "'zebra' is no member that this server knows"),
+    ("x" * 500, 1, "is no member that this server knows"),
+    ("model", "other", "the model 'other' does not exist; this server has 'tiny'"),
+    ("model", None, "the request names no model; this server has 'tiny'"),
+    ("model", 7, "model is 7; give a string"),
+]
+CHATS = [
+    ("messages", None, "messages is None"),
+    ("messages", [], "messages is []"),
+    ("messages", "Hi", "messages is 'Hi'"),
+    ("messages", ["Hi"], "messages[0] is 'Hi'"),
+    ("messages", [{"content": "Hi"}], "messages[0] has no role"),
+    ("messages", [{"role": 5, "content": "Hi"}], "messages[0].role is 5"),
+    ("messages", [{"role": "user"}], "messages[0].content has"),
+    ("messages", [*CHAT, {"role": "user", "content": 5}], "messages[1].content has"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "messages[0].content has {'image_url'",
+    ),
+    ("messages", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair at character 0"),
+    (
+        "messages",
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+        "messages[0].tool_calls is not supported",
+    ),
+    ("messages", [{"role": "user", "content": "x" * 200}], "the prompt has 218 tokens, and the model's length is 64"),
+    ("max_completion_tokens", 60, "max_completion_tokens=60 do not fit"),
+    ("logprobs", 3, "logprobs is 3; give true or false"),
+    ("top_logprobs", 2, "top_logprobs=2 has no meaning without logprobs=true"),
+    ("tools", [{"type": "function"}], "tools=[{'type': 'function'}] is not supported"),
+    ("tool_choice", "required", "tool_choice='required' is not supported"),
+    ("response_format", {"type": "json_object"}, "response_format={'type': 'json_object'} is not supported"),
+    ("prompt", "Hi", "'prompt' is no member"),
+    ("reasoning_effort", "low", "'reasoning_effort' is no member"),
+]
+COMPLETIONS = [
+    ("prompt", None, "prompt is None"),
+    ("prompt", "", "the prompt has 0 tokens"),
+    ("prompt", [], "prompt is []"),
+    ("prompt", [[]], "the prompt has 0 tokens"),
+    ("prompt", ["Hi", 5], "prompt is ['Hi', 5]"),
+    ("prompt", [[1], "Hi"], "prompt is [[1], 'Hi']"),
+    ("prompt", [[[1]]], "prompt is [[[1]]]"),
+    ("prompt", {"a": 1}, "prompt is {'a': 1}"),
+    ("prompt", [5, 300], "prompt has the token id 300, and the model's are 0 to 299"),
+    ("prompt", [-1], "prompt has the token id -1"),
+    ("prompt", [2**70], "prompt has the token id"),
+    ("prompt", [1.5], "prompt has the token id 1.5"),
+    ("prompt", [True], "prompt has the token id True"),
+    ("prompt", [[5], [5, 300]], "prompt has the token id 300"),
+    ("prompt", "x" * 65, "the prompt has 65 tokens, and the model's length is 64 tokens; shorten it, or export"),
+    ("prompt", "x" * 10**6, "the prompt has 1,000,000 characters, which no 64 tokens have"),
+    ("prompt", ["Hi"] * 12, "the request has 12 prompts and choices, and the server takes in 11 at once"),
+    ("prompt", "a\udfffb", "prompt has half of a surrogate pair at character 1"),
+    ("logprobs", True, "logprobs is True"),
+    ("logprobs", 4, "the 4 most likely tokens are asked for, and this artifact tells 3"),
+    ("echo", True, "echo=True is not supported"),
+    ("suffix", "x", "suffix='x' is not supported; leave it out"),
+    ("messages", CHAT, "'messages' is no member"),
+    ("max_completion_tokens", 5, "'max_completion_tokens' is no member"),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "value", "words"),
+    [("chat", *line) for line in BOTH + CHATS] + [("completion", *line) for line in BOTH + COMPLETIONS],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_request_is_refused_in_one_sentence(app: App, route: str, name: str, value: Any, words: str) -> None:
+    answer = app.chat(**{name: value}) if route == "chat" else app.complete(**{name: value})
+    assert answer.status_code == (404 if words.startswith("the model '") else 400), answer.text
+    error = answer.json()["error"]
+    assert words in error["message"] and "\n" not in error["message"] and len(error["message"]) < 700
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] is not None
+    assert app.gate.live == 0 and app.service.engine.statistics.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens=3 and max_completion_tokens=4 differ"),
+        ({"stream": True, "stream_options": 5}, "stream_options is 5"),
+        ({"stream": True, "stream_options": {"zebra": 1}}, "stream_options has no member 'zebra'"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage is 1"),
+        ({"logprobs": True, "top_logprobs": 4}, "and this artifact tells 3; ask for fewer, or export it with --top-logprobs 4"),
+        ({"n": 12, "max_tokens": 2}, "the request has 12 prompts and choices"),
+    ],
+)  # fmt: skip
+def test_members_that_contradict_each_other_are_refused(app: App, options: dict[str, Any], words: str) -> None:
+    answer = app.chat(**options)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None:
+    neutral = {
+        "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "tools": [], "tool_choice": "none", "n": 1,
+        "response_format": {"type": "text"}, "user": "me", "store": False, "metadata": {}, "seed": None, "stop": None,
+        "parallel_tool_calls": True, "service_tier": "auto", "repetition_penalty": 1.0, "stop_token_ids": [],
+        "zebra": None, "max_tokens": 3.0, "max_completion_tokens": 3,
+    }  # fmt: skip
+    assert app.chat(**neutral).json()["usage"]["completion_tokens"] == 3
+    assert (
+        app.complete(temperature=1e-300, max_tokens=2).json()["choices"]
+        == app.complete(temperature=0, max_tokens=2).json()["choices"]
+    )
+    assert app.complete(best_of=2, n=2, echo=False, suffix="", max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"", 400, "the body is no JSON"),
+        (b"{", 400, "the body is no JSON"),
+        (b"\xff\xfe\x00", 400, "the body is no JSON"),
+        (b"[]", 400, "the body is a JSON list"),
+        (b"null", 400, "the body is a JSON NoneType"),
+        (b'{"temperature": NaN}', 400, "NaN is no number of JSON"),
+        (b'{"temperature": Infinity}', 400, "Infinity is no number of JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is no JSON"),
+        (b"[" * 100_000, 400, "the body is no JSON"),
+        (b" " * (16 * 2**20 + 1), 413, "the body has more than 16,777,216 bytes"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_body_that_is_no_object_is_refused(app: App, body: bytes, status: int, words: str) -> None:
+    answer = app.request("POST", "/v1/completions", body)
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+def test_the_client_raises_its_own_exceptions(app: App) -> None:
+    with pytest.raises(openai.BadRequestError, match="echo=True is not supported") as caught:
+        app.asked(lambda client: client.completions.create(model=NAME, prompt="Hi", echo=True))
+    assert caught.value.param == "echo" and caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
+        app.asked(lambda client: client.chat.completions.create(model="other", messages=CHAT))
+    assert missing.value.code == "model_not_found"
+
+
+def test_a_stream_that_is_refused_is_no_stream(app: App) -> None:
+    answer = app.complete("x" * 65, stream=True)
+    assert answer.status_code == 400 and json.loads(answer.text)["error"]["code"] == "context_length_exceeded"

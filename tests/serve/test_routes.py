@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other routes, keys, and what is no route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import openai
+import pytest
+from served_app import CHAT, NAME, App
+
+
+def test_the_model_is_listed_with_its_length_and_found_by_its_name(app: App) -> None:
+    (model,) = app.asked(lambda client: client.models.list()).data
+    assert model.id == NAME and model.max_model_len == app.served.config.sequence_length
+    assert app.asked(lambda client: client.models.retrieve(NAME)) == model
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        app.asked(lambda client: client.models.retrieve("org/other"))
+
+
+def test_a_name_may_be_a_path(start: Callable[..., App]) -> None:
+    app = start(name="some/folder")
+    assert app.asked(lambda client: client.models.retrieve("some/folder")).id == "some/folder"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/", 404),
+        ("PUT", "/health", 405),
+    ],
+)
+def test_what_is_no_route_is_told_in_openais_form(app: App, method: str, path: str, status: int) -> None:
+    answer = app.request(method, path)
+    assert answer.status_code == status
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+def test_a_healthy_server_says_so(app: App) -> None:
+    answer = app.request("GET", "/health")
+    assert answer.status_code == 200 and answer.text == ""
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "secret"},
+        {"authorization": "Basic secret"}, {"authorization": "Bearer secrets"}, {"authorization": "Bearer secret secret"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_without_the_key_nothing_under_v1_is_answered(start: Callable[..., App], headers: dict[str, str]) -> None:
+    app = start(api_key="secret")
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/none")):
+        answer = app.request(method, path, **headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key" and "secret" not in answer.text
+    assert app.request("GET", "/health").status_code == app.request("GET", "/metrics").status_code == 200
+    assert app.metric("request_refused_total", status="401") == 3
+
+
+def test_with_the_key_all_is_answered(start: Callable[..., App]) -> None:
+    app = start(api_key="none")  # which the client sends
+    answer = app.asked(lambda client: client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=2))
+    assert answer.usage.completion_tokens == 2
