@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -18,7 +16,8 @@ from .... import progress
 from ...cache import CompileCache
 from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
-from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from ..sdk.flags import LNC_VARIABLE, logical_core_size
+from .graph_keys import graph_flags, graph_key
 from .native_kernels import kernel_versions, with_native_kernels
 from .neuron_cc import (
     DISTRIBUTION,
@@ -90,23 +89,13 @@ def check_environment(target: str) -> None:
     """
     check_compiler(target)
     lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    _flags(target, "token_generation", lnc, compiler_version(find_compiler()))
-
-
-def _flags(target: str, kind: str, lnc: int, version: str) -> tuple[str, ...]:
-    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version)
-    return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+    graph_flags(target, "token_generation", lnc, compiler_version(find_compiler()))
 
 
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    flags = _flags(target, graph.kind, lnc, version)
-    described = [DISTRIBUTION, version, target, flags, graph.io.to_dict()]
-    kernels = kernel_versions(graph.hlo)
-    if kernels:
-        described.append(kernels)
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    digest.update(hashlib.sha256(graph.hlo).digest())
-    return _Job(graph, compiler_call(graph.name, target, flags), digest.hexdigest(), target, lnc)
+    flags = graph_flags(target, graph.kind, lnc, version)
+    key = graph_key(graph.hlo, target, flags, version)
+    return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc)
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
