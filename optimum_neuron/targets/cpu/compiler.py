@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,7 +25,8 @@ from ...graphs.program import export_layers_once
 from ...graphs.spec import GraphSpec
 from ...graphs.state_specs import state_specs
 from .. import CompileJob
-from ..cache import CompileCache
+from ..cache.entries import About
+from ..cache.store import CompileCache
 from . import library
 from .layout import use_natural_layout
 from .operators import OPS
@@ -56,11 +59,12 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     )
     if missing:
         model, states = _load(job)
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         with one_thread(), cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
             for spec in missing:
                 with _no_collections():
                     _compile(model, states, spec, job, scratch)
-                cache.store(keys[spec.name], scratch, spec.name, folder)
+                cache.store(keys[spec.name], scratch, spec.name, folder, About(spec.name, CACHE_KIND, versions))
                 advance(spec.name)
     return {}
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import progress
-from ...cache import CompileCache
+from ...cache.entries import About
+from ...cache.store import CompileCache
 from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
 from ..sdk.flags import LNC_VARIABLE, logical_core_size
@@ -50,6 +51,7 @@ class _Job:
     key: str
     target: str
     lnc: int
+    version: str
 
 
 def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def check_environment(target: str) -> None:
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
     flags = graph_flags(target, graph.kind, lnc, version)
     key = graph_key(graph.hlo, target, flags, version)
-    return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc)
+    return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc, version)
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
@@ -109,7 +111,7 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
             _compile(job, work, processes)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
-            cache.store(job.key, scratch, name, folder)
+            cache.store(job.key, scratch, name, folder, About(name, job.target, f"{DISTRIBUTION} {job.version}"))
             advance(name)
 
         threads = parallel_jobs(len(jobs), COMPILER_MEMORY)
