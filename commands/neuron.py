@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_cache import NeuronCacheCommand
 from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
@@ -70,6 +71,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronGenerateCommand,
             NeuronServeCommand,
             NeuronCheckCommand,
+            NeuronCacheCommand,
         )
     )
 

@@ -65,7 +65,8 @@ def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = importlib.import_module("optimum.commands.register.neuron")
     export = importlib.import_module("optimum.commands.register.export_neuron")
     neuron = [subcommand.subcommand_class for subcommand in commands.NeuronCommand.SUBCOMMANDS]
-    for command in (export.NeuronExportCommand, *neuron):
+    nested = [each.subcommand_class for command in neuron for each in command.SUBCOMMANDS]
+    for command in (export.NeuronExportCommand, *neuron, *nested):
         monkeypatch.setattr(command, "run", lambda self: None)
     for call in calls:
         monkeypatch.setattr(sys, "argv", ["optimum-cli", *call])

@@ -13,8 +13,13 @@ import huggingface_hub.constants
 CACHE_VARIABLE = "OPTIMUM_NEURON_CACHE"
 
 
+def cache_root() -> Path:
+    """OPTIMUM_NEURON_CACHE, or else a folder in the Hub's home; it need not exist."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron")
+
+
 def cache_folder(kind: str) -> Path:
-    """A folder that is kept between runs, made if need be, below OPTIMUM_NEURON_CACHE or else the Hub's home.
+    """A folder that is kept between runs, made if need be, below `cache_root`.
 
     What is in it is run as native code, or believed: it has to belong to this user or to root, and nobody else may write to it.
 
@@ -22,8 +27,7 @@ def cache_folder(kind: str) -> Path:
         OSError: it cannot be made.
         PermissionError: it is not to be trusted.
     """
-    default = Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron"
-    root = Path(os.environ.get(CACHE_VARIABLE) or default)
+    root = cache_root()
     for folder in (root, root / kind):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from optimum_neuron.artifacts.artifact import Artifact  # noqa: E402
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE  # noqa: E402
 from optimum_neuron.artifacts.weights import read_weights  # noqa: E402
 from optimum_neuron.artifacts.writer import check_output  # noqa: E402
-from optimum_neuron.targets.cache import CompileCache  # noqa: E402
+from optimum_neuron.targets.cache.store import CompileCache  # noqa: E402
 
 
 SIZES = ["--batch-size", "2", "--sequence-length", "64", "--prefill-chunk-size", "8", "--dtype", "float32"]

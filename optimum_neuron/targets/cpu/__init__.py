@@ -12,7 +12,7 @@ from ...artifacts.artifact import Artifact
 from ...artifacts.weights import named_tensors, write_weights
 from ...config import NeuronConfig
 from .. import CompileJob, Executable, check_one_device
-from ..cache import CompileCache
+from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..threads import fit_threads
 from . import library

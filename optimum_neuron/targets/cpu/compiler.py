@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -23,19 +18,22 @@ from torch import Tensor, nn
 from ... import progress
 from ...artifacts.artifact import WEIGHTS_NAME
 from ...artifacts.skeleton import assign, empty_model
+from ...artifacts.tensor_file import stored_tensors
 from ...graphs.kv_cache import KVCache
 from ...graphs.one_thread import one_thread
 from ...graphs.program import export_layers_once
 from ...graphs.spec import GraphSpec
 from ...graphs.state_specs import state_specs
 from .. import CompileJob
-from ..cache import CompileCache
+from ..cache.entries import About
+from ..cache.store import CompileCache
 from . import library
 from .layout import use_natural_layout
 from .operators import OPS
 from .plan.live import leave_out_dead
 from .plan.lower import lower
 from .plan_file import Facts, write_plan
+from .plan_keys import plan_keys
 
 
 logger = logging.getLogger(__name__)
@@ -54,19 +52,19 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     library.load()  # what the plans call: better missed now than by who loads the artifact
     cache = CompileCache(CACHE_KIND)
     folder = job.folder / "graphs"
-    common = _common_key(job)
-    keys = {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
+    keys = plan_keys(job, stored_tensors(job.folder / WEIGHTS_NAME))
     missing = [spec for spec in job.graphs if not cache.fetch(keys[spec.name], folder, spec.name, PLAN_SUFFIX)]
     logger.info(
         "%d of %d graphs are in the compile cache %s", len(job.graphs) - len(missing), len(job.graphs), cache.folder
     )
     if missing:
         model, states = _load(job)
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         with one_thread(), cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
             for spec in missing:
                 with _no_collections():
                     _compile(model, states, spec, job, scratch)
-                cache.store(keys[spec.name], scratch, spec.name, folder)
+                cache.store(keys[spec.name], scratch, spec.name, folder, About(spec.name, CACHE_KIND, versions))
                 advance(spec.name)
     return {}
 
@@ -106,27 +104,3 @@ def _no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _common_key(job: CompileJob) -> dict[str, Any]:
-    """Everything but the graph's own spec that its plan depends on."""
-    code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
-    own = Path(__file__).parent
-    sources = [
-        *sorted((own.parents[1] / "graphs").glob("*.py")),
-        own / "operators.py",
-        *sorted((own / "plan").glob("*.py")),
-    ]
-    return {
-        "model_config": json.loads((job.folder / "config.json").read_text(encoding="utf-8")),
-        "model": job.model.to_dict(),
-        "dtype": job.config.dtype,
-        # Of a cache of blocks, a graph's own spec does not tell them: what takes padding is as long as the artifact's largest step.
-        "states": [asdict(state) for state in state_specs(job.config, job.model)],
-        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in [*code, *sources]],
-        "versions": [torch.__version__, transformers.__version__, safetensors.__version__, platform.python_version()],
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()

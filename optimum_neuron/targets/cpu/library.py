@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from ... import progress
-from ..cache import CompileCache
+from ..cache.entries import About
+from ..cache.store import CompileCache
 from . import native_build
 from .host import InstructionSet, instruction_set
 
@@ -63,5 +64,6 @@ def fetch(folder: Path, chosen: InstructionSet) -> Path:
         native_build.check_compiler()
         with store.scratch() as scratch, progress.stage(f"Compiling kernels for {chosen.name}"):
             native_build.build(scratch / path.name, chosen)
-            store.store(key, scratch, path.stem, folder)
+            about = About("kernels", chosen.name, Path(native_build.compiler() or "").name)
+            store.store(key, scratch, path.stem, folder, about)
     return path

@@ -24,7 +24,7 @@ from ...artifacts.weights import (
 from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
 from .. import CompileJob, Executable
-from ..cache import CompileCache
+from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
 from .graph_checks import check_graphs, check_weights, graph_names, left_states

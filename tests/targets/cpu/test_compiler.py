@@ -15,7 +15,7 @@ from helpers import artifact_runner, export_tiny, folder_bytes, generate, python
 
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.targets.cache import CompileCache
+from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.cpu import compiler, library, native_build
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 from optimum_neuron.targets.cpu.host import instruction_set

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -15,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import progress
-from ...cache import CompileCache
+from ...cache.entries import About
+from ...cache.store import CompileCache
 from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
-from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from ..sdk.flags import LNC_VARIABLE, logical_core_size
+from .graph_keys import graph_flags, graph_key
 from .native_kernels import kernel_versions, with_native_kernels
 from .neuron_cc import (
     DISTRIBUTION,
@@ -51,6 +51,7 @@ class _Job:
     key: str
     target: str
     lnc: int
+    version: str
 
 
 def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
@@ -90,23 +91,13 @@ def check_environment(target: str) -> None:
     """
     check_compiler(target)
     lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    _flags(target, "token_generation", lnc, compiler_version(find_compiler()))
-
-
-def _flags(target: str, kind: str, lnc: int, version: str) -> tuple[str, ...]:
-    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version)
-    return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+    graph_flags(target, "token_generation", lnc, compiler_version(find_compiler()))
 
 
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    flags = _flags(target, graph.kind, lnc, version)
-    described = [DISTRIBUTION, version, target, flags, graph.io.to_dict()]
-    kernels = kernel_versions(graph.hlo)
-    if kernels:
-        described.append(kernels)
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    digest.update(hashlib.sha256(graph.hlo).digest())
-    return _Job(graph, compiler_call(graph.name, target, flags), digest.hexdigest(), target, lnc)
+    flags = graph_flags(target, graph.kind, lnc, version)
+    key = graph_key(graph.hlo, target, flags, version)
+    return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc, version)
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
@@ -120,7 +111,7 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
             _compile(job, work, processes)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
-            cache.store(job.key, scratch, name, folder)
+            cache.store(job.key, scratch, name, folder, About(name, job.target, f"{DISTRIBUTION} {job.version}"))
             advance(name)
 
         threads = parallel_jobs(len(jobs), COMPILER_MEMORY)

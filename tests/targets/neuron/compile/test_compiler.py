@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.hlo_writer import SmallGraph, copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk
 
+import optimum_neuron.version
 from optimum_neuron.targets.neuron.compile import compiler
 from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
 from optimum_neuron.targets.neuron.compile.neuron_cc import (
@@ -113,6 +115,24 @@ def test_a_cached_graph_is_not_compiled_again(
     monkeypatch.setenv("FAKE_NCC_VERSION", "2.28.1.0+1")
     compile_graphs([step_graph()], "trn2", again)
     assert len(neuron_tools.calls()) == 6
+
+
+def test_what_a_graph_is_bound_to_and_where_makes_no_other_entry(
+    neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler reads none of it."""
+    graph = step_graph()
+    compile_graphs([graph], "trn2", folder)
+    weights = tuple(replace(each, name=f"other.{each.name}") for each in graph.io.inputs)
+    other = SmallGraph(graph.name, graph.kind, graph.hlo, replace(graph.io, inputs=weights, spec={"batch_size": 3}))
+    monkeypatch.setattr(optimum_neuron.version, "__version__", "99.0")
+    monkeypatch.chdir(folder)
+    (folder / "again").mkdir()
+    compile_graphs([other], "trn2", folder / "again")
+    assert len(neuron_tools.calls()) == 1
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    compile_graphs([other], "trn2", folder / "again")
+    assert len(neuron_tools.calls()) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
 from optimum_neuron.targets.neuron.compile import native_kernels
+from optimum_neuron.targets.neuron.compile.graph_keys import graph_key
 from optimum_neuron.targets.neuron.compile.native_kernels import NATIVE_CALL, with_native_kernels
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention_cte
+from optimum_neuron.targets.neuron.kernels.kernel import KERNELS as KNOWN
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
@@ -167,6 +170,31 @@ def test_the_compiler_gets_what_nki_made(
     assert compiled["prior_used_len"] == ["int32", [1]] and (compiled["target"], compiled["lnc"]) == ("trn2", 2)
     versions = json.loads((path / MANIFEST_NAME).read_text())["target_data"]["versions"]
     assert versions["nki"] == "0.3.0" and versions["nki-library"] == "0.9.0"
+
+
+def test_what_nki_is_given_is_in_the_key_of_a_graph_and_what_runs_in_its_place_is_not(
+    artifact: Path, neuron_sdk: Callable[..., NeuronTools], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neuron_sdk("trn2", "nki")
+
+    def key(name: str = CHUNKS, data: bytes | None = None) -> str:
+        return graph_key(data or graph(artifact, name), "trn2", ("-O1", "--lnc=2"), "2.27")
+
+    before, decodes = key(), key(DECODES)
+    module = hlo.parse(graph(artifact, CHUNKS))
+    (reference,) = {each for call, _ in kernel_calls(module) for each in call.called_computation_ids}
+    computation = next(each for each in module.computations if each.id == reference)
+    computation.name = "another"
+    assert key(data=hlo.serialize(module)) == before
+    called = KNOWN["attention_cte"]
+    monkeypatch.setitem(KNOWN, "attention_cte", replace(called, arguments={**called.arguments, "tile": 2}))
+    others = {before, key()}
+    monkeypatch.setitem(KNOWN, "attention_cte", replace(called, function="another"))
+    others.add(key())
+    monkeypatch.setitem(KNOWN, "attention_cte", called)
+    monkeypatch.setattr(native_kernels, "installed_version", lambda distribution: "9.9")
+    assert len(others | {key()}) == 4
+    assert key(DECODES) == decodes, "a graph without kernels"
 
 
 def test_a_native_call_names_its_operands_in_order(artifact: Path, neuron_sdk: Callable[..., NeuronTools]) -> None:

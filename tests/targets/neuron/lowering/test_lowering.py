@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,13 +76,20 @@ def test_every_graph_is_lowered_and_one_that_copies_slots(graphs: dict[str, Lowe
 
 
 def test_bytes_depend_on_the_graph_alone(
-    graphs: dict[str, LoweredGraph], tiny_models: dict[str, nn.Module], sharp_checkpoints: dict[str, Path]
+    graphs: dict[str, LoweredGraph],
+    tiny_models: dict[str, nn.Module],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Not on the process, its hashes and its folder, nor on the checkpoint's folder and weights, so that what compiled them once is found."""
     lower_function(torch.sin, [torch.ones(3)])  # torch-xla's counters have moved on
     for graph in lower_model(tiny_models["llama"], tiny_config(target="hlo")):
         assert graph.hlo == graphs[graph.name].hlo
     tests = Path(__file__).parents[3]
-    process = python_process(LOWER, sharp_checkpoints["llama"], tests, tests / "targets" / "neuron")
+    monkeypatch.chdir(tmp_path)
+    other_weights = shutil.copytree(tiny_checkpoint, tmp_path / "elsewhere")
+    process = python_process(LOWER, other_weights, tests, tests / "targets" / "neuron", PYTHONHASHSEED="1234")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert output.splitlines() == [f"{graph.name} {graph.io.hlo_sha256}" for graph in graphs.values()]

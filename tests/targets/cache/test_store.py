@@ -15,41 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cached import KEY, OTHER, flip, store
 from helpers import folder_bytes
 
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE, cache_folder
-from optimum_neuron.targets import cache as cache_module
-from optimum_neuron.targets.cache import CompileCache
-
-
-KEY, OTHER = "0" * 64, "1" * 64
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def cache(root: Path) -> CompileCache:
-    return CompileCache("kind")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where an export wants its code."""
-    (tmp_path / "graphs").mkdir()
-    return tmp_path / "graphs"
-
-
-def store(cache: CompileCache, folder: Path, key: str = KEY, code: bytes = b"code") -> Path:
-    """Puts an entry of two files there; returns it."""
-    with cache.scratch() as scratch:
-        (scratch / "graph.so").write_bytes(code * 1000)
-        (scratch / "graph.constants").write_bytes(b"constants")
-        cache.store(key, scratch, "graph", folder)
-    return cache.folder / key
+from optimum_neuron.artifacts.user_cache import cache_folder
+from optimum_neuron.targets.cache import entries as entries_module
+from optimum_neuron.targets.cache import store as store_module
+from optimum_neuron.targets.cache.prune import prune
+from optimum_neuron.targets.cache.store import CompileCache
 
 
 def empty(folder: Path) -> None:
@@ -67,14 +40,6 @@ def test_an_entry_is_given_as_it_was_stored(cache: CompileCache, folder: Path) -
     assert cache.fetch(KEY, folder, "other", ".so") and (folder / "other.so").is_file()
     assert not cache.fetch(OTHER, folder, "graph", ".so")
     assert [path.name for path in cache.folder.iterdir()] == [KEY]
-
-
-def flip(path: Path) -> None:
-    with path.open("r+b") as file:  # in place: nobody sees an emptied file
-        data = bytearray(file.read())
-        data[len(data) // 2] ^= 1
-        file.seek(0)
-        file.write(data)
 
 
 def edit_record(entry: Path, text: str) -> None:
@@ -139,53 +104,53 @@ def test_what_turned_out_to_be_of_no_use_is_forgotten(cache: CompileCache, folde
 def test_nobody_else_may_write_whatever_the_umask(root: Path, folder: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        cache = CompileCache("kind")
+        cache = CompileCache("neuron")
         store(cache, folder)
     finally:
         os.umask(before)
-    assert CompileCache("kind").fetch(KEY, folder, "graph", ".so")
+    assert CompileCache("neuron").fetch(KEY, folder, "graph", ".so")
     paths = [root, *root.rglob("*")]
-    assert len(paths) == 6 and not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths)
+    assert len(paths) == 7 and not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths)
 
 
-@pytest.mark.parametrize("level", ["", "kind"])
+@pytest.mark.parametrize("level", ["", "neuron"])
 @pytest.mark.parametrize("mode", [0o770, 0o775, 0o1777])
 def test_a_cache_that_others_may_write_to_is_refused(root: Path, level: str, mode: int) -> None:
-    CompileCache("kind")
+    CompileCache("neuron")
     (root / level).chmod(mode)
     words = (
         r"cache\S* can be changed by other users, and this process would run what it holds; set OPTIMUM_NEURON_CACHE"
     )
     with pytest.raises(PermissionError, match=words):
-        CompileCache("kind")
+        CompileCache("neuron")
     (root / level).chmod(0o755)
-    CompileCache("kind")
+    CompileCache("neuron")
 
 
 def test_a_cache_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CompileCache("kind")
+    CompileCache("neuron")
     owner = root.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     if owner == 0:
-        CompileCache("kind")  # what an administrator made is trusted
+        CompileCache("neuron")  # what an administrator made is trusted
         os.chown(root, 12345, 12345)
     with pytest.raises(
         PermissionError, match=r"the compile cache \S+ belongs to user \d+, and this process would run"
     ):
-        CompileCache("kind")
+        CompileCache("neuron")
 
 
 def test_a_cache_that_cannot_be_made_is_told(root: Path) -> None:
     root.write_text("a file")
     with pytest.raises(OSError, match=r"the compile cache \S+ cannot be made \(.*\); set OPTIMUM_NEURON_CACHE to a"):
-        CompileCache("kind")
+        CompileCache("neuron")
 
 
 def test_a_cache_that_may_only_be_read_gives_what_it_has(
     cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(cache, folder)
-    monkeypatch.setattr(cache_module.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(entries_module.os, "access", lambda path, mode: False)
     assert cache.fetch(KEY, folder, "graph", ".so")
     with pytest.raises(PermissionError, match=r"may not be written to; set OPTIMUM_NEURON_CACHE"), cache.scratch():
         pass
@@ -211,7 +176,9 @@ def test_the_first_of_two_equal_entries_stays(cache: CompileCache, folder: Path)
     assert [path.name for path in cache.folder.iterdir()] == [KEY]
 
 
-def test_writers_readers_and_damage_at_once_give_whole_code_or_none(cache: CompileCache, tmp_path: Path) -> None:
+def test_writers_readers_damage_and_who_makes_room_at_once_give_whole_code_or_none(
+    cache: CompileCache, tmp_path: Path
+) -> None:
     def work(number: int) -> list[bytes]:
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -226,6 +193,8 @@ def test_writers_readers_and_damage_at_once_give_whole_code_or_none(cache: Compi
                     flip(cache.folder / KEY / "code.so")
                 except OSError:
                     continue  # it is gone just now
+            if turn % 4 == number % 4:
+                prune(max_size=0, older_than=None, dry_run=False)
         return found
 
     with ThreadPoolExecutor(4) as threads:
@@ -234,10 +203,41 @@ def test_writers_readers_and_damage_at_once_give_whole_code_or_none(cache: Compi
     assert not [path for path in cache.folder.iterdir() if path.name != KEY]
 
 
-def test_a_killed_writer_leaves_no_entry_and_the_next_one_cleans_up(cache: CompileCache, folder: Path) -> None:
+@pytest.mark.parametrize("read", [0, 1])
+def test_an_entry_that_goes_while_it_is_read_is_compiled_again_without_a_warning(
+    cache: CompileCache, folder: Path, read: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(cache, folder)
+    empty(folder)
+    copied: list[str] = []
+
+    def copy(entry: Path, suffix: str, path: Path) -> str:
+        if len(copied) == read:
+            assert prune(max_size=0, older_than=None, dry_run=False)[0]
+        copied.append(suffix)
+        return entries_module.copy_code(entry, suffix, path)
+
+    monkeypatch.setattr(store_module, "copy_code", copy)
+    assert not cache.fetch(KEY, folder, "graph", ".so")
+    assert len(copied) == read + 1 and folder_bytes(folder) == {} and not caplog.messages
+
+
+KILLS = {"while code is copied": "copy_file", "before it is an entry": "write_documents"}
+
+
+@pytest.mark.parametrize("step", [*KILLS, "before the rename"])
+def test_a_killed_writer_leaves_no_entry_and_the_next_one_cleans_up(
+    cache: CompileCache, folder: Path, step: str
+) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     pid = os.fork()
     if pid == 0:
-        cache_module._copy = lambda source, copy: os.kill(os.getpid(), signal.SIGKILL)
+        if step in KILLS:
+            setattr(store_module, KILLS[step], die)
+        else:
+            CompileCache.admit = die  # type: ignore[method-assign]
         store(cache, folder)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL

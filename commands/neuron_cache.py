@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron cache: what was compiled on this machine: listed, checked, made smaller. What is done is elsewhere."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, TypeVar
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import add_option, console, explain, reported_errors
+from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
+
+
+if TYPE_CHECKING:
+    from optimum_neuron.targets.cache.entries import Entry
+
+_Value = TypeVar("_Value")
+
+DESCRIPTION = """\
+Look at the compile cache: an entry for each compiled graph, in OPTIMUM_NEURON_CACHE or else in the Hub's home. A graph that
+is compiled again, for whatever weights and by whatever version of this package, is found there."""
+
+LS = """\
+List the entries of the compile cache, the last used first."""
+
+PRUNE = """\
+Make room in the compile cache: entries go whose last use is the longest ago. What an export needs of them is compiled again.
+Exports may run meanwhile. With OPTIMUM_NEURON_CACHE_SIZE=10GB set, every export keeps the cache that small by itself."""
+
+VERIFY = """\
+Check every file of the compile cache by the digest that was stored with it. An export does so for what it uses. The exit code is 1
+where an entry is not what was stored, and stays."""
+
+
+def parsed(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """An argparse type of a function that raises ValueError."""
+
+    def convert(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+class CacheListCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache ls`."""
+
+    COMMAND = CommandInfo(name="ls", help="List the entries of the compile cache.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, LS, "example:\n  optimum-cli neuron cache ls\n")
+
+    def run(self) -> None:
+        with reported_errors():
+            from optimum_neuron.artifacts.user_cache import cache_root
+            from optimum_neuron.targets.cache.entries import list_entries
+
+            entries = list_entries()
+            if entries:
+                _print_entries(entries, str(cache_root()))
+            console().print(f"{_count(entries)} in {cache_root()}", soft_wrap=True)
+
+
+class CachePruneCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache prune`."""
+
+    COMMAND = CommandInfo(name="prune", help="Remove entries of the compile cache that nobody used for long.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        examples = (
+            "examples:\n"
+            "  optimum-cli neuron cache prune --max-size 10GB\n"
+            "  optimum-cli neuron cache prune --older-than 30d --dry-run\n"
+        )
+        explain(parser, PRUNE, examples)
+        add_option(
+            parser,
+            "--max-size",
+            type=parsed(parse_size),
+            metavar="SIZE",
+            help="what all entries may take together, as in 500MB or 10GB (default: OPTIMUM_NEURON_CACHE_SIZE)",
+        )
+        add_option(
+            parser,
+            "--older-than",
+            type=parsed(parse_age),
+            metavar="AGE",
+            help="remove what was not used for so long, as in 12h, 30d or 2w",
+        )
+        add_option(parser, "--dry-run", action="store_true", help="tell what would be removed, and remove nothing")
+
+    def run(self) -> None:
+        with reported_errors():
+            from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, prune, size_limit
+
+            largest = self.args.max_size
+            if largest is None and self.args.older_than is None:
+                largest = size_limit()
+                if largest is None:
+                    raise ValueError(
+                        f"nothing says what to remove; give --max-size or --older-than, or set {SIZE_VARIABLE}"
+                    )
+            removed, kept = prune(max_size=largest, older_than=self.args.older_than, dry_run=self.args.dry_run)
+            if removed:
+                _print_entries(removed, "would be removed" if self.args.dry_run else "removed")
+            would = "would be " if self.args.dry_run else ""
+            console().print(f"{_count(removed)} {would}removed; {_count(kept)} {would}left", soft_wrap=True)
+
+
+class CacheVerifyCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache verify`."""
+
+    COMMAND = CommandInfo(name="verify", help="Check every file of the compile cache by its digest.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, VERIFY, "example:\n  optimum-cli neuron cache verify --remove\n")
+        add_option(parser, "--remove", action="store_true", help="remove the entries that are not what was stored")
+
+    def run(self) -> None:
+        with reported_errors():
+            from optimum_neuron.targets.cache.verify import verify
+
+            checked = list(verify(remove=self.args.remove))
+            broken = [(entry, problem) for entry, problem in checked if problem is not None]
+            terminal = console()
+            for entry, problem in broken:
+                done = "removed" if self.args.remove else "run again with --remove"
+                terminal.print(f"{entry.path} is broken: {problem}; {done}", soft_wrap=True)
+            terminal.print(f"{_count([entry for entry, _ in checked])} checked, {len(broken)} broken")
+            if broken and not self.args.remove:
+                raise SystemExit(1)
+
+
+class NeuronCacheCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache`."""
+
+    COMMAND = CommandInfo(name="cache", help="Look at what was compiled on this machine, check it, make it smaller.")
+    SUBCOMMANDS = tuple(
+        CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
+        for command in (CacheListCommand, CachePruneCommand, CacheVerifyCommand)
+    )
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, DESCRIPTION, "example:\n  optimum-cli neuron cache ls\n")
+
+
+def _count(entries: Sequence[Entry]) -> str:
+    number = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+    return f"{number} of {show_size(sum(entry.size for entry in entries))}"
+
+
+def _print_entries(entries: Sequence[Entry], title: str) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for name in ("graph", "target", "compiler"):
+        table.add_column(name, overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("last use", no_wrap=True)
+    table.add_column("key", no_wrap=True)
+    for entry in entries:
+        used = datetime.fromtimestamp(entry.last_use, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        about = entry.about
+        table.add_row(about.graph, about.target, about.compiler, show_size(entry.size), used, entry.path.name[:8])
+    console().print(table)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of the compile cache on the disk, all kinds of them: their files, what they are of, their sizes and their last use.
+
+<kind>/<key>/entry.json      the digest of every file of code, checked while it is copied; changed at each use
+<kind>/<key>/code.<suffix>   what a target compiled
+<kind>/<key>/about.json      of what, by whom: for who looks at the cache
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...artifacts.filesystem import explained_full_disk
+from ...artifacts.partial import partial_folder
+from ...artifacts.schema import read_object
+from ...artifacts.user_cache import CACHE_VARIABLE, cache_folder, cache_root, untrusted
+
+
+# Of code; what else lies in the user's cache is not compiled, or is an artifact.
+KINDS = ("cpu", "kernels", "neuron")
+RECORD, ABOUT, CODE = "entry.json", "about.json", "code"
+KEY = re.compile(r"[0-9a-f]{64}")
+_SUFFIX = re.compile(r"\.[A-Za-z0-9_.-]+")
+_PIECE = 1 << 20
+_UNKNOWN, _LONGEST_NAME = "-", 200
+
+
+class BrokenError(Exception):
+    """An entry is not what was stored."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What an entry is of. Nothing depends on it: a key alone says whether an entry is the one that is wanted.
+
+    Attributes:
+        target: of the graph, or of kernels the instruction set.
+        compiler: with its version.
+    """
+
+    graph: str
+    target: str
+    compiler: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry, whole or broken.
+
+    Attributes:
+        size: of all its files, in bytes.
+        last_use: seconds since the epoch.
+    """
+
+    path: Path
+    about: About
+    size: int
+    last_use: float
+
+
+def list_entries() -> list[Entry]:
+    """All entries of the user's cache, the last used first; those that another process takes away meanwhile are left out.
+
+    Raises:
+        PermissionError: the cache is not to be trusted.
+    """
+    found = []
+    for kind in KINDS:
+        if (cache_root() / kind).is_dir():
+            for path in cache_folder(kind).iterdir():
+                if KEY.fullmatch(path.name):
+                    with suppress(FileNotFoundError):
+                        found.append(_look_at(path))
+    return sorted(found, key=lambda entry: (-entry.last_use, entry.path))
+
+
+def _look_at(path: Path) -> Entry:
+    size = sum(each.lstat().st_size for each in path.iterdir()) if path.is_dir() else path.lstat().st_size
+    record = path / RECORD
+    last_use = (record if record.is_file() else path).lstat().st_mtime
+    return Entry(path, read_about(path), size, last_use)
+
+
+def read_about(entry: Path) -> About:
+    """What an entry says that it is of; a dash in the place of what cannot be read or printed."""
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = read_object(entry / ABOUT)
+    return About(*(_name(known.get(field)) for field in ("graph", "target", "compiler")))
+
+
+def _name(value: object) -> str:
+    is_name = isinstance(value, str) and value.isprintable() and 0 < len(value) <= _LONGEST_NAME
+    return str(value) if is_name else _UNKNOWN
+
+
+def write_documents(entry: Path, digests: Mapping[str, str], about: About) -> None:
+    """Completes a new entry whose code is there."""
+    for name, content in ((ABOUT, asdict(about)), (RECORD, dict(digests))):
+        path = entry / name
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_record(entry: Path) -> dict[str, str]:
+    """Digests of code by suffix.
+
+    Raises:
+        BrokenError: there is no record, it is none, or somebody else may have written it.
+    """
+    path = entry / RECORD
+    try:
+        for each in (entry, path):
+            _check_owner(each)
+        digests = read_object(path)
+    except (OSError, ValueError) as error:
+        raise BrokenError(f"{RECORD}: {error}") from error
+    if not all(_SUFFIX.fullmatch(suffix) and isinstance(digest, str) for suffix, digest in digests.items()):
+        raise BrokenError(f"{RECORD} names no files and digests")
+    return digests
+
+
+def copy_code(entry: Path, suffix: str, copy: Path) -> str:
+    """Copies a file of code; returns its digest.
+
+    Raises:
+        BrokenError: it cannot be read, or somebody else may have written it.
+    """
+    return copy_file(entry / (CODE + suffix), copy)
+
+
+def copy_file(source: Path, copy: Path) -> str:
+    digest = hashlib.sha256()
+    with explained_full_disk(copy.parent, "name an output folder on another disk"), copy.open("wb") as output:
+        for piece in _pieces(source):
+            digest.update(piece)
+            output.write(piece)
+    return digest.hexdigest()
+
+
+def check_code(entry: Path) -> dict[str, str]:
+    """The record of an entry whose files of code are all what was stored.
+
+    Raises:
+        BrokenError: one is not.
+    """
+    digests = read_record(entry)
+    if not digests:
+        raise BrokenError(f"{RECORD} names no files and digests")
+    for suffix, expected in digests.items():
+        digest = hashlib.sha256()
+        for piece in _pieces(entry / (CODE + suffix)):
+            digest.update(piece)
+        check_digest(suffix, digest.hexdigest(), expected)
+    return digests
+
+
+def check_digest(suffix: str, found: str, expected: str) -> None:
+    """Raises BrokenError where a file of code has another digest than the record says."""
+    if found != expected:
+        raise BrokenError(f"{CODE}{suffix} is not what was stored")
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        _check_owner(path)
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+    except OSError as error:
+        raise BrokenError(f"{path.name}: {error}") from error
+
+
+def _check_owner(path: Path) -> None:
+    problem = untrusted(path.lstat())
+    if problem:
+        raise BrokenError(f"{path.name} {problem}")
+
+
+@contextmanager
+def scratch_folder(kind: Path) -> Iterator[Path]:
+    """A folder on the disk of the cache; what killed processes left of theirs is removed.
+
+    Args:
+        kind: the folder of a kind of entries.
+
+    Raises:
+        OSError: the disk is full, or the cache may only be read.
+    """
+    if not os.access(kind, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"the compile cache {kind} may not be written to; set {CACHE_VARIABLE} to a folder of your own"
+        )
+    with (
+        explained_full_disk(kind, f"set {CACHE_VARIABLE} to a folder on another disk"),
+        partial_folder(kind, "compile") as folder,
+    ):
+        yield folder
+
+
+def remove_entry(entry: Path) -> None:
+    """Removes an entry in one step, for whoever reads it meanwhile."""
+    with scratch_folder(entry.parent) as aside, suppress(FileNotFoundError):
+        entry.rename(aside / "removed")

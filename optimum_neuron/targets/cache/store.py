@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compile cache as targets use it: what is broken, or not ours, is never used."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from ...artifacts.user_cache import cache_folder
+from .entries import (
+    CODE,
+    RECORD,
+    About,
+    BrokenError,
+    check_digest,
+    copy_code,
+    copy_file,
+    read_record,
+    remove_entry,
+    scratch_folder,
+    write_documents,
+)
+from .prune import keep_within, size_limit
+
+
+logger = logging.getLogger(__name__)
+
+
+class CompileCache:
+    """Entries of one kind. Any number of processes may read, write and remove them at once."""
+
+    def __init__(self, kind: str) -> None:
+        """Raises OSError and PermissionError as `cache_folder` does, and ValueError as `size_limit`."""
+        self.folder = cache_folder(kind)
+        self._limit = size_limit()
+
+    def fetch(self, key: str, folder: Path, stem: str, *suffixes: str) -> bool:
+        """Copies the files of an entry to `folder/<stem>.<suffix>`.
+
+        Args:
+            suffixes: that it must have.
+
+        Returns:
+            False where there is no entry, and where it is broken: then it is removed, so that it is compiled again.
+        """
+        entry = self.folder / key
+        if not entry.is_dir():
+            return False
+        copied: list[Path] = []
+        try:
+            digests = read_record(entry)
+            # First, so that nobody who makes room takes it for unused; a cache that may only be read tells no uses.
+            with suppress(OSError):
+                os.utime(entry / RECORD)
+            if not set(suffixes) <= digests.keys():
+                raise BrokenError(f"it lacks one of {', '.join(suffixes)}")
+            for suffix, digest in digests.items():
+                copied.append(folder / (stem + suffix))
+                check_digest(suffix, copy_code(entry, suffix, copied[-1]), digest)
+        except BrokenError as error:
+            for path in copied:
+                path.unlink(missing_ok=True)
+            if entry.is_dir():  # else somebody made room meanwhile
+                logger.warning("%s in the compile cache is compiled again: %s", entry, error)
+                remove_entry(entry)
+            return False
+        return True
+
+    def scratch(self) -> AbstractContextManager[Path]:
+        """A folder to compile in, on the disk of the cache.
+
+        Raises:
+            OSError: the disk is full, or the cache may only be read.
+        """
+        return scratch_folder(self.folder)
+
+    def store(self, key: str, scratch: Path, stem: str, folder: Path, about: About) -> None:
+        """Copies what was compiled, `scratch/<stem>.*`, into a folder, as `fetch` does, and moves it into an entry.
+
+        Where another process has made the same entry meanwhile, that one stays. Where the cache has a size limit, those that were
+        used last stay within it, this one in any case.
+        """
+        entry = scratch / key
+        entry.mkdir(mode=0o700)
+        digests = {}
+        for path in sorted(scratch.glob(stem + ".*")):
+            path.chmod(0o600)
+            suffix = path.name.removeprefix(stem)
+            digests[suffix] = copy_file(path, folder / path.name)
+            path.rename(entry / (CODE + suffix))
+        write_documents(entry, digests, about)
+        self.admit(entry)
+
+    def admit(self, entry: Path) -> None:
+        """Moves a complete folder on the disk of the cache, named by its key, into its place."""
+        place = self.folder / entry.name
+        try:
+            entry.rename(place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if self._limit is not None:
+            keep_within(self._limit, place)
+
+    def forget(self, digest: str) -> None:
+        """Removes every entry with a file of this sha256, which turned out to be of no use."""
+        for record in self.folder.glob(f"*/{RECORD}"):
+            with suppress(BrokenError):
+                if digest in read_record(record.parent).values():
+                    remove_entry(record.parent)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and ages as people write them. Imports nothing of the project."""
+
+from __future__ import annotations
+
+import re
+
+
+_BYTES = {"": 1, "b": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
+_SECONDS = {"h": 3600, "d": 86400, "w": 604800}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 10GB, 1.5 TB, 512MiB or 4096.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = _quantity(text, _BYTES)
+    if value is None:
+        raise ValueError(f"{text!r} is no size; give a number and a unit, as in 500MB, 10GB or 2TiB")
+    return round(value)
+
+
+def parse_age(text: str) -> float:
+    """Seconds of an age like 12h, 30d or 2w.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = _quantity(text, _SECONDS)
+    if value is None:
+        raise ValueError(f"{text!r} is no age; give a number and a unit, as in 12h, 30d or 2w")
+    return value
+
+
+def _quantity(text: str, units: dict[str, int]) -> float | None:
+    match = _QUANTITY.fullmatch(text.strip().lower())
+    if match is None or match[2] not in units or len(match[1]) > 18:
+        return None
+    return float(match[1]) * units[match[2]]
+
+
+def show_size(size: int) -> str:
+    """A size to be read: 12.3 MB."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.95:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plan of a graph depends on, as a digest: the key of its entry in the compile cache.
+
+The compiler of plans is this package and torch, and what it reads are a model's config and code, a graph's sizes, and of the
+weights their names, shapes and types, and which of them are one tensor. No weight's values, no folder and no version of this
+package are in a key; the sources that make plans are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ...artifacts.skeleton import read_config
+from ...artifacts.tensor_file import Stored
+from ...graphs.state_specs import state_specs
+from .. import CompileJob
+
+
+# Of a config: where it came from, who wrote it, and a type that the artifact's own stands for.
+_NOT_READ = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_PACKAGE = Path(__file__).parents[2]
+# What a plan is made by.
+_SOURCES = (
+    "graphs/*.py", "graphs/checks/rope_length.py", "artifacts/skeleton.py", "targets/cpu/compiler.py", "targets/cpu/layout.py",
+    "targets/cpu/operators.py", "targets/cpu/plan_file.py", "targets/cpu/plan/*.py",
+)  # fmt: skip
+
+
+def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """The key of each graph's plan, by the graph's name.
+
+    Args:
+        job: whose folder holds config.json, and the model's code where that is trusted; weights are not read.
+        tensors: what the file of weights holds, by name.
+
+    Raises:
+        ValueError: transformers cannot read config.json.
+    """
+    config = read_config(job.folder, trust_remote_code=job.trust_remote_code).to_dict()
+    code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
+    sources = [path for pattern in _SOURCES for path in sorted(_PACKAGE.glob(pattern))]
+    common = {
+        "model_config": {name: value for name, value in config.items() if name not in _NOT_READ},
+        "model": job.model.to_dict(),
+        "dtype": job.config.dtype,
+        # Of a cache of blocks, a graph's own spec does not tell them: what takes padding is as long as the artifact's largest step.
+        "states": [asdict(state) for state in state_specs(job.config, job.model)],
+        "tensors": {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()},
+        "tied": job.tied_weights,
+        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in [*code, *sources]],
+        "versions": [torch.__version__, transformers.__version__, *sys.version_info[:2]],
+    }
+    return {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()

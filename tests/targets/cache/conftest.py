@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compile cache of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
+from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
+from optimum_neuron.targets.cache.store import CompileCache
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(SIZE_VARIABLE, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache(root: Path) -> CompileCache:
+    return CompileCache("neuron")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where an export wants its code."""
+    (tmp_path / "graphs").mkdir()
+    return tmp_path / "graphs"

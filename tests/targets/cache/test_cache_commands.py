@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron cache: what it tells of the entries, what it removes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from cached import KEY, OTHER, flip, store, used
+from optimum.commands import optimum_cli
+
+from optimum_neuron import targets
+from optimum_neuron.targets.cache.entries import KINDS, About, list_entries
+from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
+from optimum_neuron.targets.cache.store import CompileCache
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a command."""
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "cache", *words])
+    monkeypatch.setenv("COLUMNS", "120")
+    code = 0
+    try:
+        optimum_cli.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+def test_entries_are_listed_by_what_they_are_of(
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used(store(cache, folder), 1e6)
+    store(CompileCache("cpu"), folder, OTHER, about=About("mixed", "cpu", "torch 2.13.0"))
+    code, out, _ = call(monkeypatch, capsys, "ls")
+    lines = [line for line in out.splitlines() if KEY[:8] in line or OTHER[:8] in line]
+    assert code == 0 and len(lines) == 2
+    assert all(word in lines[0] for word in ("mixed", "cpu", "torch 2.13.0", "4.2 kB"))
+    assert all(word in lines[1] for word in ("token_generation", "trn2", "neuronx-cc 2.27"))
+    assert out.splitlines()[-1] == f"2 entries of 8.5 kB in {cache.folder.parent}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"graph": 3}', json.dumps({"graph": "\x1b[2J", "target": "x" * 201}), "[" * 10000]
+)
+def test_what_an_entry_says_of_itself_is_never_believed(
+    cache: CompileCache, folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store(cache, folder) / "about.json").write_text(text, encoding="utf-8")
+    code, out, _ = call(monkeypatch, capsys, "ls")
+    assert code == 0 and "\x1b" not in out and list_entries()[0].about == About("-", "-", "-")
+    assert cache.fetch(KEY, folder, "graph", ".so")
+
+
+def test_a_cache_that_is_not_there_has_no_entries_and_is_not_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (("ls",), ("verify",), ("prune", "--older-than", "1d")):
+        code, out, _ = call(monkeypatch, capsys, *words)
+        assert code == 0 and "0 entries" in out
+    assert not root.exists()
+
+
+def test_entries_are_removed_or_only_named(
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = store(cache, folder), store(cache, folder, OTHER)
+    used(old, 3 * 86400)
+    _, out, _ = call(monkeypatch, capsys, "prune", "--older-than", "2d", "--dry-run")
+    assert KEY[:8] in out and "1 entry of 4.2 kB would be removed; 1 entry of 4.2 kB would be left" in out
+    assert old.exists()
+    _, out, _ = call(monkeypatch, capsys, "prune", "--older-than", "2d")
+    assert "1 entry of 4.2 kB removed; 1 entry of 4.2 kB left" in out and not old.exists()
+    code, out, err = call(monkeypatch, capsys, "prune")
+    assert (code, out) == (1, "") and err == (
+        f"error: nothing says what to remove; give --max-size or --older-than, or set {SIZE_VARIABLE}\n"
+    )
+    monkeypatch.setenv(SIZE_VARIABLE, "1kB")
+    call(monkeypatch, capsys, "prune")
+    assert not new.exists()
+
+
+def test_broken_entries_are_named_and_removed(
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry, whole = store(cache, folder), store(cache, folder, OTHER)
+    nothing = cache.folder / ("2" * 64)
+    nothing.mkdir(mode=0o700)
+    (nothing / "entry.json").write_text("{}", encoding="utf-8")
+    flip(entry / "code.constants")
+    code, out, _ = call(monkeypatch, capsys, "verify")
+    assert code == 1 and entry.exists() and "3 entries of 8.5 kB checked, 2 broken" in out
+    assert f"{entry} is broken: code.constants is not what was stored; run again with --remove\n" in out
+    assert f"{nothing} is broken: entry.json names no files and digests" in out
+    code, out, _ = call(monkeypatch, capsys, "verify", "--remove")
+    assert code == 0 and f"{entry} is broken: code.constants is not what was stored; removed\n" in out
+    assert list(cache.folder.iterdir()) == [whole]
+    assert call(monkeypatch, capsys, "verify")[0] == 0
+
+
+def test_every_kind_of_code_is_known() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in Path(targets.__file__).parent.rglob("*.py")]
+    assert sorted(
+        name for text in sources for name in re.findall(r'^CACHE_KIND = "(\w+)"', text, re.MULTILINE)
+    ) == sorted(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("prune", "--max-size", "x"), "argument --max-size: 'x' is no size"),
+        (("prune", "--older-than", "30"), "argument --older-than: '30' is no age"),
+        (("ls", "all"), "unrecognized arguments: all"),
+    ],
+)
+def test_wrong_words_are_usage_errors(
+    words: tuple[str, ...], told: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 2 and told in err
+
+
+def test_a_cache_that_others_may_write_to_is_not_looked_at(
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(cache, folder)
+    cache.folder.chmod(0o777)
+    for words in (("ls",), ("verify", "--remove"), ("prune", "--max-size", "0")):
+        code, _, err = call(monkeypatch, capsys, *words)
+        assert code == 1 and "can be changed by other users" in err
+    assert (cache.folder / KEY).exists()

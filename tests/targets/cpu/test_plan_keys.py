@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of plans in the compile cache: the same wherever and of whichever weights, another for all that a plan depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens
+from safetensors.torch import load_file, save_file
+from tiny import TINY_SIZES
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import optimum_neuron.version
+from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifacts.tensor_file import StoredTensor, stored_tensors
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
+from optimum_neuron.targets import CompileJob
+from optimum_neuron.targets.cpu import plan_keys as plan_keys_module
+from optimum_neuron.targets.cpu.compiler import CACHE_KIND
+from optimum_neuron.targets.cpu.plan_keys import plan_keys
+
+
+@pytest.fixture
+def job(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> CompileJob:
+    """That of the tiny Llama, in a folder of its own with config.json alone."""
+    artifact = Artifact.open(cpu_artifact("llama"))
+    shutil.copy(artifact.path / "config.json", tmp_path)
+    return CompileJob(tmp_path, artifact.config, artifact.model, artifact.graphs, artifact.tied_weights, False)
+
+
+@pytest.fixture
+def tensors(cpu_artifact: Callable[[str], Path]) -> dict[str, StoredTensor]:
+    return stored_tensors(cpu_artifact("llama") / WEIGHTS_NAME)
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def test_no_folder_author_or_version_of_this_package_is_in_a_key(
+    job: CompileJob, tensors: dict[str, StoredTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = plan_keys(job, tensors)
+    assert len(set(keys.values())) == len(job.graphs) and all(len(key) == 64 for key in keys.values())
+    elsewhere = dataclasses.replace(job, folder=Path(shutil.copytree(tmp_path, tmp_path / "elsewhere")))
+    # Whoever saved it, in whatever type, with defaults spelled out or not, in whatever order.
+    edit_config(
+        elsewhere.folder, _name_or_path="/home/me", transformers_version="4.0.0", dtype="bfloat16", mlp_bias=False
+    )
+    monkeypatch.setattr(optimum_neuron.version, "__version__", "99.0")
+    assert plan_keys(elsewhere, dict(reversed(tensors.items()))) == keys
+
+
+CHANGES: dict[str, Callable[[CompileJob, dict[str, Any]], object]] = {
+    "config": lambda job, tensors: edit_config(job.folder, rms_norm_eps=1e-3),
+    "type of a tensor": lambda job, tensors: tensors.update(
+        {name: dataclasses.replace(each, dtype=torch.float64) for name, each in [next(iter(tensors.items()))]}
+    ),
+    "name of a tensor": lambda job, tensors: tensors.update(other=tensors.popitem()[1]),
+    "ties": lambda job, tensors: job.tied_weights.update({"model.lm_head.weight": "model.model.embed_tokens.weight"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_plan_depends_on_makes_another_key(
+    job: CompileJob, tensors: dict[str, StoredTensor], change: str
+) -> None:
+    before = plan_keys(job, tensors)
+    CHANGES[change](job, tensors)
+    assert not set(plan_keys(job, tensors).values()) & set(before.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch.__version__", "transformers.__version__", "sys.version_info"],
+    ids=["torch", "transformers", "python"],
+)
+def test_another_version_of_what_traces_makes_another_key(
+    job: CompileJob, tensors: dict[str, StoredTensor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_keys(job, tensors)
+    module, _, attribute = name.partition(".")
+    monkeypatch.setattr(getattr(plan_keys_module, module), attribute, (9, 9, 9) if module == "sys" else "9.9")
+    assert not set(plan_keys(job, tensors).values()) & set(before.values())
+
+
+def test_every_source_of_plans_is_there() -> None:
+    for pattern in plan_keys_module._SOURCES:
+        assert list(plan_keys_module._PACKAGE.glob(pattern)), pattern
+
+
+def test_weights_that_are_tied_and_weights_that_are_not_have_plans_of_their_own(tmp_path: Path) -> None:
+    """transformers leaves a head untied that a checkpoint has other weights for, whatever its config says."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, tie_word_embeddings=True), dtype=torch.float32)
+    for name in ("tied", "untied"):
+        model.save_pretrained(tmp_path / name)
+    weights = load_file(tmp_path / "untied" / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, tmp_path / "untied" / "model.safetensors", metadata={"format": "pt"})
+    prompt = random_tokens(9)
+    for name in ("tied", "untied"):
+        artifact = export_tiny(tmp_path / name, tmp_path / f"{name}-artifact", target="cpu")
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        with torch.no_grad():
+            logits = expected(torch.tensor(prompt)[None]).logits[0, -1]
+        torch.testing.assert_close(generate(artifact_runner(artifact), prompt, 1)[1][0], logits, rtol=1e-4, atol=1e-4)
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from helpers import export_tiny
+export_tiny(Path(sys.argv[1]), Path(sys.argv[2]), target="cpu")
+"""
+
+
+def test_another_process_folder_and_checkpoint_make_the_same_plans_and_keys(
+    cpu_artifact: Callable[[str], Path], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture's artifact is of other weights, which a tiny checkpoint was given later."""
+    first = cpu_artifact("llama")
+    assert (first / WEIGHTS_NAME).read_bytes() != (tiny_checkpoint / "model.safetensors").read_bytes()
+    cache = tmp_path / "cache"
+    kernels = Path(os.environ[CACHE_VARIABLE], "kernels")
+    if kernels.is_dir():  # there are none beside those of a wheel
+        shutil.copytree(kernels, cache / "kernels")
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    monkeypatch.setenv("PYTHONHASHSEED", "1234")
+    monkeypatch.chdir(tmp_path)
+    process = python_process(EXPORT, tiny_checkpoint, tmp_path / "artifact", Path(__file__).parents[2])
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert folder_bytes(tmp_path / "artifact" / "graphs") == folder_bytes(first / "graphs")
+    artifact = Artifact.open(tmp_path / "artifact")
+    job = CompileJob(first, artifact.config, artifact.model, artifact.graphs, artifact.tied_weights, False)
+    keys = plan_keys(job, stored_tensors(first / WEIGHTS_NAME))
+    assert {path.name for path in (cache / CACHE_KIND).iterdir()} == set(keys.values())
