@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # installed, torch imports it, and XLA reads this then.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 settings.register_profile("full", deadline=None)
 settings.register_profile("quick", deadline=None)
 settings.load_profile("quick")
+# Tracing a graph makes millions of objects, few of them in cycles: collected as often as Python would, they take 7% of the time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

@@ -52,6 +52,8 @@ def test_a_model_is_lowered_linted_and_certified(
     assert {graph.name for graph in graphs} < certificate.graphs.keys() == certificate.executed.keys()
     compared = {(rank, expected.dtype) for expected in certificate.expected for _, _, rank in expected.outputs}
     assert compared == {(rank, dtype) for rank in range(ranks) for dtype in ("float32", "bfloat16")}
+    assert {each.dtype for each in certificate.comparisons} == {"float32", "bfloat16"}
+    assert all(each.noise < 1e-5 for each in certificate.comparisons if each.dtype == "float32")
     capsys.readouterr()
     run(monkeypatch, "neuron", "inspect", str(folder), "--verify")
     shown = capsys.readouterr().out

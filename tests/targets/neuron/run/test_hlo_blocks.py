@@ -71,9 +71,8 @@ def close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def exported(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a certificate, which export makes by executing all graphs over random allocations."""
     path = tmp_path_factory.mktemp("blocks") / "llama"
-    return export_tiny(sharp_checkpoints["llama"], path, **BLOCKS, target="hlo", certificate=True)
+    return export_tiny(sharp_checkpoints["llama"], path, **BLOCKS, target="hlo")
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def live(runner: GraphRunner, name: str) -> Tensor:
 def test_no_request_pays_for_the_first_run_of_a_graph(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = export_tiny(tiny_checkpoint, tmp_path / "out", target="hlo", batch_size=2, **OPTIONS)
+    path = export_tiny(tiny_checkpoint, tmp_path / "out", target="hlo", batch_size=2, mixed_step=False, **OPTIONS)
     runner = artifact_runner(path)
     runs: Counter[str] = Counter()
     run = HloProgram.run
