@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,10 +46,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """False also where the difference is no number."""
-        return self.difference <= self.bound
+        """False also where the difference is no number, and where rounding moves numbers beyond all bounds, which proves nothing."""
+        return self.difference <= self.bound < math.inf
 
     def __str__(self) -> str:
+        if not math.isfinite(self.bound):
+            return f"{self.subject} in {self.dtype} cannot be compared at {self.place}, where the eager step makes infinity or NaN"
         return (
             f"{self.subject} in {self.dtype} differ by {self.difference:.2g} from the eager step at {self.place}, where at most "
             f"{self.bound:.2g} is rounding"
@@ -148,9 +151,9 @@ def _worse(known: Comparison | None, one: Comparison, *, pooled: bool) -> Compar
 
 
 def _share(one: Comparison) -> float:
-    if one.bound:
+    if 0 < one.bound < math.inf:
         return one.difference / one.bound
-    return 0.0 if one.difference == 0 else float("inf")
+    return 0.0 if one.holds else math.inf
 
 
 def _compare_tokens(expected: Expected, found: Found) -> Iterable[Comparison]:
