@@ -34,6 +34,11 @@ VERIFY = """\
 Check every file of the compile cache by the digest that was stored with it. An export does so for what it uses. The exit code is 1
 where an entry is not what was stored, and stays."""
 
+SYNC = """\
+Exchange compiled graphs with a Hub repository: entries that one side lacks are taken from the other. What is downloaded enters the
+cache only as what its digests say. For Neuron devices it is native code that somebody else compiled: name only repositories
+whose authors you trust. HF_HUB_OFFLINE is honoured. The exit code is 1 where an entry is not what was stored."""
+
 
 def parsed(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """An argparse type of a function that raises ValueError."""
@@ -139,13 +144,49 @@ class CacheVerifyCommand(BaseOptimumCLICommand):
                 raise SystemExit(1)
 
 
+class CacheSyncCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache sync`."""
+
+    COMMAND = CommandInfo(name="sync", help="Exchange entries of the compile cache with a Hub repository.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, SYNC, "example:\n  optimum-cli neuron cache sync --repo org/compiled --download-only\n")
+        parser.add_argument("--repo", required=True, help="model repository of the Hub, as org/name")
+        parser.add_argument("--revision", help="branch of the repository (default: main)")
+        parser.add_argument("--token", help="Hub token (default: the one that hf stored)")
+        ways = parser.add_mutually_exclusive_group()
+        add_option(ways, "--download-only", action="store_true", help="upload nothing")
+        add_option(ways, "--upload-only", action="store_true", help="download nothing")
+
+    def run(self) -> None:
+        with reported_errors("interrupted; what was done stays"):
+            from optimum_neuron.targets.cache.hub import sync
+
+            args = self.args
+            done = sync(
+                args.repo,
+                revision=args.revision,
+                token=args.token,
+                download=not args.upload_only,
+                upload=not args.download_only,
+            )
+            terminal = console()
+            for name, problem in done.refused.items():
+                terminal.print(f"{name} is broken, and was not taken: {problem}", soft_wrap=True)
+            counts = f"{len(done.downloaded)} downloaded, {len(done.uploaded)} uploaded, {len(done.refused)} broken"
+            terminal.print(f"{args.repo}: {counts}", soft_wrap=True)
+            if done.refused:
+                raise SystemExit(1)
+
+
 class NeuronCacheCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron cache`."""
 
     COMMAND = CommandInfo(name="cache", help="Look at what was compiled on this machine, check it, make it smaller.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
-        for command in (CacheListCommand, CachePruneCommand, CacheVerifyCommand)
+        for command in (CacheListCommand, CachePruneCommand, CacheVerifyCommand, CacheSyncCommand)
     )
 
     @staticmethod

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
+from optimum.commands import optimum_cli
 
 from optimum_neuron.targets.cache.entries import About
 from optimum_neuron.targets.cache.store import CompileCache
@@ -37,3 +41,16 @@ def flip(path: Path) -> None:
         data[len(data) // 2] ^= 1
         file.seek(0)
         file.write(data)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of `optimum-cli neuron cache`."""
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "cache", *words])
+    monkeypatch.setenv("COLUMNS", "120")
+    code = 0
+    try:
+        optimum_cli.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    done = capsys.readouterr()
+    return code, done.out, done.err

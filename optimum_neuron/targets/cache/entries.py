@@ -123,7 +123,9 @@ def read_record(entry: Path) -> dict[str, str]:
         digests = read_object(path)
     except (OSError, ValueError) as error:
         raise BrokenError(f"{RECORD}: {error}") from error
-    if not all(_SUFFIX.fullmatch(suffix) and isinstance(digest, str) for suffix, digest in digests.items()):
+    if not digests or not all(
+        _SUFFIX.fullmatch(suffix) and isinstance(digest, str) for suffix, digest in digests.items()
+    ):
         raise BrokenError(f"{RECORD} names no files and digests")
     return digests
 
@@ -153,8 +155,6 @@ def check_code(entry: Path) -> dict[str, str]:
         BrokenError: one is not.
     """
     digests = read_record(entry)
-    if not digests:
-        raise BrokenError(f"{RECORD} names no files and digests")
     for suffix, expected in digests.items():
         digest = hashlib.sha256()
         for piece in _pieces(entry / (CODE + suffix)):

@@ -5,30 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from cached import KEY, OTHER, flip, store, used
-from optimum.commands import optimum_cli
+from cached import KEY, OTHER, call, flip, store, used
 
 from optimum_neuron import targets
 from optimum_neuron.targets.cache.entries import KINDS, About, list_entries
 from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
 from optimum_neuron.targets.cache.store import CompileCache
-
-
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a command."""
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "cache", *words])
-    monkeypatch.setenv("COLUMNS", "120")
-    code = 0
-    try:
-        optimum_cli.main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    done = capsys.readouterr()
-    return code, done.out, done.err
 
 
 def test_entries_are_listed_by_what_they_are_of(

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of the compile cache in a Hub repository, so that what one machine compiled is compiled on no other.
+
+The repository has the files of the cache under the same names, <kind>/<key>/<file>. All files of an entry are in one commit, and
+downloads are from one commit, so no entry is ever a mixture of two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.hf_api import RepoFile
+
+from ... import progress
+from .entries import (
+    ABOUT,
+    CODE,
+    RECORD,
+    BrokenError,
+    check_code,
+    check_digest,
+    copy_code,
+    list_entries,
+    read_about,
+    read_record,
+    write_documents,
+)
+from .hub_errors import patiently, told
+from .store import CompileCache
+
+
+# Graphs. Kernels for this CPU are in wheels, and are native code of this process, which no repository should decide.
+SHARED_KINDS = ("cpu", "neuron")
+_MAIN = "main"
+_FILE = re.compile(rf"({'|'.join(SHARED_KINDS)})/([0-9a-f]{{64}})/((?:entry|about)\.json|{CODE}\.[A-Za-z0-9_.-]+)")
+_ENTRIES_PER_COMMIT = 16
+
+
+@dataclass(frozen=True)
+class Synced:
+    """Names of entries, <kind>/<key>; of those that were not taken, the reasons."""
+
+    downloaded: list[str]
+    uploaded: list[str]
+    refused: dict[str, str]
+
+
+def sync(
+    repo: str, *, revision: str | None = None, token: str | None = None, download: bool = True, upload: bool = True
+) -> Synced:
+    """Brings entries that one side lacks from the other; an entry that both have is left as it is.
+
+    Args:
+        repo: a model repository, as org/name.
+        revision: a branch, or to download from, also a tag or commit; default main.
+        token: of the Hub; default, the one that hf stored.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.told` says.
+        OSError: the cache cannot be used, or the disk is full.
+    """
+    api, branch = HfApi(token=token), revision or _MAIN
+    with told(repo, branch):
+        commit = patiently(lambda: api.repo_info(repo, revision=branch)).sha
+        there = _listed(api, repo, commit)
+        here = {_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
+        done = Synced([], [], {})
+        missing = sorted(there.keys() - here) if download else []
+        with progress.stage("Downloading entries", len(missing)) as advance:
+            for name in missing:
+                problem = _download(api, repo, commit, name, there[name])
+                _note(done.downloaded, done.refused, name, problem)
+                advance(name)
+        extra = iter(sorted(here - there.keys()) if upload else [])
+        while names := list(islice(extra, _ENTRIES_PER_COMMIT)):
+            for name, problem in _upload(api, repo, branch, names):
+                _note(done.uploaded, done.refused, name, problem)
+    return done
+
+
+def _note(done: list[str], refused: dict[str, str], name: str, problem: str | None) -> None:
+    if problem is None:
+        done.append(name)
+    else:
+        refused[name] = problem
+
+
+def _name(entry: Path) -> str:
+    return f"{entry.parent.name}/{entry.name}"
+
+
+def _listed(api: HfApi, repo: str, commit: str | None) -> dict[str, set[str]]:
+    """Files of each entry that a repository has; what else it has is nothing of ours."""
+    found: dict[str, set[str]] = {}
+    for each in api.list_repo_tree(repo, recursive=True, revision=commit):
+        match = _FILE.fullmatch(each.path) if isinstance(each, RepoFile) else None
+        if match is not None:
+            found.setdefault(f"{match[1]}/{match[2]}", set()).add(match[3])
+    return {name: files for name, files in found.items() if RECORD in files}
+
+
+def _download(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> str | None:
+    """Puts an entry into the cache if it is what its record says; else, returns what is wrong."""
+    kind, _, key = name.partition("/")
+    cache = CompileCache(kind)
+    with cache.scratch() as scratch:
+        for file in sorted(files):
+            # Beside the cache, so that a full disk is told by its folder, and moved in one step.
+            api.hf_hub_download(repo, f"{name}/{file}", revision=commit, local_dir=scratch)
+        entry = scratch / key
+        (scratch / kind / key).rename(entry)
+        entry.chmod(0o700)
+        for path in entry.iterdir():
+            path.chmod(0o600)
+        try:
+            digests = check_code(entry)
+        except BrokenError as error:
+            return str(error)
+        vouched = {RECORD, ABOUT, *(CODE + suffix for suffix in digests)}
+        for path in entry.iterdir():
+            if path.name not in vouched:
+                path.unlink()
+        cache.admit(entry)
+    return None
+
+
+def _upload(api: HfApi, repo: str, branch: str, names: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Commits entries together; yields each with what is wrong with it, or None."""
+    kind = names[0].partition("/")[0]
+    with CompileCache(kind).scratch() as scratch:
+        whole: list[str] = []
+        for name in names:
+            try:
+                _copy(name, scratch / name)
+            except BrokenError as error:
+                yield name, str(error)
+            else:
+                whole.append(name)
+        paths = sorted(path for name in whole for path in (scratch / name).iterdir())
+        if paths:
+            count = "1 graph" if len(whole) == 1 else f"{len(whole)} graphs"
+            with progress.stage(f"Uploading {count}"):
+                patiently(lambda: _commit(api, repo, branch, scratch, paths))
+        yield from ((name, None) for name in whole)
+
+
+def _commit(api: HfApi, repo: str, branch: str, folder: Path, paths: Iterable[Path]) -> None:
+    operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in paths]
+    api.create_commit(repo, operations, commit_message="Add compiled graphs", revision=branch)
+
+
+def _copy(name: str, copy: Path) -> None:
+    """Copies an entry as it was stored: whoever removes it meanwhile, what is sent is what was checked."""
+    kind, _, key = name.partition("/")
+    entry = CompileCache(kind).folder / key
+    copy.mkdir(parents=True, mode=0o700)
+    digests = read_record(entry)
+    for suffix, digest in digests.items():
+        check_digest(suffix, copy_code(entry, suffix, copy / (CODE + suffix)), digest)
+    write_documents(copy, digests, read_about(entry))

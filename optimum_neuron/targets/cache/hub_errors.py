@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong between the compile cache and the Hub: waited for where that helps, and else told in one sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ...errors import first_line
+
+
+_Value = TypeVar("_Value")
+# The base of the errors of whichever HTTP client the Hub's client brings.
+_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+_TOO_MANY = 429
+_TRIES, _LONGEST_WAIT = 4, 60  # the wait in seconds
+_AGAIN = "what was done stays, so run the command again"
+
+
+def patiently(call: Callable[[], _Value]) -> _Value:
+    """Calls what the Hub's client does not repeat by itself, again where the Hub is busy, fails or cannot be reached."""
+    for wait in (2**tries for tries in range(_TRIES - 1)):
+        try:
+            return call()
+        except (HfHubHTTPError, _HTTP_ERROR, RuntimeError) as error:
+            cause = _cause(error)
+            if not _passes(cause):
+                raise
+            time.sleep(min(_retry_after(cause) or wait, _LONGEST_WAIT))
+    return call()
+
+
+def _passes(error: BaseException) -> bool:
+    status = _status(error)
+    return status == _TOO_MANY or status >= 500 if status is not None else isinstance(error, _HTTP_ERROR)
+
+
+@contextmanager
+def told(repo: str, revision: str) -> Iterator[None]:
+    """Raises what the Hub's client raises as one sentence with the remedy.
+
+    Raises:
+        ValueError: `repo` is no name of a repository.
+        FileNotFoundError: there is no such repository or revision, for this token.
+        RuntimeError: the Hub refuses, fails, or cannot be reached, or must not be asked.
+    """
+    try:
+        yield
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name of a Hub repository; name it as in org/name") from error
+    except (
+        HfHubHTTPError,
+        _HTTP_ERROR,
+        OfflineModeIsEnabled,
+        LocalEntryNotFoundError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        cause = _cause(error)
+        missing = _missing(cause, repo, revision)
+        if missing is not None:
+            raise FileNotFoundError(missing) from error
+        problem = _problem(cause, repo)
+        if problem is None:
+            raise
+        raise RuntimeError(problem) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What is behind an error of the Hub's client, which wraps those of uploads and of first requests."""
+    while isinstance(error, LocalEntryNotFoundError | RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _missing(error: BaseException, repo: str, revision: str) -> str | None:
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}; leave --revision out, or name a branch that it has"
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        return f"{repo} is no Hub repository that can be read; check the name, pass --token, or make it first: hf repo create {repo}"
+    return None
+
+
+def _problem(error: BaseException, repo: str) -> str | None:
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to sync with {repo}"
+    status = _status(error)
+    if status is None:
+        if isinstance(error, _HTTP_ERROR):
+            return f"the Hub cannot be reached ({first_line(error)}); check the connection: {_AGAIN}"
+        return None
+    if status == 401:
+        return "the Hub does not take this token (401); pass another by --token, or log in anew: hf auth login"
+    if status == 403:
+        return (
+            f"this token may not do that with {repo} (403); ask for access, or pass --token of somebody who may write, or "
+            f"--download-only"
+        )
+    if status in (409, 412):
+        return f"{repo} was changed by somebody else at the same time ({status}); {_AGAIN}"
+    if status == _TOO_MANY:
+        wait = _retry_after(error)
+        return f"the Hub has had too many requests (429); {_AGAIN} {f'in {wait} s' if wait else 'later'}"
+    if status >= 500:
+        return f"the Hub fails with status {status}; {_AGAIN} later"
+    return f"the Hub refuses with status {status}: {first_line(error)}; check --repo, --revision and --token"
+
+
+def _status(error: BaseException) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def _retry_after(error: BaseException) -> int | None:
+    """Seconds that the Hub asks to wait."""
+    text = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hub on this machine's loopback, of one model repository: what its client asks for lists, downloads and commits, and faults."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+
+REPO, TOKEN = "org/compiled", "hf_test"
+_PAGE = 3  # files of a page of the list
+
+
+@dataclass
+class Fault:
+    """Answers requests of a method whose path holds some words, as often as `times`.
+
+    Attributes:
+        status: of the answer; 0: half of it is sent, and then the connection is cut.
+    """
+
+    method: str
+    words: str
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    times: int = 1_000
+
+
+@dataclass
+class LoopbackHub:
+    """The repository, and what was asked of it.
+
+    Attributes:
+        commits: names and contents of files, the last commit last.
+        requests: method, path and headers of each.
+        needs_token: to be read; to be written it always does.
+    """
+
+    url: str = ""
+    commits: list[dict[str, bytes]] = field(default_factory=lambda: [{"README.md": b"compiled graphs"}])
+    objects: dict[str, bytes] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    needs_token: bool = False
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[-1]
+
+    def sha(self) -> str:
+        return f"{len(self.commits):040x}"
+
+    def asked(self, method: str, words: str) -> list[dict[str, str]]:
+        """The headers of requests."""
+        return [headers for each, path, headers in self.requests if each == method and words in path]
+
+    def fault(self, method: str, path: str) -> Fault | None:
+        for each in self.faults:
+            if each.method == method and each.words in path and each.times:
+                each.times -= 1
+                return each
+        return None
+
+
+@contextmanager
+def loopback_hub() -> Iterator[LoopbackHub]:
+    """A Hub that answers until the context ends."""
+    hub = LoopbackHub()
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: LoopbackHub
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_HEAD(self) -> None:
+        self._answer("HEAD")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_PUT(self) -> None:
+        self._answer("PUT")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _answer(self, method: str) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = urlsplit(self.path).path
+        self.hub.requests.append((method, path, {name.lower(): value for name, value in self.headers.items()}))
+        fault = self.hub.fault(method, path)
+        if fault is not None and fault.status:
+            return self._send(fault.status, b"{}", fault.headers)
+        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if not allowed and not path.startswith("/lfs/") and (self.hub.needs_token or method not in ("GET", "HEAD")):
+            return self._send(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
+        api = f"/api/models/{REPO}/"
+        if path.startswith(f"{api}revision/"):
+            if path.rpartition("/")[2] not in ("main", self.hub.sha()):
+                return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return self._send(200, {"id": REPO, "sha": self.hub.sha(), "siblings": []})
+        if path.startswith(f"{api}tree/"):
+            return self._tree(path)
+        if path.startswith(f"{api}preupload/"):
+            return self._preupload(json.loads(body))
+        if path.startswith(f"{api}commit/"):
+            return self._commit([json.loads(line) for line in body.splitlines()])
+        if path == f"/{REPO}.git/info/lfs/objects/batch":
+            return self._batch(json.loads(body)["objects"])
+        if path.startswith("/lfs/"):
+            assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
+            self.hub.objects[path.removeprefix("/lfs/")] = body
+            return self._send(200, b"")
+        _, found, name = path.partition(f"/{REPO}/resolve/{self.hub.sha()}/")
+        if found and name in self.hub.files:
+            return self._file(self.hub.files[name], cut=fault is not None)
+        return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound" if found else "RepoNotFound"})
+
+    def _tree(self, path: str) -> None:
+        start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
+        names = sorted(self.hub.files)
+        page = [
+            {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": _git_oid(self.hub.files[name])}
+            for name in names[start : start + _PAGE]
+        ]
+        more = {"Link": f'<{self.hub.url}{path}?recursive=true&cursor={start + _PAGE}>; rel="next"'}
+        self._send(200, page, more if start + _PAGE < len(names) else {})
+
+    def _preupload(self, asked: dict[str, Any]) -> None:
+        files = [
+            {"path": each["path"], "uploadMode": "regular" if each["path"].endswith(".json") else "lfs", "shouldIgnore": False}
+            for each in asked["files"]
+        ]  # fmt: skip
+        self._send(200, {"files": files})
+
+    def _batch(self, objects: list[dict[str, Any]]) -> None:
+        for each in objects:
+            if each["oid"] not in self.hub.objects:
+                each["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}
+        self._send(200, {"transfer": "basic", "objects": objects})
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        files = dict(self.hub.files)
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+        self.hub.commits.append(files)
+        self._send(200, {"commitUrl": f"{self.hub.url}/{REPO}/commit/{self.hub.sha()}", "commitOid": self.hub.sha()})
+
+    def _file(self, data: bytes, *, cut: bool) -> None:
+        headers = {"X-Repo-Commit": self.hub.sha(), "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self._send(206 if start else 200, data[start:], headers, cut=cut)
+
+    def _send(self, status: int, content: Any, headers: dict[str, str] | None = None, *, cut: bool = False) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+        self.close_connection = self.close_connection or cut
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
