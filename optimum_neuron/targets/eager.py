@@ -28,6 +28,8 @@ from .threads import fit_threads
 # A matrix product of float32 sums the rows left over from whole tiles in another order than others, and a token's result would
 # depend on its place in the step: tiles have 4 rows where several threads share a few, 6 with AVX2 on Intel's CPUs.
 _ROW_MULTIPLE = 12
+# Of fewer outputs, a few rows are summed in several orders with AVX512 on Intel's CPUs, and more where threads share them.
+_FEWEST_OUTPUTS = 4
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm})
 _SUMS_OF_PRODUCTS = frozenset({torch.baddbmm, Tensor.baddbmm})
 # What is left of a tensor behind its last whole pair of vectors, these compute by other code, which rounds otherwise.
@@ -69,11 +71,14 @@ class _EqualRows(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _linear(x: Tensor, *parameters: Tensor | None, **kwargs: Any) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    flat, outputs = x.reshape(-1, x.shape[-1]), weight.shape[0]
     padded = nn.functional.pad(flat, (0, 0, 0, -len(flat) % _ROW_MULTIPLE))
-    output = nn.functional.linear(padded, *parameters, **kwargs)[: len(flat)]  # type: ignore[arg-type]
-    return output.view(*x.shape[:-1], output.shape[-1])
+    if outputs < _FEWEST_OUTPUTS:
+        weight = nn.functional.pad(weight, (0, 0, 0, _FEWEST_OUTPUTS - outputs))
+        bias = None if bias is None else nn.functional.pad(bias, (0, _FEWEST_OUTPUTS - outputs))
+    output = nn.functional.linear(padded, weight, bias)[: len(flat), :outputs]
+    return output.reshape(*x.shape[:-1], outputs)
 
 
 def _product(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

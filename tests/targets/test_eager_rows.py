@@ -16,8 +16,10 @@ from optimum_neuron.targets.eager import _EqualRows
 
 ROWS = (1, 5, 8, 20, 25, 32, 100, 200)
 KEYS, VALUES, WEIGHT = (torch.randn(*sizes) for sizes in ((1, 2, 64, 24), (1, 2, 64, 12), (24, 40)))
+FEW = torch.randn(2, 96)
 COMPUTE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: linear(x, WEIGHT.t()),
+    "two outputs": lambda x: linear(x.repeat(1, 1, 1, 4), FEW),
     "matmul": lambda x: x @ WEIGHT,
     "batches": lambda x: torch.matmul(x, KEYS.transpose(2, 3)),
     "attention": lambda x: scaled_dot_product_attention(x, KEYS, VALUES, attn_mask=torch.zeros(x.shape[-2], 64)),
