@@ -152,7 +152,7 @@ class _Draft:
         at = self.cache.place(state, self._may_reuse(state))
         start = state.computed if state.slot is not None or at is None else at.start
         room = min(self._room(state), self.cache.room(state, at))
-        parts_at = state.parts_at if state.slot is not None or at is None else at.parts_at
+        parts_at = max(state.parts_at, 0 if at is None else at.parts_at)
         return _Place(state, at, start, len(state.tokens) - start, room, parts_at)
 
     def may_end(self, state: RequestState) -> bool:
@@ -167,8 +167,8 @@ class _Draft:
         return place.most == place.left and place.room >= (place.state.atomic_tokens or place.left)
 
     def ends(self, place: _Place) -> bool:
-        """Whether the prompt would end in this step."""
-        return self.fits(place) and place.state.atomic_tokens in (0, place.left)
+        """Whether the prompt would end in this step, or could but for a cut: then it ends in the next one."""
+        return place.room >= place.left and place.state.atomic_tokens in (0, place.left)
 
     def take(self, place: _Place) -> None:
         """Gives a prompt what fits, where anything does."""
