@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 settings.register_profile("full", deadline=None)
 settings.register_profile("quick", deadline=None)
 settings.load_profile("quick")
-# Tracing a graph makes millions of objects, few of them in cycles: collected as often as Python would, they take 7% of the time.
+# Tracing a graph makes millions of objects, few of them in cycles, which Python would look through again and again.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 CHAT_TEMPLATE = (

@@ -42,18 +42,18 @@ class AmxWorker {
   // Beside so many, the next panel is asked for in time; else weights are, as they are read.
   static constexpr int64_t kAheadTiles = 16;
   static constexpr int64_t kSumsBytes = kPanelOutputs / kAmxLines * kMostTiles * kAmxBytes;
-  static constexpr int64_t kDoneTiles = 4;  // complete sums of one turn, of two
+  static constexpr int64_t kDoneTiles = 4;
 
  public:
   // Memory of a worker: the sums of a panel and a batch, complete ones, and a tile of weights.
-  static constexpr int64_t kBytes = kSumsBytes + (2 * kDoneTiles + 1) * kAmxBytes;
+  static constexpr int64_t kBytes = kSumsBytes + (kDoneTiles + 1) * kAmxBytes;
 
   AmxWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
         linear_(linear),
         sums_(static_cast<float*>(memory)),
         complete_(sums_ + kSumsBytes / sizeof(float)),
-        copy_(reinterpret_cast<Element*>(complete_ + 2 * kDoneTiles * kSums)) {}
+        copy_(reinterpret_cast<Element*>(complete_ + kDoneTiles * kSums)) {}
 
   static int64_t batchTiles(const Input& input) {
     return std::clamp<int64_t>(kBatchBytes / (input.stride * kTileRows * sizeof(Packed)), kLeastTiles, kMostTiles);
@@ -126,9 +126,8 @@ class AmxWorker {
     int64_t ahead;  // from these weights to those that are read next; 0: those are near
   };
 
-  // Complete sums that are to be stored, in an order of their own.
+  // Where complete sums are to be stored.
   struct Done {
-    const float* sums;
     int64_t n, outputs, tiles;
     Range rows[2];
   };
@@ -166,7 +165,6 @@ class AmxWorker {
 
   void compute(Range panel, Range batch, int64_t n, int64_t t, int64_t begin, Chunk chunk, bool asks) {
     const int64_t tiles = std::min<int64_t>(batch.end - t, 2);
-    float* const done = complete_ + turn_ * kDoneTiles * kSums;
     Task task{};
     task.weights = weightsAt(n, begin);
     task.outputs = std::min(panel.end - n, kOutputs);
@@ -182,18 +180,17 @@ class AmxWorker {
       for (int64_t a = 0; a < 2; ++a) {
         const int64_t line = (n - panel.begin) / kAmxLines + a;
         task.before[a][b] = sums_ + (line * kMostTiles + t - batch.begin + b) * kSums;
-        task.after[a][b] = chunk.last ? done + (b * 2 + a) * kSums : task.before[a][b];
+        task.after[a][b] = chunk.last ? complete_ + (b * 2 + a) * kSums : task.before[a][b];
       }
     }
     tiles == 2 ? multiply<2>(task) : multiply<1>(task);
     if (chunk.last) {
-      done_ = {done, n, task.outputs, tiles, {input_.tileRows(t), input_.tileRows(t + tiles - 1)}};
-      turn_ ^= 1;
+      done_ = {n, task.outputs, tiles, {input_.tileRows(t), input_.tileRows(t + tiles - 1)}};
     }
   }
 
   // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x. What was complete before is stored while the first products
-  // are under way.
+  // are under way, and leaves its place to these.
   template <int Tiles>
   void multiply(const Task& task) {
     loadSums<0>(task, 0, 0);
@@ -273,7 +270,7 @@ class AmxWorker {
       storeVec(biases + first, biasesOf(done_.n + first, count));
     }
     for (int64_t b = 0; b < done_.tiles; ++b) {
-      storePairs(done_.sums + b * kOutputs * kLanes, biases, done_.outputs, done_.rows[b], [&](int64_t row) {
+      storePairs(complete_ + b * kOutputs * kLanes, biases, done_.outputs, done_.rows[b], [&](int64_t row) {
         return outputAt(row, done_.n);
       });
     }
@@ -293,7 +290,6 @@ class AmxWorker {
   float *const sums_, *const complete_;
   Element* const copy_;
   Done done_{};
-  int64_t turn_ = 0;
 };
 
 }  // namespace
