@@ -14,6 +14,7 @@ from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
 from optimum_neuron.config import DTYPES, KERNEL_TARGETS, KERNELS, MOST_LOGPROBS, TARGETS, NeuronConfig
+from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS
 
 
 TASKS = ("text-generation",)
@@ -32,6 +33,7 @@ examples:
   optimum-cli export neuron --model model.Q4_1.gguf --dtype bfloat16 --sequence-length 4096 smollm2/
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 32 --kv-block-size 128 --kv-cache-tokens 16384
+  optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter my-lora/
 
 then:
@@ -52,6 +54,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         _add_model_options(parser)
         _add_size_options(parser)
         _add_sampling_options(parser)
+        _add_quantization_options(parser)
         _add_target_options(parser)
 
     def run(self) -> None:
@@ -220,6 +223,42 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
         metavar="COUNT",
         help=f"be able to tell the log-probability of each chosen token, and of the COUNT most likely ones, 0 to {MOST_LOGPROBS}: "
         "for vLLM's logprobs without logits on the host",
+    )
+
+
+def _add_quantization_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "quantization",
+        "Weights of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",
+    )
+    add_option(
+        group,
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the weights of linear layers: int8 and fp8 (e4m3) with a scale for each output, half of bfloat16's size; int4 with "
+        "one for each group of inputs, somewhat more than a quarter (default: as the checkpoint has them)",
+    )
+    add_option(
+        group,
+        "--quantization-group-size",
+        type=int,
+        choices=INT4_GROUP_SIZES,
+        metavar="INPUTS",
+        help=f"inputs that share a scale in int4: {', '.join(map(str, INT4_GROUP_SIZES))}; fewer are more exact, and larger "
+        f"(default: {INT4_GROUP_SIZES[0]})",
+    )
+    add_option(
+        group,
+        "--quantization-zero-point",
+        action="store_true",
+        help="in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
+    )
+    group.add_argument(
+        "--quantization-exclude",
+        action="append",
+        metavar="PATTERN",
+        help="linear layers that stay as they are, by name, as in 'model.layers.0.*'; give the option again for another pattern "
+        "(default: routers, and what decides how fast a recurrence forgets or which keys are selected; in int4, the head is int8)",
     )
 
 

@@ -77,6 +77,12 @@ class NeuronConfig:
         output_logits: the graphs return the logits of every row beside the tokens.
         top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
             tokens with theirs. Default: they cannot.
+        quantization: the weights of linear layers become codes of so many bits: "int8" and "fp8" with a scale for each output, "int4" with
+            one for each group of inputs. Default: they stay as the checkpoint has them.
+        quantization_group_size: inputs of a group of int4: 32, 64 or 128. Default: 32.
+        quantization_zero_point: values of a group of int4 are spread between its least and its largest, and not around zero.
+        quantization_exclude: patterns of names of linear layers that stay as they are, as in `fnmatch`. Default: routers, and what
+            decides how fast a recurrence forgets or which keys are selected; of int4, the head becomes int8.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
         long_frequencies: of a model whose rotary frequencies change where a text grows long (LongRoPE), all texts get those of long
@@ -105,6 +111,10 @@ class NeuronConfig:
     on_device_sampling: bool = True
     output_logits: bool = False
     top_logprobs: int | None = None
+    quantization: str | None = None
+    quantization_group_size: int | None = None
+    quantization_zero_point: bool = False
+    quantization_exclude: tuple[str, ...] | None = None
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
     long_frequencies: bool = False
@@ -116,12 +126,27 @@ class NeuronConfig:
             check.size(name, getattr(self, name))
         if self.mixed_step is None:
             object.__setattr__(self, "mixed_step", self.batch_size > 1)
-        for name in ("mixed_step", "on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"):
+        for name in (
+            "mixed_step",
+            "on_device_sampling",
+            "output_logits",
+            "float32_reduce",
+            "long_frequencies",
+            "quantization_zero_point",
+        ):
             check.flag(name, getattr(self, name))
         self._check_logprobs()
         check.choice("dtype", self.dtype, DTYPES)
         check.choice("target", self.target, TARGETS)
         self._check_kernels()
+        exclude = check.quantization(
+            self.quantization, self.quantization_group_size, self.quantization_zero_point, self.quantization_exclude
+        )
+        object.__setattr__(self, "quantization_exclude", exclude)
+        if self.quantization is not None and self.target in HLO_TARGETS:
+            raise ValueError(
+                f"quantization={self.quantization!r} is not lowered for target={self.target!r} yet; leave it out, or use target='cpu'"
+            )
         check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
         self._check_snapshots()
         self._complete_sizes()
@@ -245,6 +270,11 @@ class NeuronConfig:
         if self.state_snapshots is not None:
             return self.state_snapshots
         return 0 if self.target in HLO_TARGETS else 2 * self.batch_size
+
+    @property
+    def int4_group_size(self) -> int:
+        """Inputs that share a scale, where weights are rounded to int4."""
+        return self.quantization_group_size or check.INT4_GROUP_SIZES[0]
 
     @property
     def block_length(self) -> int:

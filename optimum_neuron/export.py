@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 
 from . import progress
 from .artifacts.manifest import describe_graph
+from .artifacts.quantization import write_formats
 from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, write_artifact
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
+from .checkpoints.quantize import quantize
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, check_snapshots, inspect_model
@@ -116,6 +118,7 @@ def export_model(
     graphs = graph_specs(config)
     check_every_step_has_a_graph(config, graphs)
     _warn_of_host_sampling(loaded, config)
+    quantize(loaded, config)
     with progress.stage("Checking that step graphs compute what the model does"):
         spec = inspect_model(loaded)
         check_tables(loaded, config.sequence_length)
@@ -147,6 +150,7 @@ def _write(
 ) -> Path:
     with write_artifact(output, overwrite=overwrite) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
+        write_formats(model, writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)

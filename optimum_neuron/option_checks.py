@@ -12,6 +12,9 @@ from itertools import pairwise
 LARGEST_SIZE = 2**31 - 1
 # Attention kernels take so many columns at a time, and a block is whole times as many.
 SMALLEST_BLOCK = 64
+# Weights may be rounded at export to codes of these kinds; those of int4 in groups of so many inputs.
+QUANTIZATIONS = ("int8", "int4", "fp8")
+INT4_GROUP_SIZES = (32, 64, 128)
 
 
 def known_name(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -73,6 +76,38 @@ def names(name: str, values: object, choices: tuple[str, ...]) -> tuple[str, ...
     if len(set(found)) != len(found):
         raise ValueError(f"{name}={found} names one twice; name it once")
     return found
+
+
+def quantization(
+    kind: str | None, group_size: int | None, zero_point: bool, exclude: Iterable[str] | None
+) -> tuple[str, ...] | None:
+    """Checks the options of quantized weights beside each other; returns the patterns of names that are excluded.
+
+    Raises:
+        TypeError: the patterns are no list of texts.
+        ValueError: an option is out of range, or of another kind of codes.
+    """
+    if isinstance(exclude, str) or not (
+        exclude is None or (isinstance(exclude, Iterable) and all(isinstance(each, str) and each for each in exclude))
+    ):
+        raise TypeError(f"quantization_exclude must be a list of patterns of names, not {exclude!r}")
+    patterns = None if exclude is None else tuple(exclude)
+    of_int4 = {"quantization_group_size": group_size, "quantization_zero_point": zero_point or None}
+    if kind is None:
+        for name, value in (of_int4 | {"quantization_exclude": patterns}).items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} is of quantized weights, and there is no quantization; leave it out"
+                )
+        return None
+    choice("quantization", kind, QUANTIZATIONS)
+    for name, value in of_int4.items():
+        if value is not None and kind != "int4":
+            raise ValueError(f"{name}={value!r} is of int4, and quantization={kind!r}; leave out one of them")
+    if group_size is not None and group_size not in INT4_GROUP_SIZES:
+        sizes_of_groups = ", ".join(map(str, INT4_GROUP_SIZES))
+        raise ValueError(f"quantization_group_size={group_size!r} is not known; choose one of {sizes_of_groups}")
+    return patterns
 
 
 def blocks(block: int | None, tokens: int | None, length: int) -> None:

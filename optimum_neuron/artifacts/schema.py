@@ -133,6 +133,12 @@ def choice(values: Collection[str]) -> Check:
     return check
 
 
+def flag(name: str, value: object) -> None:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}, neither true nor false")
+
+
 def optional(each: Check) -> Check:
     """A value or null."""
 

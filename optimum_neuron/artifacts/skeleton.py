@@ -20,6 +20,7 @@ from ..graphs.checks.rope_length import keep_frequencies
 from ..graphs.interface import ATTENTION_NAME, with_attention
 from ..graphs.model_spec import ModelSpec
 from .artifact import MANIFEST_NAME, Artifact
+from .quantization import make_room_for_weights
 from .schema import first_difference, shown
 from .tensor_file import Stored
 from .weights import named_tensors
@@ -69,7 +70,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
     """The model of a folder's config.json without weights, to be filled by `assign`.
 
     Raises:
-        ValueError: transformers cannot read the file, or not build the model.
+        ValueError: transformers cannot read the file, or not build the model, or its quantized layers are another model's.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if not (trust_remote_code and hasattr(config, "auto_map")):
@@ -89,6 +90,8 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
         ) from error
     keep_frequencies(model)
     _keep_float32(model, options["dtype"])
+    with torch.device("meta"):
+        make_room_for_weights(model, folder)
     return model.eval().requires_grad_(False)
 
 

@@ -21,6 +21,7 @@ from ..checkpoints.digest import file_sha256
 from .artifact import FORMAT, MANIFEST_NAME, OWNED_FOLDERS, Artifact, format_version
 from .filesystem import exchange, explained_full_disk, is_mount_point, sync
 from .partial import LOCK_NAME, locked_folder
+from .quantization import QUANTIZATION_NAME
 
 
 _NEW, _REPLACED = "new", "replaced"
@@ -45,7 +46,8 @@ class ArtifactWriter:
             name: {"sha256": file_sha256(self.path / name), "size": (self.path / name).stat().st_size}
             for name in names
         }
-        document = {"format": FORMAT, "format_version": format_version(manifest["model"]), **manifest, "files": files}
+        version = format_version(manifest["model"], quantized=QUANTIZATION_NAME in files)
+        document = {"format": FORMAT, "format_version": version, **manifest, "files": files}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
         (self.path / MANIFEST_NAME).write_text(text, encoding="utf-8")
         for folder in OWNED_FOLDERS:

@@ -14,6 +14,7 @@ from .convolution import SlotConvolution
 from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
 from .interface import AttentionCall
+from .quantized.modules import QuantizedProduct, dequantized_product
 from .recurrence import Scan
 from .sampling import sample
 from .scan_grid import delta_rule, selective_scan, state_space_scan
@@ -33,7 +34,8 @@ def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StepOps:
-    """How a step attends, writes the cache, convolves, computes experts and recurrences, and chooses tokens; the defaults are the reference.
+    """How a step attends, writes the cache, multiplies, convolves, computes experts and recurrences, and chooses tokens; the defaults
+    are the reference.
 
     Attributes:
         attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
@@ -41,6 +43,7 @@ class StepOps:
             of it waits for the write; None: they attend as chunk rows do.
         write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
+        quantized_linear: a linear layer whose weight is quantized.
         convolve: a layer's short convolution over the tokens of each slot; None: as SlotConvolutions does.
         experts: a layer's routed experts, of those layers that use transformers' experts interface.
         delta_rule, state_space_scan, selective_scan: a layer's recurrence, of those layers that compute it by functions of these kinds.
@@ -53,6 +56,7 @@ class StepOps:
     attend_decode: DecodeAttention | None = None
     write_cache: CacheWrite = kv_cache.write
     reads_visible: ReadsVisible = _reads_all
+    quantized_linear: QuantizedProduct = dequantized_product
     convolve: SlotConvolution | None = None
     experts: Experts = dense_experts
     delta_rule: Scan = delta_rule

@@ -22,6 +22,7 @@ from .kv_cache import KVCache, block_indices, write_indices
 from .model_cache import Backends, CacheNeeds
 from .ops import DEFAULT_OPS, StepOps
 from .owned_blocks import OwnedBlocks
+from .quantized.modules import multiplying
 from .recurrence import SCAN_KINDS, ScanRows, SlotScans
 from .scores import Scores
 from .slot_groups import SlotGroups
@@ -196,7 +197,11 @@ class StepModule(nn.Module):
         if keeps:
             kwargs["logits_to_keep"] = output_rows
         kwargs |= self._needs.arguments(position_ids, backends, self.spec.sequence_length)
-        with backends.serving(position_ids), routing(self.ops.experts, actual):
+        with (
+            backends.serving(position_ids),
+            routing(self.ops.experts, actual),
+            multiplying(self.ops.quantized_linear),
+        ):
             logits = self.model(input_ids=input_ids[None], **kwargs).logits[0]
         return (logits if keeps else logits[output_rows]).float()
 

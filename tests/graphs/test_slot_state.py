@@ -240,9 +240,9 @@ def test_older_programs_refuse_an_artifact_whose_state_they_would_overlook(
     assert manifest["format_version"] == 2
     plain = export_tiny(sharp_checkpoints["llama"], tmp_path / "llama")
     assert json.loads((plain / MANIFEST_NAME).read_text())["format_version"] == 1
-    manifest["format_version"] = 5
+    manifest["format_version"] = 6
     (plain / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="has format_version 5, this program reads 1 to 4"):
+    with pytest.raises(ArtifactError, match="has format_version 6, this program reads 1 to 5"):
         Artifact.open(plain)
 
 

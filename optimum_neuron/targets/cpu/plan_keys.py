@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...artifacts.quantization import read_formats
 from ...artifacts.skeleton import read_config
 from ...artifacts.tensor_file import Stored
 from ...graphs.state_specs import state_specs
@@ -30,8 +31,8 @@ _NOT_READ = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _PACKAGE = Path(__file__).parents[2]
 # What a plan is made by.
 _SOURCES = (
-    "graphs/*.py", "graphs/checks/rope_length.py", "artifacts/skeleton.py", "targets/cpu/compiler.py", "targets/cpu/layout.py",
-    "targets/cpu/operators.py", "targets/cpu/plan_file.py", "targets/cpu/plan/*.py",
+    "graphs/*.py", "graphs/quantized/*.py", "graphs/checks/rope_length.py", "artifacts/skeleton.py", "artifacts/quantization.py",
+    "targets/cpu/compiler.py", "targets/cpu/layout.py", "targets/cpu/operators.py", "targets/cpu/plan_file.py", "targets/cpu/plan/*.py",
 )  # fmt: skip
 
 
@@ -39,11 +40,12 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
     """The key of each graph's plan, by the graph's name.
 
     Args:
-        job: whose folder holds config.json, and the model's code where that is trusted; weights are not read.
+        job: whose folder holds config.json, what is told of quantized layers, and the model's code where that is trusted; weights are
+            not read.
         tensors: what the file of weights holds, by name.
 
     Raises:
-        ValueError: transformers cannot read config.json.
+        ValueError: transformers cannot read config.json, or nobody quantization.json.
     """
     config = read_config(job.folder, trust_remote_code=job.trust_remote_code).to_dict()
     code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
@@ -52,6 +54,7 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
         "model_config": {name: value for name, value in config.items() if name not in _NOT_READ},
         "model": job.model.to_dict(),
         "dtype": job.config.dtype,
+        "quantized": {name: asdict(each) for name, each in read_formats(job.folder).items()},
         # Of a cache of blocks, a graph's own spec does not tell them: what takes padding is as long as the artifact's largest step.
         "states": [asdict(state) for state in state_specs(job.config, job.model)],
         "tensors": {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()},

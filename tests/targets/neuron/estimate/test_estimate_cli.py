@@ -343,9 +343,16 @@ def test_help_teaches_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "set()"
     # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
-    # somebody asks, and snapshots, which no device keeps.
-    others = {"float32_reduce", "long_frequencies", "top_logprobs", "kernels"}
-    for name in set(NeuronConfig.option_names()) - others - {"state_snapshots", "state_snapshot_interval"}:
+    # somebody asks, snapshots, which no device keeps, and quantized weights, which no device takes.
+    others = {
+        "float32_reduce",
+        "long_frequencies",
+        "top_logprobs",
+        "kernels",
+        "state_snapshots",
+        "state_snapshot_interval",
+    }
+    for name in {each for each in NeuronConfig.option_names() if not each.startswith("quantization")} - others:
         assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
     assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
     assert not re.findall(r"--\w+_\w+", done.stdout)

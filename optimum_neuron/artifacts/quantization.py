@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantization.json: which layers of an artifact's model have quantized weights, and how these are stored. Absent where none has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from ..graphs.quantized.modules import WeightFormat, make_room, weight_formats
+from ..graphs.quantized.weight import CODE_DTYPES, SCALE_DTYPES
+from .schema import choice, flag, named, read_object, record, whole
+
+
+QUANTIZATION_NAME = "quantization.json"
+_DOCUMENT = record(
+    {
+        "modules": named(
+            record(
+                {
+                    "kind": choice(CODE_DTYPES),
+                    "groups": whole(1),
+                    "scale": choice([str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES]),
+                    "has_shift": flag,
+                },
+                closed=True,
+            )
+        )
+    },
+    closed=True,
+)
+
+
+def write_formats(model: nn.Module, folder: Path) -> None:
+    """Writes the file where a model has quantized layers."""
+    formats = weight_formats(model)
+    if formats:
+        document = {"modules": {name: asdict(each) for name, each in formats.items()}}
+        (folder / QUANTIZATION_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
+    """The quantized layers of a folder's model by name.
+
+    Raises:
+        ValueError: the file is there, and is not one of these.
+    """
+    path = folder / QUANTIZATION_NAME
+    if not path.is_file():
+        return {}
+    try:
+        document = read_object(path)
+        _DOCUMENT("it", document)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; restore it or export the model again") from error
+    return {name: WeightFormat(**each) for name, each in document["modules"].items()}
+
+
+def make_room_for_weights(model: nn.Module, folder: Path) -> None:
+    """Gives a model without weights the quantized layers of a folder's model.
+
+    Raises:
+        ValueError: the file is not one of these, or is of another model.
+    """
+    formats = read_formats(folder)
+    try:
+        make_room(model, formats)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / QUANTIZATION_NAME} does not fit config.json: {error}; restore them or export the model again"
+        ) from error

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain weights rounded to codes of few bits, from the weights alone: no text is run through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..graphs.quantized.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
+
+
+FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it; Trainium 2 has 240
+_INT8_LARGEST, _INT4_CODES = 127, 15
+# Parts of the scale that just holds a group's largest value: a smaller one clips that, and rounds the others finer.
+_SHRUNK = tuple(1 - step / 40 for step in range(9))
+# Elements that are searched at a time: as many as stay in a core's caches.
+_PIECE = 1 << 16
+
+
+def round_int8(weight: Tensor) -> QuantizedWeight:
+    """`[..., outputs, inputs]` with a float32 scale for each output, symmetric."""
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty((*weight.shape[:-1], 1))
+    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+        largest = rows.abs().amax(-1, keepdim=True)
+        own_scale.copy_(largest / _INT8_LARGEST)
+        own_codes.copy_(_divided(rows, own_scale).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST))
+    return QuantizedWeight("int8", codes, scale)
+
+
+def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
+    """`[..., outputs, inputs]` with a float32 scale for each output.
+
+    Args:
+        largest: value of a code, at most.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((*weight.shape[:-1], 1))
+    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+        own_scale.copy_(rows.abs().amax(-1, keepdim=True) / largest)
+        own_codes.copy_(_divided(rows, own_scale).clamp_(-largest, largest))
+    return QuantizedWeight("fp8", codes, scale)
+
+
+def round_int4(weight: Tensor, group_size: int, *, zero_point: bool = False) -> QuantizedWeight:
+    """`[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
+
+    Args:
+        zero_point: values of a group are spread between its least and its largest, and not around zero.
+
+    Raises:
+        ValueError: groups do not divide the inputs, or a scale is larger than float16 has.
+    """
+    inputs = weight.shape[-1]
+    if inputs % group_size:
+        raise ValueError(f"groups of {group_size} do not divide {inputs} inputs")
+    groups = weight.unflatten(-1, (-1, group_size))
+    codes = torch.empty(groups.shape, dtype=torch.uint8)
+    scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
+    shift = torch.empty(scale.shape) if zero_point else None
+    for values, own in _pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
+        found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values))
+        own[1].copy_(found)  # rounded: codes are chosen for the scale as it is stored
+        own[0].copy_((_whole(values, own[1].float(), zero)).add_(zero))
+        if zero_point:
+            own[2].copy_(-zero * own[1].float())
+    if not scale.isfinite().all():
+        raise ValueError(f"a weight of {float(weight.abs().amax()):.3g} is too large for int4 with scales in float16")
+    packed = pack_int4(codes.flatten(-2))
+    return QuantizedWeight("int4", packed, scale.squeeze(-1), None if shift is None else shift.squeeze(-1))
+
+
+# A scale for each group, and the code that stands for 0.
+_Candidate = tuple[Tensor, Tensor]
+
+
+def _symmetric(values: Tensor) -> Iterator[_Candidate]:
+    """The largest value becomes -8, of which there is no positive, or +-7."""
+    extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+    middle = torch.full_like(extreme, INT4_MIDDLE)
+    for code in (-INT4_MIDDLE, INT4_MIDDLE - 1):
+        yield from ((extreme * (part / code), middle) for part in _SHRUNK)
+
+
+def _shifted(values: Tensor) -> Iterator[_Candidate]:
+    least, largest = values.amin(-1, keepdim=True).clamp_(max=0), values.amax(-1, keepdim=True).clamp_(min=0)
+    for part in _SHRUNK:
+        scale = (largest - least) * (part / _INT4_CODES)
+        zero = torch.where(scale > 0, -least * part / scale, 0).round_().clamp_(0, _INT4_CODES)
+        yield scale, zero
+
+
+def _best(values: Tensor, candidates: Iterable[_Candidate]) -> _Candidate:
+    """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives."""
+    scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
+    least = torch.full((len(values), 1), torch.inf)
+    for candidate in candidates:
+        error = _whole(values, *candidate).mul_(candidate[0]).sub_(values).square_().sum(-1, keepdim=True)
+        better = error < least
+        least, scale, zero = (
+            torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
+        )
+    numbers = _whole(values, scale, zero)
+    squares = numbers.square().sum(-1, keepdim=True)
+    return torch.where(squares > 0, numbers.mul_(values).sum(-1, keepdim=True) / squares, 0), zero
+
+
+def _whole(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """What codes stand for before they are scaled: whole numbers from -zero on."""
+    numbers = _divided(values, scale).round_()
+    return torch.minimum(torch.maximum(numbers, -zero, out=numbers), _INT4_CODES - zero, out=numbers)
+
+
+def _divided(values: Tensor, scale: Tensor) -> Tensor:
+    """Zero where the scale is: all values of such a group are, or are too small for it."""
+    return (values / scale).nan_to_num_(0.0, 0.0, 0.0) if bool((scale == 0).any()) else values / scale
+
+
+def _pieces(weight: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Rows of the last dimension in float32, so many at a time, with the same rows of tensors that are to be filled."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    flat = [each.view(-1, each.shape[-1]) for each in outputs]
+    count = max(1, _PIECE // weight.shape[-1])
+    for start in range(0, len(rows), count):
+        piece = slice(start, start + count)
+        yield rows[piece].float(), tuple(each[piece] for each in flat)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An artifact with quantized weights computes what transformers does with the dequantized ones, at any cut and beside any neighbour."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.export import export_model
+from optimum_neuron.graphs.quantized.weight import FP4_VALUES
+from tests import tampering
+from tests.helpers import artifact_runner, prefill_pieces
+
+
+SIZES = {"batch_size": 3, "sequence_length": 96, "prefill_chunk_size": 16, "output_logits": True, "dtype": "float32"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int4 with a zero point": {"quantization": "int4", "quantization_zero_point": True, "quantization_group_size": 64},
+    "fp8": {"quantization": "fp8"},
+}
+TARGETS = ("eager",)
+_PROMPT = 41
+
+
+def _export(checkpoint: Path, output: Path, **options: Any) -> Path:
+    return export_model(checkpoint, output, config=NeuronConfig.from_dict({**SIZES, **options}))
+
+
+@pytest.fixture(scope="module")
+def exported(
+    sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, str], Path]:
+    made: dict[tuple[str, str, str], Path] = {}
+
+    def export(name: str, form: str, target: str) -> Path:
+        key = (name, form, target)
+        if key not in made:
+            output = tmp_path_factory.mktemp("quantized") / "artifact"
+            made[key] = _export(sharp_checkpoints[name], output, target=target, **FORMATS[form])
+        return made[key]
+
+    return export
+
+
+def _dequantized(checkpoint: Path, artifact: Path) -> tuple[PreTrainedModel, set[str]]:
+    """transformers' model with the weights that an artifact's codes stand for, and the kinds of codes; written out once more."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tensors = load_file(artifact / WEIGHTS_NAME)
+    modules = json.loads((artifact / QUANTIZATION_NAME).read_text())["modules"]
+    for name, form in modules.items():
+        codes, scale = (tensors[f"model.{name}.{part}"] for part in ("codes", "scale"))
+        if form["kind"] in ("int4", "fp4"):
+            codes = torch.stack([codes % 16, codes // 16], -1).flatten(1)
+        table = {"fp4": torch.tensor(FP4_VALUES), "int4": torch.arange(16) - (0.0 if form["has_shift"] else 8.0)}
+        values = table[form["kind"]][codes.int()] if form["kind"] in table else codes.float()
+        each = values.shape[1] // form["groups"]
+        weight = values * scale.float().repeat_interleave(each, 1)
+        if form["has_shift"]:
+            weight += tensors[f"model.{name}.shift"].repeat_interleave(each, 1)
+        linear = model.get_submodule(name)
+        linear.weight = torch.nn.Parameter(weight.reshape(linear.weight.shape))
+    return model, {form["kind"] for form in modules.values()}
+
+
+def _prompt(seed: int, count: int = _PROMPT) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 300, count, dtype=np.int32)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_logits_are_those_of_the_dequantized_weights(
+    name: str,
+    form: str,
+    target: str,
+    exported: Callable[[str, str, str], Path],
+    sharp_checkpoints: dict[str, Path],
+) -> None:
+    artifact = exported(name, form, target)
+    peer, kinds = _dequantized(sharp_checkpoints[name], artifact)
+    assert FORMATS[form]["quantization"] in kinds
+    ids = torch.from_numpy(_prompt(0))[None].long()
+    found = NeuronModelForCausalLM.from_pretrained(artifact).generate(
+        ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    with torch.no_grad():
+        expected = peer(found.sequences[:, :-1]).logits[:, -4:]
+        plain = AutoModelForCausalLM.from_pretrained(sharp_checkpoints[name], dtype=torch.float32)
+        unquantized = plain(found.sequences[:, :-1]).logits[:, -4:]
+    logits = torch.stack(found.logits, 1)
+    spread = expected.amax() - expected.amin()
+    assert (logits - expected).abs().amax() < 1e-5 * spread
+    assert (unquantized - expected).abs().amax() > 1e-3 * spread  # so it is not the plain weights that were run
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_cuts_slots_and_neighbours_change_no_bit(
+    form: str, target: str, exported: Callable[[str, str, str], Path]
+) -> None:
+    runner = artifact_runner(exported("llama", form, target))
+    prompt = _prompt(1)
+    expected: Tensor | None = None
+    for slot, pieces in enumerate([[16, 16, 9], [1, 2, 16, 16, 6], [7, 13, 5, 16]]):
+        logits = prefill_pieces(runner, slot, prompt, pieces)
+        expected = logits if expected is None else expected
+        assert torch.equal(logits, expected)
+
+
+def test_layers_are_chosen_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    excluded = ("lm_head", "*.layers.0.*", "*.o_proj")
+    _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int8", quantization_exclude=excluded)
+    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["modules"]
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    assert {name.rpartition(".")[2] for name in modules} == set(names)
+    assert all(name.startswith("model.layers.1.") for name in modules)
+    artifact = Artifact.open(tmp_path / "out")
+    assert artifact.config.quantization_exclude == excluded
+    assert artifact.manifest["format_version"] == 5
+
+
+def test_what_the_groups_do_not_divide_and_the_head_are_int8(
+    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int4", quantization_group_size=64)
+    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["modules"]
+    kinds = {name.rpartition(".")[2]: form["kind"] for name, form in modules.items()}
+    assert kinds["lm_head"] == "int8" and kinds["q_proj"] == "int4"
+    assert kinds["down_proj"] == "int8"  # 96 inputs
+    assert (
+        "2 layers, as model.layers.0.mlp.down_proj with 96 inputs, are no whole number of groups of 64" in caplog.text
+    )
+
+
+def test_an_artifact_takes_as_little_as_its_codes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    sizes = {}
+    for kind in ("int8", "int4"):
+        _export(tiny_checkpoint, tmp_path / kind, target="eager", quantization=kind)
+        tensors = load_file(tmp_path / kind / WEIGHTS_NAME)
+        layers = [each for name, each in tensors.items() if ".layers." in name and "norm" not in name]
+        sizes[kind] = sum(each.nbytes for each in layers)
+        assert not any(name.endswith("proj.weight") for name in tensors)
+    assert sizes["int4"] < 0.6 * sizes["int8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"quantization": "int3"}, "quantization='int3' is not known; choose one of int8, int4, fp8"),
+        ({"quantization": "int4", "quantization_group_size": 48}, "quantization_group_size=48 is not known"),
+        ({"quantization": "int8", "quantization_group_size": 32}, "quantization_group_size=32 is of int4"),
+        ({"quantization": "fp8", "quantization_zero_point": True}, "quantization_zero_point=True is of int4"),
+        ({"quantization_zero_point": True}, "there is no quantization"),
+        ({"quantization_exclude": ["lm_head"]}, "there is no quantization"),
+        ({"quantization": "int8", "quantization_exclude": ["*.qproj"]}, "'\\*.qproj' is the name of none of"),
+        ({"quantization": "int8", "quantization_exclude": ["*"]}, "finds nothing to quantize"),
+        ({"quantization": "int8", "target": "hlo"}, "is not lowered for target='hlo'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_is_written(
+    options: dict[str, Any], told: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        _export(tiny_checkpoint, tmp_path / "out", **{"target": "eager", **options})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("exclude", ["lm_head", [3], [""]])
+def test_patterns_are_a_list_of_texts(exclude: Any) -> None:
+    with pytest.raises(TypeError, match="must be a list of patterns"):
+        NeuronConfig(quantization="int8", quantization_exclude=exclude)
+
+
+def test_weights_that_are_no_numbers_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    shutil.copytree(tiny_checkpoint, tmp_path / "broken", dirs_exist_ok=True, ignore=lambda *_: ["model.safetensors"])
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinity in 1 of 6,144 places"):
+        _export(tmp_path / "broken", tmp_path / "out", target="eager", quantization="int4")
+    assert not (tmp_path / "out").exists()
+
+
+def _tampered(artifact: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy whose quantization.json is changed, with a manifest that vouches for it."""
+    shutil.copytree(artifact, folder)
+    document = json.loads((folder / QUANTIZATION_NAME).read_text())
+    change(document)
+    tampering.write(folder, QUANTIZATION_NAME, json.dumps(document).encode())
+    return folder
+
+
+_LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda modules: modules.pop(_LAYER), f"lack model.{_LAYER}.weight"),
+        (lambda modules: modules[_LAYER].update(kind="int4"), "codes"),
+        (lambda modules: modules[_LAYER].update(groups=7), "does not fit config.json: scales"),
+        (lambda modules: modules[_LAYER].update(groups=2), "scale"),
+        (lambda modules: modules[_LAYER].update(scale="float64"), "cannot be read"),
+        (lambda modules: modules[_LAYER].update(has_shift=True), "lack model.*shift"),
+        (lambda modules: modules.update({"model.norm": modules[_LAYER]}), "has no linear layer model.norm"),
+        (lambda modules: modules.update({"../x": modules[_LAYER]}), "has no linear layer"),
+    ],
+)
+def test_a_changed_description_is_told(
+    change: Callable[[dict[str, Any]], None],
+    told: str,
+    exported: Callable[[str, str, str], Path],
+    tmp_path: Path,
+) -> None:
+    artifact = exported("llama", "int8", "eager")
+    folder = _tampered(artifact, tmp_path / "artifact", lambda document: change(document["modules"]))
+    with pytest.raises(ValueError, match=told):
+        NeuronModelForCausalLM.from_pretrained(folder)
