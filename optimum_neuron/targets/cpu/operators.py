@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step attends, writes its cache, convolves, computes experts and chooses tokens on the cpu target: operators of a plan's kernels.
+"""How a step attends, writes its cache, multiplies quantized weights, convolves, computes experts and chooses tokens on the cpu target:
+operators of a plan's kernels.
 
 In a traced graph they are one node each. Called on tensors they compute nothing: a plan alone runs them.
 """
@@ -17,6 +18,7 @@ from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
+from ...graphs.quantized.weight import PACKED, QuantizedWeight
 from ...graphs.recurrence import ScanCall, ScanRows, ScanState
 
 
@@ -33,6 +35,12 @@ _library.define(
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor"
+)
+_library.define(
+    "quantized_expert_linear(Tensor x, Tensor index, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor"
+)
 _library.define(
     "convolve(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, Tensor positions) -> Tensor"
 )
@@ -68,6 +76,18 @@ def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) ->
     return x.new_empty((*index.shape, weight.shape[1]))
 
 
+def _multiplied(
+    x: Tensor, kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def _projected_by_codes(
+    x: Tensor, index: Tensor, kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return x.new_empty((*index.shape, codes.shape[1]))
+
+
 def _convolved(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
@@ -100,6 +120,8 @@ _SHAPES: dict[str, Any] = {
     "attend": _attended,
     "write_cache": _written,
     "expert_linear": _projected,
+    "quantized_linear": _multiplied,
+    "quantized_expert_linear": _projected_by_codes,
     "convolve": _convolved,
     "walk": _walked,
     "output_rows": _marked,
@@ -163,6 +185,51 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
 
 
+def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """A drop-in for `dequantized_product` that reads codes, and keeps no dequantized weight.
+
+    Raises:
+        ValueError: the kernels take no such weight, or no such input.
+    """
+    check_quantized(weight, x.dtype)
+    operator = getattr(torch.ops, NAMESPACE).quantized_linear
+    output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias)
+    return output
+
+
+def quantized_expert_linear(x: Tensor, index: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """`expert_linear` of a quantized weight `[experts, outputs, inputs]`.
+
+    Args:
+        x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
+        index: `[tokens, k]` int64; from `experts` on: nowhere.
+        bias: `[experts, outputs]`.
+
+    Returns:
+        `[tokens, k, outputs]`, zero where a token goes nowhere.
+
+    Raises:
+        ValueError: as `_quantized_linear`.
+    """
+    check_quantized(weight, x.dtype)
+    operator = getattr(torch.ops, NAMESPACE).quantized_expert_linear
+    output: Tensor = operator(x, index, weight.kind, weight.codes, weight.scale, weight.shift, bias)
+    return output
+
+
+def check_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    """Raises ValueError where the kernels take no such weight, or no input of this type."""
+    if weight.kind in PACKED and weight.group_size % 2:
+        raise ValueError(
+            f"a quantized weight of {weight.kind} has {weight.group_size} inputs to a scale, and target='cpu' takes two codes of a "
+            f"byte with one scale; quantize it with groups of an even size, or export with target='eager'"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"a quantized weight meets {dtype}, and target='cpu' multiplies {', '.join(map(str, DTYPES))}"
+        )
+
+
 def _convolve(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
@@ -206,6 +273,7 @@ OPS = StepOps(
     attend_cache=_attend,
     write_cache=_write_cache,
     reads_visible=is_taken,
+    quantized_linear=_quantized_linear,
     convolve=_convolve,
     experts=_grouped_experts,
     delta_rule=_walk,

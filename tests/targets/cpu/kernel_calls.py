@@ -20,6 +20,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
+from optimum_neuron.graphs.quantized.weight import QuantizedWeight
 from optimum_neuron.graphs.spec import TensorSpec
 from optimum_neuron.targets.cpu import library
 from optimum_neuron.targets.cpu.executable import BoundPlan
@@ -31,6 +32,7 @@ from optimum_neuron.targets.cpu.plan.lower import lower
 from optimum_neuron.targets.cpu.plan.program import (
     Attend,
     Buffer,
+    Codes,
     Convolve,
     Experts,
     Layer,
@@ -107,6 +109,9 @@ class Tensors:
     def optional(self, tensor: Tensor | None) -> Operand | None:
         return None if tensor is None else self(tensor)
 
+    def codes(self, weight: QuantizedWeight) -> Codes:
+        return Codes(weight.kind, self(weight.scale), self.optional(weight.shift))
+
     @property
     def buffers(self) -> list[Buffer]:
         return [Buffer("tensor", str(i), each.untyped_storage().nbytes()) for i, each in enumerate(self.held)]
@@ -178,6 +183,29 @@ class Kernels:
         for output in outputs:
             check_guards(output)
         return outputs
+
+    def quantized_linears(
+        self, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        tensors = Tensors()
+        outputs = [guarded((len(x), weight.outputs), x.dtype) for weight in weights]
+        layers = tuple(
+            Layer(tensors(weight.codes), tensors.optional(bias), tensors(output), tensors.codes(weight))
+            for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        )
+        self.run(Linears(tensors(x), layers), tensors)
+        for output in outputs:
+            check_guards(output)
+        return outputs
+
+    def quantized_expert_linear(
+        self, x: Tensor, index: Tensor, weight: QuantizedWeight, bias: Tensor | None
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded((*index.shape, weight.outputs), x.dtype)
+        operands = tensors(x), tensors(index), tensors(weight.codes), tensors.optional(bias), tensors(output)
+        self.run(Experts(*operands, tensors.codes(weight)), tensors)
+        check_guards(output)
+        return output
 
     def expert_linear(self, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         tensors, output = Tensors(), guarded((*index.shape, weight.shape[1]), x.dtype)

@@ -97,8 +97,10 @@ struct BFloat16Words {
 #endif
   }
 };
-#else
-struct BFloat16Words : FloatWords {
+#endif
+
+// bfloat16 whose products are taken in float32.
+struct WideBFloat16Words : FloatWords {
   static INLINE Words loadWords(const uint16_t* p) { return loadBFloat16<kLanes>(p); }
   static INLINE Words loadWords(const uint16_t* p, int64_t count) {
     uint16_t elements[kLanes] = {};
@@ -106,9 +108,12 @@ struct BFloat16Words : FloatWords {
     return loadWords(elements);
   }
 };
+#if !defined(STEP_AVX512_BF16) && !defined(STEP_NEON_BF16)
+using BFloat16Words = WideBFloat16Words;
 #endif
 
-struct BFloat16 : BFloat16Words {
+template <class Products>
+struct BFloat16Of : Products {
   using Element = uint16_t;
 
   static INLINE Vec load(const Element* p) { return loadBFloat16<kLanes>(p); }
@@ -120,6 +125,9 @@ struct BFloat16 : BFloat16Words {
     *reinterpret_cast<Lanes<4>::LooseHalves*>(p) = toBFloat16<4>(values);
   }
 };
+
+using BFloat16 = BFloat16Of<BFloat16Words>;
+using WideBFloat16 = BFloat16Of<WideBFloat16Words>;
 
 // Up to 4 elements; those left out are zero.
 template <class Kind>

@@ -8,150 +8,20 @@
 // - A row's result depends on that row and its expert only, to the bit: not on which other rows there are, who else is
 //   routed where, or the number of threads. It is what `linears` computes of the row.
 // - An index not below the number of experts stands for no expert: its row of y is zero.
-#include <algorithm>
-#include <numeric>
-
-#include "linear_worker.h"
+#include "experts_run.h"
 
 namespace step {
-
-namespace {
-
-// An expert in use: its rows, its layer, and where what it costs begins in the cost of all.
-template <class Kind>
-struct Group {
-  Input<Kind> input;
-  Linear linear;
-  int64_t cost;  // of an output
-  int64_t begin;
-  int64_t firstTile;  // in the tiles of all
-};
-
-// Rows of y, which are named by their place in `index`, sorted by expert; those of one expert in order.
-struct Sorted {
-  int64_t* places;
-  int64_t* begins;  // [experts + 1], where those of each expert begin; all behind have none
-};
-
-void sortPlaces(const ExpertsCall& call, const Sorted& sorted) {
-  const int64_t count = call.tokens * call.k;
-  const auto expertOf = [&](int64_t i) { return std::min(call.index[i], call.experts); };
-  // First the ends of all experts, one further: each row moves its expert's begin up by one.
-  std::fill_n(sorted.begins, call.experts + 2, 0);
-  for (int64_t i = 0; i < count; ++i) {
-    ++sorted.begins[expertOf(i) + 1];
-  }
-  std::partial_sum(sorted.begins, sorted.begins + call.experts + 2, sorted.begins);
-  for (int64_t i = 0; i < count; ++i) {
-    sorted.places[sorted.begins[expertOf(i)]++] = i;
-  }
-  std::copy_backward(sorted.begins, sorted.begins + call.experts + 1, sorted.begins + call.experts + 2);
-  sorted.begins[0] = 0;
-}
-
-// The groups in use are made in `groups`; returns their number.
-template <class Kind>
-int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Kind::Packed* packed, Group<Kind>* groups) {
-  using Element = typename Kind::Element;
-  const int64_t stride = packedStride<Kind>(call.columns);
-  const auto* weight = static_cast<const Element*>(call.weight);
-  const auto* bias = static_cast<const Element*>(call.bias);
-  int64_t count = 0, begin = 0, tiles = 0;
-  for (int64_t e = 0; e < call.experts; ++e) {
-    const int64_t first = sorted.begins[e], rows = sorted.begins[e + 1] - first;
-    if (rows == 0) {
-      continue;
-    }
-    const Input<Kind> input{packed + first * stride, rows, call.columns, stride, sorted.places + first};
-    const Linear linear{weight + e * call.outputs * call.columns, bias ? bias + e * call.outputs : nullptr, call.y,
-                        call.outputs, call.outputs};
-    const Group<Kind> group{input, linear, std::max<int64_t>(outputCost<Kind>(input), 1), begin, tiles};
-    groups[count++] = group;
-    begin += call.outputs * group.cost;
-    tiles += input.tiles();
-  }
-  return count;
-}
-
-template <class Kind>
-void packGroups(Pool& pool, const ExpertsCall& call, const Group<Kind>* groups, int64_t count) {
-  const auto* x = static_cast<const typename Kind::Element*>(call.x);
-  const int64_t each = call.perExpert ? 1 : call.k;
-  const Group<Kind>& last = groups[count - 1];
-  const int64_t tiles = last.firstTile + last.input.tiles();
-  const int64_t bytes = tiles * LinearWorker<Kind>::kTileRows * last.input.stride * sizeof(typename Kind::Packed);
-  const int64_t tasks = std::min(countTasks(pool, bytes), tiles);
-  pool.run(tasks, [&](int64_t task, int) {
-    const Range range = part(tiles, task, tasks);
-    for (int64_t i = 0; i < count; ++i) {
-      const auto& [input, linear, cost, begin, firstTile] = groups[i];
-      const int64_t end = std::min(range.end - firstTile, input.tiles());
-      for (int64_t tile = std::max<int64_t>(range.begin - firstTile, 0); tile < end; ++tile) {
-        const auto& own = input;
-        LinearWorker<Kind>::pack(own, tile, [&](int64_t row) { return x + own.place(row) / each * own.columns; });
-      }
-    }
-  });
-}
-
-// The outputs of all groups are shared out by what they cost, since experts have more rows or fewer.
-template <class Kind>
-void computeGroups(Pool& pool, const Group<Kind>* groups, int64_t count) {
-  const Group<Kind>& last = groups[count - 1];
-  const int64_t total = last.begin + last.linear.outputs * last.cost;
-  const int64_t tasks = countTasks(pool, total);
-  constexpr int64_t unit = LinearWorker<Kind>::kOutputs;
-  pool.run(tasks, [&](int64_t task, int worker) {
-    const Range share = part(total, task, tasks);
-    void* memory = pool.scratch(worker, LinearWorker<Kind>::kBytes);
-    for (int64_t i = 0; i < count; ++i) {
-      const Group<Kind>& group = groups[i];
-      const int64_t outputs = group.linear.outputs;
-      const auto output = [&](int64_t cost) {
-        const int64_t number = std::max<int64_t>(cost - group.begin, 0) / group.cost;
-        return number < outputs ? number / unit * unit : outputs;
-      };
-      const Range own{output(share.begin), output(share.end)};
-      if (own.begin < own.end) {
-        LinearWorker<Kind>(group.input, group.linear, memory).run(own, {0, group.input.tiles()}, {});
-      }
-    }
-  });
-}
-
-template <class Kind>
-void computeAll(Pool& pool, const ExpertsCall& call) {
-  using Element = typename Kind::Element;
-  constexpr int64_t kLine = 64;
-  const int64_t rows = call.tokens * call.k, most = std::min(rows, call.experts);
-  const auto lines = [](int64_t bytes) { return divideUp(bytes, kLine) * kLine; };
-  const int64_t packedBytes = lines(LinearWorker<Kind>::packedBytes(rows, call.columns));
-  const int64_t groupsBytes = lines(most * sizeof(Group<Kind>));
-  char* memory = static_cast<char*>(
-      pool.shared(packedBytes + groupsBytes + (rows + call.experts + 2) * static_cast<int64_t>(sizeof(int64_t))));
-  auto* packed = reinterpret_cast<typename Kind::Packed*>(memory);
-  auto* groups = reinterpret_cast<Group<Kind>*>(memory + packedBytes);
-  auto* places = reinterpret_cast<int64_t*>(memory + packedBytes + groupsBytes);
-  const Sorted sorted{places, places + rows};
-  sortPlaces(call, sorted);
-  const int64_t count = makeGroups<Kind>(call, sorted, packed, groups);
-  if (count > 0) {
-    packGroups<Kind>(pool, call, groups, count);
-    computeGroups<Kind>(pool, groups, count);
-  }
-  for (int64_t i = sorted.begins[call.experts]; i < rows; ++i) {
-    std::fill_n(static_cast<Element*>(call.y) + sorted.places[i] * call.outputs, call.outputs, Element{});
-  }
-}
-
-}  // namespace
 
 bool expertLinear(Pool& pool, const ExpertsCall& call) {
   const int64_t count = call.tokens * call.k;
   if (std::any_of(call.index, call.index + count, [](int64_t index) { return index < 0; })) {
     return false;
   }
-  withKind(call.type, [&](auto kind) { computeAll<decltype(kind)>(pool, call); });
+  if (call.coding == Coding::kPlain) {
+    withKind(call.type, [&](auto kind) { computeExperts<LinearWorker<decltype(kind)>>(pool, call); });
+  } else {
+    codedExperts(pool, call);
+  }
   return true;
 }
 

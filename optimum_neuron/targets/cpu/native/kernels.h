@@ -13,24 +13,40 @@ namespace step {
 // Element types, as numbered in a plan.
 enum class Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt32 = 3, kInt64 = 4, kBool = 5 };
 
-// y = x @ weight.T + bias; weight [outputs, columns] contiguous, bias [outputs] or null, all of one type.
+// How weights are written down: as numbers, or as codes of 8 bits or of 4, two to a byte, of which each stands for
+// code * scale + shift, of its group of adjacent columns.
+enum class Coding : int32_t { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kFp4 = 4 };
+
+// Of codes, what each group has: [outputs, groups], contiguous.
+struct Scales {
+  const void* scale = nullptr;
+  const float* shift = nullptr;  // null: none; then codes of int4 stand for themselves less 8
+  Type type = Type::kFloat32;    // of the scales: kFloat32, kBFloat16 or kFloat16
+};
+
+// y = x @ weight.T + bias; weight [outputs, columns] contiguous, bias [outputs] or null, all of one type but for codes.
 struct Linear {
   const void* weight;
   const void* bias;
   void* output;          // first element of the first row
   int64_t outputs;
   int64_t outputStride;  // elements from a row of the output to the next
+  Scales scales = {};
 };
 
 struct LinearsCall {
   Type type;       // kFloat32, kBFloat16 or kFloat16
   const void* x;   // [rows, columns], elements of a row adjacent
   int64_t rows, columns, stride;  // stride: elements from a row of x to the next
+  Coding coding;   // of all weights
+  int64_t group;   // columns that share a scale: a divisor of columns, even where two codes share a byte
   const Linear* linears;
   int64_t count;
 };
 
 void linears(Pool& pool, const LinearsCall& call);
+// The same of codes.
+void codedLinears(Pool& pool, const LinearsCall& call);
 
 // y[t, i] = x[t(, i)] @ weight[e].T + bias[e] with e = index[t, i]; an index >= experts gives zeros and costs nothing.
 struct ExpertsCall {
@@ -42,10 +58,15 @@ struct ExpertsCall {
   const void* bias;      // [experts, outputs] or null
   void* y;               // [tokens, k, outputs]
   int64_t tokens, k, experts, outputs, columns;
+  Coding coding;
+  int64_t group;
+  Scales scales;         // of codes: [experts, outputs, groups]
 };
 
 // False: an index is negative, and nothing was computed.
 bool expertLinear(Pool& pool, const ExpertsCall& call);
+// The same of codes, whose indices were checked.
+void codedExperts(Pool& pool, const ExpertsCall& call);
 
 struct AttendCall {
   Type type;

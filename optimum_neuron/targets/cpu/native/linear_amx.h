@@ -59,10 +59,17 @@ class AmxWorker {
     return std::clamp<int64_t>(kBatchBytes / (input.stride * kTileRows * sizeof(Packed)), kLeastTiles, kMostTiles);
   }
 
-  // Memory for packed rows, and for what is read behind the last tile.
-  static int64_t packedBytes(int64_t rows, int64_t columns) {
-    return rows * packedStride<BFloat16>(columns) * sizeof(Packed) + kAmxLineBytes;
+  template <class Call>
+  static int64_t rowBytes(const Call& call) {
+    return call.columns * static_cast<int64_t>(sizeof(Element));
   }
+  template <class Call>
+  static Input inputOf(const Call& call, void* packed, int64_t rows, const int64_t* places) {
+    return {packed, rows, call.columns, packedStride<BFloat16>(call.columns), places};
+  }
+
+  // Memory for packed rows, and for what is read behind the last tile.
+  static int64_t packedBytes(const Input& input) { return input.rows * input.stride * sizeof(Packed) + kAmxLineBytes; }
 
   // Packs one tile of `input`; `rowOf` is where a row begins.
   template <class RowOf>

@@ -2,7 +2,7 @@
 //
 // Rows of x times weight rows in their natural [N, K] layout by vectors, panel by panel and block by block as the caches
 // hold them. Every output is summed over K in one order, lane by lane in one vector, then addLanes(), whatever else is
-// computed with it.
+// computed with it. Codes are unpacked to float32 as they are met, and then computed with as any weight.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "ahead.h"
+#include "codes.h"
 #include "linear_tile.h"
 #include "pool.h"
 #include "range.h"
@@ -61,24 +62,29 @@ struct TiledInput {
   int64_t place(int64_t row) const { return places ? places[row] : row; }
 };
 
+// The same where weights are codes; columns are unpacked ones.
+template <int64_t TileRows>
+struct CodedInput : TiledInput<TileRows> {
+  CodeForm form;
+};
+
 template <class Kind>
 int64_t packedStride(int64_t columns) {
   return divideUp(columns, kStep<Kind>) * kStep<Kind>;
 }
 
-// What an output costs, in bytes read.
-template <class Kind, class Input>
-int64_t outputCost(const Input& input) {
-  return input.columns * sizeof(typename Kind::Element) * std::max(input.rows, kFreeRows) / kFreeRows;
+// What an output costs, in bytes read: its own weights are so many.
+inline int64_t outputCost(int64_t rowBytes, int64_t rows) {
+  return std::max<int64_t>(rowBytes * std::max(rows, kFreeRows) / kFreeRows, 1);
 }
 
 // Outputs of a layer for the rows of some tiles, all of it or what a task has of it.
-template <class Kind>
+template <class Kind, bool Coded = false>
 class BlockWorker {
  public:
   using Element = typename Kind::Element;
   using Packed = typename Kind::Packed;
-  using Input = TiledInput<step::kTileRows>;
+  using Input = std::conditional_t<Coded, CodedInput<step::kTileRows>, TiledInput<step::kTileRows>>;
 
   // What is shared out: tiles of x, batches of them, and weight rows.
   static constexpr int64_t kTileRows = step::kTileRows, kOutputs = kTileOutputs;
@@ -95,10 +101,26 @@ class BlockWorker {
 
   static int64_t batchTiles(const Input&) { return kBatchTiles; }
 
-  // Memory for packed rows.
-  static int64_t packedBytes(int64_t rows, int64_t columns) {
-    return rows * packedStride<Kind>(columns) * sizeof(Packed);
+  // Of the weights of a call.
+  template <class Call>
+  static int64_t rowBytes(const Call& call) {
+    return Coded ? bytesOf(call.coding, call.columns) : call.columns * static_cast<int64_t>(sizeof(Element));
   }
+
+  // Rows of a call's x; `packed` and `places` as in TiledInput.
+  template <class Call>
+  static Input inputOf(const Call& call, void* packed, int64_t rows, const int64_t* places) {
+    if constexpr (Coded) {
+      const int64_t block = (isPacked(call.coding) ? 2 : 1) * kLanes;
+      const CodeForm form = formOf(call.coding, call.columns, call.group, block);
+      return {{packed, rows, form.padded(), form.padded(), places}, form};
+    } else {
+      return {packed, rows, call.columns, packedStride<Kind>(call.columns), places};
+    }
+  }
+
+  // Memory for packed rows.
+  static int64_t packedBytes(const Input& input) { return input.rows * input.stride * sizeof(Packed); }
 
   // Packs one tile of `input`; `rowOf` is where a row begins.
   template <class RowOf>
@@ -108,14 +130,19 @@ class BlockWorker {
     for (int64_t row = first; row < last; ++row) {
       rows[row - first] = rowOf(row);
     }
-    packRows<Kind>(static_cast<Packed*>(input.packed) + first * input.stride, rows, last - first, input.columns);
+    Packed* to = static_cast<Packed*>(input.packed) + first * input.stride;
+    if constexpr (Coded) {
+      packForCodes<Kind>(to, rows, last - first, input.form);
+    } else {
+      packRows<Kind>(to, rows, last - first, input.columns);
+    }
   }
 
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
     const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
     const int64_t panels = divideUp(count, kPanelOutputs);
-    const bool converts = sizeof(Packed) != sizeof(Element) && input_.rows >= kConvertRows;
+    const bool converts = Coded || (sizeof(Packed) != sizeof(Element) && input_.rows >= kConvertRows);
     const int64_t batchTiles = converts ? kBatchTiles : blockTiles_;
     const int64_t batches = divideUp(all, batchTiles);
     bool near = false;
@@ -128,10 +155,12 @@ class BlockWorker {
         const Range batch = shift(part(all, j, batches), tiles.begin);
         if (converts) {
           computeBatch<PackedWeights<Kind>>(panel, batch, ahead);
-        } else if (j == 0 && !near) {
-          computeBatch<PlainWeights<Kind>>(panel, batch, ahead);
-        } else {
-          computeBatch<PlainWeights<Kind, false>>(panel, batch, ahead);
+        } else if constexpr (!Coded) {
+          if (j == 0 && !near) {
+            computeBatch<PlainWeights<Kind>>(panel, batch, ahead);
+          } else {
+            computeBatch<PlainWeights<Kind, false>>(panel, batch, ahead);
+          }
         }
       }
       near = asks;
@@ -140,8 +169,15 @@ class BlockWorker {
 
  private:
   Bytes weightsOf(Range outputs) const {
-    const int64_t row = input_.columns * static_cast<int64_t>(sizeof(Element));
-    return {weightRow(outputs, outputs.begin), (outputs.end - outputs.begin) * row};
+    const auto* weights = static_cast<const char*>(linear_.weight);
+    return {weights + outputs.begin * ownRowBytes(), (outputs.end - outputs.begin) * ownRowBytes()};
+  }
+  int64_t ownRowBytes() const {
+    if constexpr (Coded) {
+      return input_.form.rowBytes();
+    } else {
+      return input_.columns * static_cast<int64_t>(sizeof(Element));
+    }
   }
 
   // Few rows are one block, so that their weights are read once.
@@ -160,25 +196,35 @@ class BlockWorker {
   void computeBatch(Range panel, Range batch, Ahead& ahead) {
     const int64_t tiles = batch.end - batch.begin;
     const int64_t blocks = divideUp(tiles, blockTiles_);
-    const int64_t vectors = input_.stride / kStep<Kind>;
+    const int64_t vectors = input_.stride / unit();
     const int64_t rows = std::min(input_.rows, blockTiles_ * kTileRows);
     const int64_t fitting = kChunkBytes / kVectorBytes / rows;
-    const int64_t most = kConvert<Weights> ? std::min(fitting, kPackedVectors) : fitting;
+    const int64_t most = (kConvert<Weights> ? std::min(fitting, kPackedVectors) : fitting) * kStep<Kind> / unit();
     const int64_t chunks = std::max<int64_t>(divideUp(vectors, most), 1);
     for (int64_t i = 0; i < chunks; ++i) {
       const Range range = part(vectors, i, chunks);
-      const int64_t begin = range.begin * kStep<Kind>;
-      const int64_t columns = std::min(range.end * kStep<Kind>, input_.columns) - begin;
+      const int64_t begin = range.begin * unit();
+      const int64_t columns = std::min(range.end * unit(), input_.columns) - begin;
       for (int64_t j = 0; j < blocks; ++j) {
         const Range block = shift(part(tiles, j, blocks), batch.begin);
-        computeBlock<Weights>(panel, batch.begin, block, begin, {columns, i == 0, i == chunks - 1}, ahead);
+        computeBlock<Weights>(panel, batch, block, begin, {columns, i == 0, i == chunks - 1}, ahead);
       }
     }
   }
 
+  // Columns that are not parted.
+  int64_t unit() const {
+    if constexpr (Coded) {
+      return input_.form.block;
+    } else {
+      return kStep<Kind>;
+    }
+  }
+
   template <class Weights>
-  void computeBlock(Range panel, int64_t firstTile, Range block, int64_t begin, Chunk chunk, Ahead& ahead) {
-    const int64_t firstRow = input_.tileRows(firstTile).begin;
+  void computeBlock(Range panel, Range batch, Range block, int64_t begin, Chunk chunk, Ahead& ahead) {
+    const int64_t firstRow = input_.tileRows(batch.begin).begin;
+    const bool once = block.begin == batch.begin && block.end == batch.end;
     const auto* bias = static_cast<const Element*>(linear_.bias);
     // Whole vectors of packed weights, whose ends are zero like those of x.
     const Chunk whole{kConvert<Weights> ? packedStride<Kind>(chunk.columns) : chunk.columns, chunk.first, chunk.last};
@@ -188,11 +234,11 @@ class BlockWorker {
       // Adding -0 changes no value, adding +0 would make +0 of -0.
       tile.bias = bias ? load4<Kind>(bias + n, tile.count) : Vec4{-0.0f, -0.0f, -0.0f, -0.0f};
       if constexpr (kConvert<Weights>) {
-        Packed* packed = panel_ + (n - panel.begin) * whole.columns;
+        // Weights that are used once stay in the first-level cache.
+        Packed* packed = panel_ + (once ? 0 : n - panel.begin) * whole.columns;
         tile.weights = {packed};
-        if (block.begin == firstTile) {
-          const auto plain = plainWeights<PlainWeights<Kind>>(panel, n, begin, chunk);
-          packRows<Kind>(packed, plain.rows, kTileOutputs, chunk.columns, plain.ahead);
+        if (block.begin == batch.begin) {
+          packWeights(packed, panel, n, begin, chunk);
         }
       } else {
         tile.weights = plainWeights<Weights>(panel, n, begin, chunk);
@@ -208,6 +254,25 @@ class BlockWorker {
         }
         multiplyTile(last - first, tile, whole, sums + (first - firstRow));
       }
+    }
+  }
+
+  void packWeights(Packed* to, Range panel, int64_t n, int64_t begin, Chunk chunk) const {
+    if constexpr (Coded) {
+      const CodeForm& form = input_.form;
+      // After the panel its next chunk, or else another panel.
+      const bool again = n + kTileOutputs >= panel.end && !chunk.last;
+      const int64_t ahead = again ? (panel.begin - n) * form.rowBytes() + bytesOf(form.coding, chunk.columns)
+                                  : kTileOutputs * form.rowBytes();
+      for (int64_t j = 0; j < kTileOutputs; ++j) {
+        const int64_t row = std::min(n + j, panel.end - 1);
+        unpackRow(
+            to + j * kStep<Kind>, kTileOutputs * kStep<Kind>, static_cast<const uint8_t*>(linear_.weight), linear_.scales,
+            row, form, {begin, begin + chunk.columns}, ahead);
+      }
+    } else {
+      const auto plain = plainWeights<PlainWeights<Kind>>(panel, n, begin, chunk);
+      packRows<Kind>(to, plain.rows, kTileOutputs, chunk.columns, plain.ahead);
     }
   }
 

@@ -24,8 +24,6 @@ struct WorkerOf<BFloat16> {
 
 template <class Kind>
 using LinearWorker = typename WorkerOf<Kind>::Type;
-template <class Kind>
-using Input = typename LinearWorker<Kind>::Input;
 
 }  // namespace
 }  // namespace step

@@ -26,6 +26,10 @@ struct Memory {
   }
 };
 
+Scales scalesOf(const Memory& memory, const CodesPlace& codes) {
+  return {memory.at(codes.scale), memory.as<const float>(codes.shift), codes.type};
+}
+
 // Each of these computes the first `tokens` of its step's tokens, or all that it has.
 bool run(Pool& pool, const Memory& memory, const Map& map, int64_t tokens, int64_t of) {
   runMap(pool, map, memory.buffers, map.rows * map.columns / of * tokens);
@@ -35,8 +39,8 @@ bool run(Pool& pool, const Memory& memory, const Map& map, int64_t tokens, int64
 bool run(Pool& pool, const Memory& memory, LinearsStep& step, int64_t tokens, int64_t of) {
   for (size_t i = 0; i < step.layers.size(); ++i) {
     const LinearsStep::Layer& layer = step.layers[i];
-    step.linears[i] = {
-        memory.at(layer.weight), memory.at(layer.bias), memory.at(layer.output), layer.outputs, layer.outputStride};
+    step.linears[i] = {memory.at(layer.weight), memory.at(layer.bias),   memory.at(layer.output),
+                       layer.outputs,           layer.outputStride,      scalesOf(memory, layer.codes)};
   }
   LinearsCall call = step.call;
   call.x = memory.at(step.x);
@@ -54,6 +58,7 @@ bool run(Pool& pool, const Memory& memory, const ExpertsStep& step, int64_t toke
   call.weight = memory.at(step.weight);
   call.bias = memory.at(step.bias);
   call.y = memory.at(step.y);
+  call.scales = scalesOf(memory, step.codes);
   call.tokens = call.tokens / of * tokens;
   return expertLinear(pool, call);
 }
@@ -182,7 +187,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 5; }
+int64_t step_interface() { return 6; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

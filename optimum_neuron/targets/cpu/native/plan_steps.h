@@ -29,12 +29,19 @@ struct Place {
   explicit operator bool() const { return buffer >= 0; }
 };
 
+// What codes stand for; nothing of weights that are numbers.
+struct CodesPlace {
+  Place scale, shift;
+  Type type = Type::kFloat32;
+};
+
 struct LinearsStep {
   LinearsCall call;
   Place x;
   struct Layer {
     Place weight, bias, output;
     int64_t outputs, outputStride;
+    CodesPlace codes;
   };
   std::vector<Layer> layers;
   std::vector<Linear> linears;
@@ -43,6 +50,7 @@ struct LinearsStep {
 struct ExpertsStep {
   ExpertsCall call;
   Place x, index, weight, bias, y;
+  CodesPlace codes;
 };
 
 struct AttendStep {
@@ -116,6 +124,14 @@ class Reader {
   bool failed_ = false;
 };
 
+CodesPlace readCodes(Reader& reader) {
+  CodesPlace codes;
+  codes.scale = reader.place();
+  codes.shift = reader.place();
+  codes.type = reader.type();
+  return codes;
+}
+
 Access readAccess(Reader& reader) {
   Access access{};
   access.buffer = static_cast<int32_t>(reader.word());
@@ -162,6 +178,8 @@ Step readLinears(Reader& reader) {
   step.call.rows = reader.word();
   step.call.columns = reader.word();
   step.call.stride = reader.word();
+  step.call.coding = static_cast<Coding>(reader.word());
+  step.call.group = reader.word();
   const int64_t count = reader.count();
   for (int64_t i = 0; i < count; ++i) {
     LinearsStep::Layer layer{};
@@ -170,6 +188,7 @@ Step readLinears(Reader& reader) {
     layer.output = reader.place();
     layer.outputs = reader.word();
     layer.outputStride = reader.word();
+    layer.codes = readCodes(reader);
     step.layers.push_back(layer);
   }
   step.linears.resize(step.layers.size());
@@ -187,6 +206,9 @@ Step readExperts(Reader& reader) {
        {&step.call.tokens, &step.call.k, &step.call.experts, &step.call.outputs, &step.call.columns}) {
     *size = reader.word();
   }
+  step.call.coding = static_cast<Coding>(reader.word());
+  step.call.group = reader.word();
+  step.codes = readCodes(reader);
   return step;
 }
 

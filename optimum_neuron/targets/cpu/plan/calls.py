@@ -12,9 +12,10 @@ from torch.fx import Node
 from .builder import PlanBuilder, arguments
 from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
+from .operands import contiguous_operand, even_rows, row_stride, rows_operand, whole_operand
 from .pointwise import aten
 from .program import Attend, Convolve, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
-from .values import Stored, operand
+from .values import Stored
 
 
 _LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,13 +32,15 @@ def lower_linear(builder: PlanBuilder, node: Node) -> bool:
         for user in x.users
         if user not in builder.values and _is_linear(builder, user) and arguments(user)[0] is x
     ]
-    rows = _as_rows(_adjacent(builder, x))
+    rows = rows_operand(even_rows(builder, x))
     layers = []
     for each in together:
         output = builder.allocate(builder.fake(each).shape, builder.fake(each).dtype)
         weight, bias = (_parameter(builder, each, index) for index in (1, 2))
         assert weight is not None
-        layers.append(Layer(_place(weight), None if bias is None else _place(bias), _as_rows(output)))
+        layers.append(
+            Layer(whole_operand(weight), None if bias is None else whole_operand(bias), rows_operand(output))
+        )
         builder.values[each] = output
     builder.emit(Linears(rows, tuple(layers)))
     return True
@@ -54,9 +57,9 @@ def lower_matmul(builder: PlanBuilder, node: Node) -> bool:
         return False
     value = builder.stored(source)
     x = Stored(value.memory, value.layout.transpose(-1, -2))
-    x = x if _row_stride(x.layout) is not None else builder.contiguous_copy(x)
+    x = x if row_stride(x.layout) is not None else builder.contiguous_copy(x)
     output = builder.allocate((*x.layout.shape[:-1], weight.layout.shape[0]), fake.dtype)
-    builder.emit(Linears(_as_rows(x), (Layer(_place(weight), None, _as_rows(output)),)))
+    builder.emit(Linears(rows_operand(x), (Layer(whole_operand(weight), None, rows_operand(output)),)))
     builder.values[node] = Stored(output.memory, output.layout.transpose(-1, -2))
     return True
 
@@ -81,42 +84,6 @@ def _parameter(builder: PlanBuilder, node: Node, index: int) -> Stored | None:
     return value if isinstance(value, Stored) and value.memory.kind in ("tensor", "kept") else None
 
 
-def _adjacent(builder: PlanBuilder, node: Node) -> Stored:
-    """A node's value as rows that lie evenly, the elements of a row side by side: copied where it is not."""
-    value = builder.stored(node)
-    return value if _row_stride(value.layout) is not None else builder.contiguous_copy(value)
-
-
-def _row_stride(layout: Tensor) -> int | None:
-    """Elements from a row to the next, of a tensor whose dimensions but the last are one; None where they are not."""
-    if layout.shape[-1] > 1 and layout.stride(-1) != 1:
-        return None
-    stride, span = None, 0
-    for size, own in reversed(list(zip(layout.shape[:-1], layout.stride()[:-1], strict=True))):
-        if size == 1:
-            continue
-        if stride is None:
-            stride, span = own, own * size
-        elif own != span:
-            return None
-        else:
-            span = own * size
-    return layout.shape[-1] if stride is None else stride
-
-
-def _as_rows(value: Stored) -> Operand:
-    layout = value.layout
-    stride = _row_stride(layout)
-    assert stride is not None
-    rows = layout.numel() // layout.shape[-1]
-    place = operand(value.memory, layout)
-    return Operand(place.buffer, place.dtype, place.offset, (rows, layout.shape[-1]), (stride, 1))
-
-
-def _place(value: Stored) -> Operand:
-    return operand(value.memory, value.layout)
-
-
 def lower_attend(builder: PlanBuilder, node: Node) -> bool:
     query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias = arguments(node)
     asked = builder.stored(query)
@@ -124,20 +91,20 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
         asked = builder.contiguous_copy(asked)
     cache = [builder.stored(each) for each in (keys, values)]
     indices = [
-        None if each is None else _contiguous(builder, each) for each in (blocks, positions, sinks, column_bias)
+        None if each is None else contiguous_operand(builder, each) for each in (blocks, positions, sinks, column_bias)
     ]
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     assert indices[1] is not None
     builder.emit(
         Attend(
-            _place(asked),
-            _place(cache[0]),
-            _place(cache[1]),
+            whole_operand(asked),
+            whole_operand(cache[0]),
+            whole_operand(cache[1]),
             indices[0],
             indices[1],
             indices[2],
             indices[3],
-            _place(output),
+            whole_operand(output),
             float(scaling),
             int(window),
             float(softcap),
@@ -147,46 +114,41 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
     return True
 
 
-def _contiguous(builder: PlanBuilder, node: Node) -> Operand:
-    value = builder.stored(node)
-    return _place(value if value.layout.is_contiguous() else builder.contiguous_copy(value))
-
-
 def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     cache, states, blocks, columns = arguments(node)
     new = builder.stored(states)
     if new.layout.stride(-1) != 1:
         new = builder.contiguous_copy(new)
-    block_numbers, column_numbers = (_contiguous(builder, each) for each in (blocks, columns))
+    block_numbers, column_numbers = (contiguous_operand(builder, each) for each in (blocks, columns))
     target = builder.resting(cache)
     builder.before_writing(target.memory)
-    builder.emit(WriteCache(_place(target), _place(new), block_numbers, column_numbers))
+    builder.emit(WriteCache(whole_operand(target), whole_operand(new), block_numbers, column_numbers))
     return True
 
 
 def lower_convolve(builder: PlanBuilder, node: Node) -> bool:
     inputs, weight, bias, state, slots, positions = arguments(node)
-    own, taps = _as_rows(_adjacent(builder, inputs)), _contiguous(builder, weight)
-    own_bias = None if bias is None else _contiguous(builder, bias)
-    numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    own, taps = rows_operand(even_rows(builder, inputs)), contiguous_operand(builder, weight)
+    own_bias = None if bias is None else contiguous_operand(builder, bias)
+    numbers, columns = (contiguous_operand(builder, each) for each in (slots, positions))
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     target = builder.resting(state)
     builder.before_writing(target.memory)
-    builder.emit(Convolve(own, taps, own_bias, _place(target), numbers, columns, _place(output)))
+    builder.emit(Convolve(own, taps, own_bias, whole_operand(target), numbers, columns, whole_operand(output)))
     builder.values[node] = output
     return True
 
 
 def lower_walk(builder: PlanBuilder, node: Node) -> bool:
     query, key, value, decay, share, rates, state, slots, positions = arguments(node)
-    asked, keys, values, decays = (_contiguous(builder, each) for each in (query, key, value, decay))
-    shares, own_rates = (None if each is None else _contiguous(builder, each) for each in (share, rates))
-    numbers, columns = (_contiguous(builder, each) for each in (slots, positions))
+    asked, keys, values, decays = (contiguous_operand(builder, each) for each in (query, key, value, decay))
+    shares, own_rates = (None if each is None else contiguous_operand(builder, each) for each in (share, rates))
+    numbers, columns = (contiguous_operand(builder, each) for each in (slots, positions))
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     target = builder.resting(state)
     builder.before_writing(target.memory)
-    kept = _place(target)
-    builder.emit(Walk(asked, keys, values, decays, shares, own_rates, kept, numbers, columns, _place(output)))
+    kept = whole_operand(target)
+    builder.emit(Walk(asked, keys, values, decays, shares, own_rates, kept, numbers, columns, whole_operand(output)))
     builder.values[node] = output
     return True
 
@@ -196,11 +158,11 @@ def lower_experts(builder: PlanBuilder, node: Node) -> bool:
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     builder.emit(
         Experts(
-            _contiguous(builder, x),
-            _contiguous(builder, index),
-            _contiguous(builder, weight),
-            None if bias is None else _contiguous(builder, bias),
-            _place(output),
+            contiguous_operand(builder, x),
+            contiguous_operand(builder, index),
+            contiguous_operand(builder, weight),
+            None if bias is None else contiguous_operand(builder, bias),
+            whole_operand(output),
         )
     )
     builder.values[node] = output
@@ -209,9 +171,11 @@ def lower_experts(builder: PlanBuilder, node: Node) -> bool:
 
 def lower_sample(builder: PlanBuilder, node: Node) -> bool:
     logits, params, uniforms = arguments(node)
-    rows = _as_rows(_adjacent(builder, logits))
+    rows = rows_operand(even_rows(builder, logits))
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
-    builder.emit(Sample(rows, _contiguous(builder, params), _contiguous(builder, uniforms), _place(output)))
+    builder.emit(
+        Sample(rows, contiguous_operand(builder, params), contiguous_operand(builder, uniforms), whole_operand(output))
+    )
     builder.values[node] = output
     return True
 
@@ -248,7 +212,9 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
         table = builder.contiguous_copy(table)
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     of_live = builder.memories[numbers.buffer] in builder.of_live
-    builder.emit(Select(_place(table), numbers, _place(output), dim, node.target is aten.index.Tensor, of_live))
+    builder.emit(
+        Select(whole_operand(table), numbers, whole_operand(output), dim, node.target is aten.index.Tensor, of_live)
+    )
     builder.values[node] = output
     return True
 
@@ -256,8 +222,8 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
 def _contiguous_or_none(builder: PlanBuilder, node: Node) -> Operand | None:
     value = builder.stored(node)
     if value.layout.is_contiguous():
-        return _place(value)
-    return _place(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
+        return whole_operand(value)
+    return whole_operand(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
 
 
 def lower_repeat(builder: PlanBuilder, node: Node) -> bool:

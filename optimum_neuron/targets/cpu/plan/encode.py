@@ -13,6 +13,7 @@ from .program import (
     OPS,
     Attend,
     Buffer,
+    Codes,
     Convolve,
     Experts,
     Item,
@@ -31,9 +32,12 @@ from .program import (
 # As in native/kernels.h.
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
-# What calls of torch take beside them.
-_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1}
+# What calls of torch and quantized weights have beside them.
+_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 _FLOATS = ("float32", "bfloat16", "float16")
+# Kinds of codes, as numbered in native/kernels.h: each with its number and the type that holds codes, of 4 bits two at a time.
+_CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn"), "fp4": (4, "uint8")}
+_TWO_TO_A_BYTE = ("int4", "fp4")
 _KINDS: dict[type[Any], int] = {
     Map: 0,
     Linears: 1,
@@ -221,9 +225,11 @@ class _Encoder:
             x.dtype in _FLOATS and len(x.shape) == 2 and x.strides[1] == 1, "it has a linear layer of another form"
         )
         rows, columns = x.shape
+        forms = {self._form(layer.codes, columns) for layer in step.layers}
+        _require(len(forms) == 1, "it has a step of linear layers whose weights are quantized in several ways")
         yield TYPES[x.dtype]
         yield from self._place(x)
-        yield from (rows, columns, x.strides[0], len(step.layers))
+        yield from (rows, columns, x.strides[0], *forms.pop(), len(step.layers))
         for layer in step.layers:
             yield from self._layer(layer, x)
 
@@ -232,26 +238,63 @@ class _Encoder:
         fits = output.dtype == x.dtype and len(output.shape) == 2 and output.strides[1] == 1
         _require(fits and output.shape[0] == x.shape[0], "it has a linear layer whose output does not fit its input")
         outputs = output.shape[1]
-        yield from self._contiguous(layer.weight, x.dtype, (outputs, x.shape[1]))
+        yield from self._weight(layer.weight, layer.codes, x.dtype, (outputs, x.shape[1]))
         yield from self._contiguous(layer.bias, x.dtype, (outputs,))
         yield from self._place(output)
         yield from (outputs, output.strides[0])
+        yield from self._scales(layer.codes, (outputs,))
+
+    def _form(self, codes: Codes | None, columns: int) -> tuple[int, int]:
+        """Which codes a weight has, and how many columns share a scale."""
+        if codes is None:
+            return 0, 0
+        groups = codes.scale.shape[-1] if codes.scale.shape else 0
+        least = 2 if codes.kind in _TWO_TO_A_BYTE else 1
+        fits = codes.kind in _CODINGS and groups > 0 and columns % (groups * least) == 0
+        _require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
+        return _CODINGS[codes.kind][0], columns // groups
+
+    def _weight(self, weight: Operand, codes: Codes | None, dtype: str, shape: tuple[int, ...]) -> Iterator[int]:
+        if codes is None:
+            yield from self._contiguous(weight, dtype, shape)
+            return
+        packed = codes.kind in _TWO_TO_A_BYTE
+        own, held = (*shape[:-1], shape[-1] // 2 if packed else shape[-1]), _CODINGS[codes.kind][1]
+        fits = weight.dtype == held and tuple(weight.shape) == own and _is_contiguous(weight)
+        _require(fits, f"it takes {weight.dtype} {list(weight.shape)} where {held} {list(own)} belongs")
+        check_operand(weight, self._buffers)
+        yield from (weight.buffer, weight.offset)
+
+    def _scales(self, codes: Codes | None, shape: tuple[int, ...]) -> Iterator[int]:
+        if codes is None:
+            yield from (-1, 0, -1, 0, 0)
+            return
+        _require(codes.scale.dtype in _FLOATS, f"it has scales of {codes.scale.dtype}")
+        _require(codes.shift is None or codes.kind in ("int8", "int4"), f"it has a shift of {codes.kind}")
+        shape = (*shape, codes.scale.shape[-1])
+        yield from self._contiguous(codes.scale, codes.scale.dtype, shape)
+        yield from self._contiguous(codes.shift, "float32", shape)
+        yield TYPES[codes.scale.dtype]
 
     def experts(self, step: Experts) -> Iterator[int]:
         x, weight = step.x, step.weight
         _require(
-            x.dtype in _FLOATS and len(weight.shape) == 3 and len(step.index.shape) == 2, "its experts have no form"
+            x.dtype in _FLOATS and x.shape != () and len(weight.shape) == 3 and len(step.index.shape) == 2,
+            "its experts have no form",
         )
         tokens, k = step.index.shape
-        experts, outputs, columns = weight.shape
+        experts, outputs = weight.shape[:2]
+        columns = x.shape[-1]
         per_expert = len(x.shape) == 3
+        form = self._form(step.codes, columns)
         yield TYPES[x.dtype]
         yield from self._contiguous(x, x.dtype, (tokens, k, columns) if per_expert else (tokens, columns))
         yield from self._contiguous(step.index, "int64", (tokens, k))
-        yield from self._contiguous(weight, x.dtype, (experts, outputs, columns))
+        yield from self._weight(weight, step.codes, x.dtype, (experts, outputs, columns))
         yield from self._contiguous(step.bias, x.dtype, (experts, outputs))
         yield from self._contiguous(step.output, x.dtype, (tokens, k, outputs))
-        yield from (per_expert, tokens, k, experts, outputs, columns)
+        yield from (per_expert, tokens, k, experts, outputs, columns, *form)
+        yield from self._scales(step.codes, (experts, outputs))
 
     def attend(self, step: Attend) -> Iterator[int]:
         query, keys = step.query, step.keys

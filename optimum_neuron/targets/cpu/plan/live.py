@@ -282,10 +282,11 @@ def _form(step: Step, count: int) -> _Form | None:
     if isinstance(step, Map):
         return _MapForm(step, count)
     if isinstance(step, Linears):
-        parameters = [each for layer in step.layers for each in (layer.weight, layer.bias)]
+        parameters = [each for layer in step.layers for each in operands_of((layer.weight, layer.bias, layer.codes))]
         return _Form(step, [(layer.output, (0,)) for layer in step.layers], [(step.x, 0)], parameters)
     if isinstance(step, Experts):
-        return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], [step.weight, step.bias])
+        parameters = list(operands_of((step.weight, step.bias, step.codes)))
+        return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], parameters)
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
     if isinstance(step, Convolve):

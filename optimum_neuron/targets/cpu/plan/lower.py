@@ -36,6 +36,7 @@ from .fusion import REGISTER_DTYPES, Pending
 from .head_linears import split_heads
 from .pointwise import ALIASES, CONVERSIONS, FILLED, SHAPED, UNDEFINED, VIEWS, aten
 from .program import Plan, TorchCall
+from .quantized_calls import lower_quantized_experts, lower_quantized_linear
 from .torch_calls import copy_by_torch, lower_torch_call, writes
 from .uses import Uses
 from .values import Known, Stored, contiguous
@@ -46,6 +47,8 @@ _CALLS: dict[Any, Any] = {
     _OWN.attend.default: lower_attend,
     _OWN.write_cache.default: lower_write_cache,
     _OWN.expert_linear.default: lower_experts,
+    _OWN.quantized_linear.default: lower_quantized_linear,
+    _OWN.quantized_expert_linear.default: lower_quantized_experts,
     _OWN.output_rows.default: lower_output_rows,
     _OWN.sample.default: lower_sample,
     _OWN.convolve.default: lower_convolve,

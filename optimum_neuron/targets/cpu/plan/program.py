@@ -156,12 +156,32 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """What the codes of a quantized weight stand for: code * scale + shift, of their group.
+
+    Attributes:
+        kind: of graphs/quantized/weight.py.
+        scale: `[..., outputs, groups]` in float32, float16 or bfloat16.
+        shift: the same in float32; without one, codes of int4 stand for themselves less 8.
+    """
+
+    kind: str
+    scale: Operand
+    shift: Operand | None
+
+
+@dataclass(frozen=True)
 class Layer:
-    """A linear layer: `output [rows, outputs] = x @ weight.T + bias`."""
+    """A linear layer: `output [rows, outputs] = x @ weight.T + bias`.
+
+    Attributes:
+        codes: of a weight that is quantized, as are those of all layers of its step, of one kind and size of groups.
+    """
 
     weight: Operand
     bias: Operand | None
     output: Operand
+    codes: Codes | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +202,7 @@ class Experts:
     weight: Operand
     bias: Operand | None
     output: Operand
+    codes: Codes | None = None
     tokens: Tokens | None = None
 
 

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Codes of quantized weights as numbers of bfloat16, which all of them are exactly: 32 columns of a weight row as a line of a tile.
+#pragma once
+
+#include <cstdint>
+
+#include "codes.h"
+
+namespace step {
+namespace {
+
+constexpr int64_t kLineColumns = 32;
+
+// The order of columns in a line of int8: the first half and the second half in turn.
+alignas(64) constexpr uint16_t kHalvesInTurn[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                  8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+template <Coding C>
+struct Line;
+
+template <>
+struct Line<Coding::kInt8> {
+  explicit Line(bool) {}
+
+  INLINE BitVec operator()(const uint8_t* codes) const {
+    using Own = Codes<Coding::kInt8>;
+    const BitVec first = Own::load(codes), second = Own::load(codes + kLanes);
+    return (BitVec)Own::value(first) >> 16 | (BitVec)Own::value(second);  // the low half of such a number is zero
+  }
+};
+
+// Of 4 bits: a table of all numbers, twice, as five bits of an index count.
+template <Coding C>
+struct TableLine {
+  explicit TableLine(float middle) {
+    alignas(64) static constexpr uint32_t kCodes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512 numbers = Codes<C>::value(loadBits(kCodes)) - broadcast(middle);
+    table_ = _mm512_maskz_broadcast_i64x4(0xff, (__m256i)_mm512_cvtneps_pbh(numbers));
+  }
+
+  INLINE BitVec operator()(const uint8_t* codes) const {
+    const BitVec pairs = loadBytes(codes);
+    return (BitVec)_mm512_permutexvar_epi16((__m512i)(pairs | pairs << 12), table_);
+  }
+
+ private:
+  __m512i table_;
+};
+
+template <>
+struct Line<Coding::kInt4> : TableLine<Coding::kInt4> {
+  explicit Line(bool hasShift) : TableLine(hasShift ? 0 : kInt4Middle) {}
+};
+template <>
+struct Line<Coding::kFp4> : TableLine<Coding::kFp4> {
+  explicit Line(bool) : TableLine(0) {}
+};
+
+template <>
+struct Line<Coding::kFp8> {
+  explicit Line(bool) {
+    // By a code without its sign: those below the normal numbers.
+    alignas(64) static constexpr uint16_t kSubnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    subnormal_ = _mm512_load_si512(kSubnormal);
+  }
+
+  INLINE BitVec operator()(const uint8_t* codes) const {
+    const auto all = [](int number) { return _mm512_set1_epi16(static_cast<int16_t>(number)); };
+    const __m512i words =
+        _mm512_maskz_cvtepu8_epi16(~__mmask32{0}, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    const __m512i magnitude = _mm512_and_si512(words, all(0x7f));
+    __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), all((127 - 7) << 7));
+    bits = _mm512_mask_permutexvar_epi16(bits, _mm512_cmplt_epu16_mask(magnitude, all(8)), magnitude, subnormal_);
+    bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epi16_mask(magnitude, all(0x7f)), all(0x7fc0));
+    return (BitVec)_mm512_or_si512(bits, _mm512_slli_epi16(_mm512_and_si512(words, all(0x80)), 8));
+  }
+
+ private:
+  __m512i subnormal_;
+};
+
+// Up to kLanes scales as float32; those behind the last are zero.
+INLINE Vec loadScales(Type type, const void* from, int64_t count) {
+  const __mmask16 used = (1u << count) - 1;
+  if (type == Type::kFloat32) {
+    return _mm512_maskz_loadu_ps(used, from);
+  }
+  const __m256i halves = _mm256_maskz_loadu_epi16(used, from);
+  return type == Type::kFloat16 ? (Vec)_mm512_maskz_cvtph_ps(kAll, halves)
+                                : (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, halves) << 16);
+}
+
+}  // namespace
+}  // namespace step
