@@ -17,6 +17,7 @@ from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
+from ...graphs.quantized.weight import QuantizedWeight
 from ...graphs.recurrence import ScanCall, ScanRows, ScanState
 
 
@@ -155,7 +156,7 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
 
     What a token gets depends on it and its experts only, to the bit.
     """
-    if call.layer.is_transposed or call.up.dtype not in DTYPES:
+    if call.layer.is_transposed or isinstance(call.up_weight, QuantizedWeight) or call.up.dtype not in DTYPES:
         return dense_experts(call)
     linear = getattr(torch.ops, NAMESPACE).expert_linear
     index = call.index.to(torch.int64)
