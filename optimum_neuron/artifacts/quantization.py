@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantization.json: which layers of an artifact's model have quantized weights, and how these are stored. Absent where none has."""
+"""quantization.json: which weights of an artifact's model are quantized, and how they are stored. Absent where none is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..graphs.quantized.modules import WeightFormat, make_room, weight_formats
+from ..graphs.quantized.formats import WeightFormat, make_room, weight_formats
 from ..graphs.quantized.weight import CODE_DTYPES, SCALE_DTYPES
 from .schema import choice, flag, named, read_object, record, whole
 
@@ -18,7 +18,7 @@ from .schema import choice, flag, named, read_object, record, whole
 QUANTIZATION_NAME = "quantization.json"
 _DOCUMENT = record(
     {
-        "modules": named(
+        "weights": named(
             record(
                 {
                     "kind": choice(CODE_DTYPES),
@@ -35,15 +35,15 @@ _DOCUMENT = record(
 
 
 def write_formats(model: nn.Module, folder: Path) -> None:
-    """Writes the file where a model has quantized layers."""
+    """Writes the file where a model has quantized weights."""
     formats = weight_formats(model)
     if formats:
-        document = {"modules": {name: asdict(each) for name, each in formats.items()}}
+        document = {"weights": {name: asdict(each) for name, each in formats.items()}}
         (folder / QUANTIZATION_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
-    """The quantized layers of a folder's model by name.
+    """The quantized weights of a folder's model by name.
 
     Raises:
         ValueError: the file is there, and is not one of these.
@@ -56,11 +56,11 @@ def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
         _DOCUMENT("it", document)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; restore it or export the model again") from error
-    return {name: WeightFormat(**each) for name, each in document["modules"].items()}
+    return {name: WeightFormat(**each) for name, each in document["weights"].items()}
 
 
 def make_room_for_weights(model: nn.Module, folder: Path) -> None:
-    """Gives a model without weights the quantized layers of a folder's model.
+    """Gives a model without weights the quantized weights of a folder's model, to be filled.
 
     Raises:
         ValueError: the file is not one of these, or is of another model.

@@ -19,6 +19,7 @@ from ..graphs.checks.inspect import look_at
 from ..graphs.checks.rope_length import keep_frequencies
 from ..graphs.interface import ATTENTION_NAME, with_attention
 from ..graphs.model_spec import ModelSpec
+from ..graphs.quantized.modules import QuantizedEmbedding
 from .artifact import MANIFEST_NAME, Artifact
 from .quantization import make_room_for_weights
 from .schema import first_difference, shown
@@ -160,8 +161,9 @@ def check_spec(model: nn.Module, spec: ModelSpec) -> None:
     """
     pretrained = cast(PreTrainedModel, model)
     # An artifact may take fewer ids than there are rows: a model may look them up in several tables.
-    table = cast(nn.Embedding, pretrained.get_input_embeddings())
-    taken = min(spec.num_embeddings, table.weight.shape[0])
+    table = cast(nn.Embedding | QuantizedEmbedding, pretrained.get_input_embeddings())
+    rows = table.num_embeddings if isinstance(table, QuantizedEmbedding) else table.weight.shape[0]
+    taken = min(spec.num_embeddings, rows)
     without: dict[str, Any] = {"convolutions": [], "recurrences": [], "selections": [], "compressions": []}
     found = replace(look_at(pretrained), num_embeddings=taken)
     difference = first_difference(without | spec.to_dict(), without | found.to_dict())

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's linear layers quantized at export: which, to what, and one after another, so that no second copy of the model exists."""
+"""A model's linear layers and experts quantized at export: which, to what, and one after another, so that no second copy of the model exists."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import progress
 from ..config import NeuronConfig
+from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
-from ..graphs.quantized.modules import replace_linear
+from ..graphs.quantized.expert_weights import plain_weights, replace_weights
+from ..graphs.quantized.modules import replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
 from .rounding import round_fp8, round_int4, round_int8
 
@@ -29,68 +32,101 @@ DEFAULT_EXCLUDE = (
 
 
 def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
-    """Replaces linear layers of a model by quantized ones, as a config asks; does nothing where it asks for none.
+    """Replaces linear layers and experts of a model by quantized ones, as a config asks; does nothing where it asks for none.
 
-    Of int4, the head, and layers whose inputs the groups do not divide, become int8.
+    Of int4, the head, and layers whose inputs the groups do not divide, become int8. A table of embeddings that the head shares stays
+    shared where it becomes int8.
 
     Raises:
         ValueError: nothing is left to quantize, a pattern excludes nothing, or a weight holds NaN or infinity.
     """
     if config.quantization is None:
         return
-    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    layers = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
+    }
     patterns = DEFAULT_EXCLUDE if config.quantization_exclude is None else config.quantization_exclude
     chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
     _check(model, config, layers, chosen)
-    head = model.get_output_embeddings()
-    undivided = []
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    rounding = _Rounding(config)
     with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
-            rounded = _rounding(config)
-            if config.quantization == "int4" and (module is head or module.in_features % config.int4_group_size):
-                undivided += [name] if module is not head else []
-                rounded = round_int8
-            replace_linear(model, name, _rounded(name, module.weight.detach(), rounded))
+            if isinstance(module, nn.Linear):
+                is_shared = module is head and type(table) is nn.Embedding and table.weight is module.weight
+                weight = rounding.of(f"{name}.weight", module.weight.detach(), finest=module is head)
+                replace_linear(model, name, weight)
+                if is_shared and weight.kind == "int8":
+                    replace_embedding(model, _name_of(model, table), weight)
+            else:
+                replace_weights(module, dict(_rounded_experts(name, module, rounding)))
             advance(name)
-    if undivided:
+    if rounding.undivided:
+        name, inputs = rounding.undivided[0]
         logger.warning(
-            "%d layers, as %s with %d inputs, are no whole number of groups of %d: they are int8",
-            len(undivided),
-            undivided[0],
-            layers[undivided[0]].in_features,
+            "%d weights, as %s with %d inputs, are no whole number of groups of %d: they are int8",
+            len(rounding.undivided),
+            name,
+            inputs,
             config.int4_group_size,
         )
 
 
+def _rounded_experts(name: str, layer: Any, rounding: _Rounding) -> Iterator[tuple[str, QuantizedWeight]]:
+    for own, parameter in plain_weights(layer).items():
+        weight = parameter.detach()
+        yield own, rounding.of(f"{name}.{own}", weight.transpose(1, 2) if layer.is_transposed else weight)
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, each in model.named_modules() if each is module)
+
+
 def _check(
-    model: PreTrainedModel, config: NeuronConfig, layers: dict[str, nn.Linear], chosen: dict[str, nn.Linear]
+    model: PreTrainedModel, config: NeuronConfig, layers: dict[str, nn.Module], chosen: dict[str, nn.Module]
 ) -> None:
     idle = [one for one in config.quantization_exclude or () if not any(fnmatchcase(name, one) for name in layers)]
     if idle:
         raise ValueError(
-            f"quantization_exclude={idle[0]!r} is the name of none of {type(model).__name__}'s {len(layers)} linear layers, such as "
-            f"{next(iter(layers), 'none')}; correct it"
+            f"quantization_exclude={idle[0]!r} is the name of none of {type(model).__name__}'s {len(layers)} linear layers and experts, "
+            f"such as {next(iter(layers), 'none')}; correct it"
         )
     if not chosen:
         raise ValueError(
-            f"quantization={config.quantization!r} finds nothing to quantize: {len(layers)} linear layers of {type(model).__name__} "
-            f"are all excluded; leave out one of them"
+            f"quantization={config.quantization!r} finds nothing to quantize: {len(layers)} linear layers and experts of "
+            f"{type(model).__name__} are all excluded; leave out one of them"
         )
 
 
-def _rounding(config: NeuronConfig) -> Callable[[Tensor], QuantizedWeight]:
-    if config.quantization == "int4":
-        return lambda weight: round_int4(weight, config.int4_group_size, zero_point=config.quantization_zero_point)
-    return {"int8": round_int8, "fp8": round_fp8}[config.quantization or ""]
+class _Rounding:
+    """Rounds one weight after another as a config asks.
 
+    Attributes:
+        undivided: names and inputs of weights that are int8 because groups of int4 do not divide them.
+    """
 
-def _rounded(name: str, weight: Tensor, rounded: Callable[[Tensor], QuantizedWeight]) -> QuantizedWeight:
-    count = weight.numel() - int(weight.isfinite().sum())
-    if count:
-        raise ValueError(
-            f"{name}.weight holds NaN or infinity in {count:,} of {weight.numel():,} places; repair it, or download it again"
-        )
-    try:
-        return rounded(weight)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)") from error
+    def __init__(self, config: NeuronConfig) -> None:
+        self._config = config
+        self.undivided: list[tuple[str, int]] = []
+
+    def of(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
+        """`[..., outputs, inputs]`; `finest`: as many bits as there are."""
+        count = weight.numel() - int(weight.isfinite().sum())
+        if count:
+            raise ValueError(
+                f"{name} holds NaN or infinity in {count:,} of {weight.numel():,} places; repair it, or download it again"
+            )
+        kind, group = self._config.quantization, self._config.int4_group_size
+        if kind == "fp8":
+            return round_fp8(weight)
+        if kind == "int8" or finest:
+            return round_int8(weight)
+        if weight.shape[-1] % group:
+            self.undivided.append((name, weight.shape[-1]))
+            return round_int8(weight)
+        try:
+            return round_int4(weight, group, zero_point=self._config.quantization_zero_point)
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)"
+            ) from error

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from .expert_modules import is_experts
 from .masks import UnsupportedModelError
+from .quantized.expert_weights import expert_weight
+from .quantized.modules import dequantized_product
+from .quantized.weight import QuantizedWeight
 
 
 EXPERTS_NAME = "optimum_neuron"
@@ -42,13 +46,32 @@ class ExpertsCall:
 
     @property
     def experts(self) -> int:
-        return self.up.shape[0]
+        up = self.up_weight
+        return (up.codes if isinstance(up, QuantizedWeight) else up).shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products: the weights', or where they are quantized that of the hidden states."""
+        up = self.up_weight
+        return self.hidden_states.dtype if isinstance(up, QuantizedWeight) else up.dtype
+
+    @property
+    def up_weight(self) -> Tensor | QuantizedWeight:
+        """`[experts, out, in]`, or `[experts, in, out]` where the layer is transposed, as none with quantized weights is."""
+        return expert_weight(self.layer, "gate_up_proj" if self.layer.has_gate else "up_proj")
+
+    @property
+    def down_weight(self) -> Tensor | QuantizedWeight:
+        return expert_weight(self.layer, "down_proj")
 
     @property
     def up(self) -> Tensor:
-        """`[experts, out, in]`, or `[experts, in, out]` where the layer is transposed."""
-        weight: Tensor = self.layer.gate_up_proj if self.layer.has_gate else self.layer.up_proj
-        return weight
+        """The plain weight, for who computes with no other."""
+        return _plain(self.up_weight)
+
+    @property
+    def down(self) -> Tensor:
+        return _plain(self.down_weight)
 
     @property
     def up_bias(self) -> Tensor | None:
@@ -57,11 +80,6 @@ class ExpertsCall:
             return None
         bias: Tensor = self.layer.gate_up_proj_bias if self.layer.has_gate else self.layer.up_proj_bias
         return bias
-
-    @property
-    def down(self) -> Tensor:
-        weight: Tensor = self.layer.down_proj
-        return weight
 
     @property
     def down_bias(self) -> Tensor | None:
@@ -91,6 +109,11 @@ class ExpertsCall:
         return total.to(self.hidden_states.dtype)
 
 
+def _plain(weight: Tensor | QuantizedWeight) -> Tensor:
+    assert isinstance(weight, Tensor), "quantized weights, where only plain ones are computed with"
+    return weight
+
+
 # From a call to `[tokens, hidden]`.
 Experts = Callable[[ExpertsCall], Tensor]
 
@@ -103,16 +126,19 @@ def dense_experts(call: ExpertsCall) -> Tensor:
     """
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
     routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
-    inputs = call.hidden_states.to(call.up.dtype).expand(call.experts, *call.hidden_states.shape)
-    up = call.activate(_every(call, inputs, call.up, call.up_bias))
-    outputs = call.normalize(_every(call, up, call.down, call.down_bias))
+    inputs = call.hidden_states.to(call.dtype).expand(call.experts, *call.hidden_states.shape)
+    up = call.activate(_every(call, inputs, call.up_weight, call.up_bias))
+    outputs = call.normalize(_every(call, up, call.down_weight, call.down_bias))
     # Not only times 0: an expert may overflow on a token that is not its own.
     outputs = torch.where(chosen.any(1).t()[:, :, None], outputs * routing, 0.0)
     return outputs.sum(0).to(call.hidden_states.dtype)
 
 
-def _every(call: ExpertsCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _every(call: ExpertsCall, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """`[experts, tokens, in]` to `[experts, tokens, out]`."""
+    if isinstance(weight, QuantizedWeight):
+        wide = x.float() @ weight.dequantize().transpose(1, 2)
+        return (wide if bias is None else wide + bias[:, None].float()).to(x.dtype)
     output = x @ (weight if call.layer.is_transposed else weight.transpose(1, 2))
     return output if bias is None else output + bias[:, None]
 
@@ -123,7 +149,7 @@ def active_experts(call: ExpertsCall) -> Tensor:
     Products are of so many rows each, zeros after the last token: libraries sum in another order for other numbers of rows,
     which follow the routing. So does the number of products, and no graph can contain it.
     """
-    hidden_states = call.hidden_states.to(call.up.dtype)
+    hidden_states = call.hidden_states.to(call.dtype)
     outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
     rows = min(ROWS_OF_A_PRODUCT, len(hidden_states))
     for expert in call.index.unique().tolist():
@@ -137,12 +163,14 @@ def active_experts(call: ExpertsCall) -> Tensor:
 
 def _expert(call: ExpertsCall, expert: int, x: Tensor) -> Tensor:
     """`[tokens, hidden]`, both."""
-    up = call.activate(_one(call, expert, x, call.up, call.up_bias))
-    return call.normalize(_one(call, expert, up, call.down, call.down_bias))
+    up = call.activate(_one(call, expert, x, call.up_weight, call.up_bias))
+    return call.normalize(_one(call, expert, up, call.down_weight, call.down_bias))
 
 
-def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """`[tokens, in]` to `[tokens, out]`."""
+    if isinstance(weight, QuantizedWeight):
+        return dequantized_product(x, weight.part(expert), None if bias is None else bias[expert])
     own = weight[expert].t() if call.layer.is_transposed else weight[expert]
     return nn.functional.linear(x, own, None if bias is None else bias[expert])
 
@@ -190,11 +218,6 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' experts interface, which tells how its parameters are laid out."""
-    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
 
 
 def set_experts(model: nn.Module, name: str = EXPERTS_NAME) -> None:

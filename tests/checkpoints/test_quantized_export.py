@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
@@ -34,6 +34,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
 }
 TARGETS = ("eager",)
+TIED_FILES = ["config.json", "model.safetensors", "generation_config.json"]
 _PROMPT = 41
 
 
@@ -61,20 +62,29 @@ def _dequantized(checkpoint: Path, artifact: Path) -> tuple[PreTrainedModel, set
     """transformers' model with the weights that an artifact's codes stand for, and the kinds of codes; written out once more."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tensors = load_file(artifact / WEIGHTS_NAME)
-    modules = json.loads((artifact / QUANTIZATION_NAME).read_text())["modules"]
+    modules = json.loads((artifact / QUANTIZATION_NAME).read_text())["weights"]
     for name, form in modules.items():
-        codes, scale = (tensors[f"model.{name}.{part}"] for part in ("codes", "scale"))
+        of_experts = f"model.{name}_codes" in tensors
+        join = f"model.{name}{'_' if of_experts else '.'}"
+        parts = {part: tensors.get(_stored(artifact, join + part)) for part in ("codes", "scale", "shift")}
+        codes = parts["codes"]
         if form["kind"] in ("int4", "fp4"):
-            codes = torch.stack([codes % 16, codes // 16], -1).flatten(1)
+            codes = torch.stack([codes % 16, codes // 16], -1).flatten(-2)
         table = {"fp4": torch.tensor(FP4_VALUES), "int4": torch.arange(16) - (0.0 if form["has_shift"] else 8.0)}
         values = table[form["kind"]][codes.int()] if form["kind"] in table else codes.float()
-        each = values.shape[1] // form["groups"]
-        weight = values * scale.float().repeat_interleave(each, 1)
+        each = values.shape[-1] // form["groups"]
+        weight = values * parts["scale"].float().repeat_interleave(each, -1)
         if form["has_shift"]:
-            weight += tensors[f"model.{name}.shift"].repeat_interleave(each, 1)
-        linear = model.get_submodule(name)
-        linear.weight = torch.nn.Parameter(weight.reshape(linear.weight.shape))
+            weight += parts["shift"].repeat_interleave(each, -1)
+        path, _, own = (name if of_experts else f"{name}.weight").rpartition(".")
+        module = model.get_submodule(path)
+        as_the_module = weight if weight.shape == getattr(module, own).shape else weight.transpose(1, 2)
+        setattr(module, own, torch.nn.Parameter(as_the_module.contiguous()))
     return model, {form["kind"] for form in modules.values()}
+
+
+def _stored(artifact: Path, name: str) -> str:
+    return Artifact.open(artifact).tied_weights.get(name, name)
 
 
 def _prompt(seed: int, count: int = _PROMPT) -> np.ndarray:
@@ -83,7 +93,7 @@ def _prompt(seed: int, count: int = _PROMPT) -> np.ndarray:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_logits_are_those_of_the_dequantized_weights(
     name: str,
     form: str,
@@ -125,7 +135,7 @@ def test_cuts_slots_and_neighbours_change_no_bit(
 def test_layers_are_chosen_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     excluded = ("lm_head", "*.layers.0.*", "*.o_proj")
     _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int8", quantization_exclude=excluded)
-    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["modules"]
+    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["weights"]
     names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
     assert {name.rpartition(".")[2] for name in modules} == set(names)
     assert all(name.startswith("model.layers.1.") for name in modules)
@@ -138,13 +148,33 @@ def test_what_the_groups_do_not_divide_and_the_head_are_int8(
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int4", quantization_group_size=64)
-    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["modules"]
+    modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["weights"]
     kinds = {name.rpartition(".")[2]: form["kind"] for name, form in modules.items()}
     assert kinds["lm_head"] == "int8" and kinds["q_proj"] == "int4"
     assert kinds["down_proj"] == "int8"  # 96 inputs
     assert (
-        "2 layers, as model.layers.0.mlp.down_proj with 96 inputs, are no whole number of groups of 64" in caplog.text
+        "2 weights, as model.layers.0.mlp.down_proj.weight with 96 inputs, are no whole number of groups of 64"
+        in caplog.text
     )
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_table_that_the_head_shares_stays_shared(kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_checkpoint, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "tied")
+    shutil.copytree(tiny_checkpoint, tmp_path / "tied", dirs_exist_ok=True, ignore=lambda *_: TIED_FILES)
+    artifact = _export(tmp_path / "tied", tmp_path / "out", target="eager", quantization=kind)
+    tensors = load_file(artifact / WEIGHTS_NAME)
+    tables = [name for name, each in tensors.items() if len(each) == 300 and each.dim() == 2]
+    assert sorted(name.rpartition(".")[2] for name in tables) == ["codes", "scale"]
+    peer, _ = _dequantized(tmp_path / "tied", artifact)
+    assert torch.equal(peer.lm_head.weight, peer.model.embed_tokens.weight)
+    found = artifact_runner(artifact)
+    logits = prefill_pieces(found, 0, _prompt(2), [16, 16, 9])
+    with torch.no_grad():
+        expected = peer(torch.from_numpy(_prompt(2))[None].long()).logits[0, -1]
+    assert (logits - expected).abs().amax() < 1e-5 * (expected.amax() - expected.amin())
 
 
 def test_an_artifact_takes_as_little_as_its_codes(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -217,7 +247,10 @@ _LAYER = "model.layers.0.self_attn.q_proj"
         (lambda modules: modules[_LAYER].update(groups=2), "scale"),
         (lambda modules: modules[_LAYER].update(scale="float64"), "cannot be read"),
         (lambda modules: modules[_LAYER].update(has_shift=True), "lack model.*shift"),
-        (lambda modules: modules.update({"model.norm": modules[_LAYER]}), "has no linear layer model.norm"),
+        (
+            lambda modules: modules.update({"model.norm": modules[_LAYER]}),
+            "has no linear layer, table or experts model.norm",
+        ),
         (lambda modules: modules.update({"../x": modules[_LAYER]}), "has no linear layer"),
     ],
 )
@@ -228,6 +261,6 @@ def test_a_changed_description_is_told(
     tmp_path: Path,
 ) -> None:
     artifact = exported("llama", "int8", "eager")
-    folder = _tampered(artifact, tmp_path / "artifact", lambda document: change(document["modules"]))
+    folder = _tampered(artifact, tmp_path / "artifact", lambda document: change(document["weights"]))
     with pytest.raises(ValueError, match=told):
         NeuronModelForCausalLM.from_pretrained(folder)

@@ -31,7 +31,8 @@ from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
 from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.experts import ExpertsCall, active_experts, dense_experts, is_experts
+from optimum_neuron.graphs.expert_modules import is_experts
+from optimum_neuron.graphs.experts import ExpertsCall, active_experts, dense_experts
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.ops import DEFAULT_OPS, EAGER_OPS
 from optimum_neuron.graphs.program import export_graph

@@ -1,61 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with quantized weights, in place of a model's linear layers: whose product they call, and what is known of them as data."""
+"""Modules with quantized weights, in place of a model's own: linear layers, whose product a step chooses, and tables of embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from .weight import CODE_DTYPES, PACKED, QuantizedWeight
+from .weight import QuantizedWeight
 
 
 # From `x [..., inputs]`, a weight and `bias [outputs]` to `[..., outputs]` of x's type.
 QuantizedProduct = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """How a layer's weight is stored, but for its size.
-
-    Attributes:
-        kind: of `QuantizedWeight`.
-        groups: groups of inputs, each with a scale of its own.
-        scale: torch's name of the type of scales.
-        has_shift: whether values are not symmetric.
-    """
-
-    kind: str
-    groups: int
-    scale: str
-    has_shift: bool
-
-    @classmethod
-    def of(cls, weight: QuantizedWeight) -> WeightFormat:
-        scale = str(weight.scale.dtype).removeprefix("torch.")
-        return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None)
-
-    def empty(self, *shape: int) -> QuantizedWeight:
-        """A weight of this form and a shape `[..., outputs, inputs]`, to be filled.
-
-        Raises:
-            ValueError: no such weight has this shape.
-        """
-        *others, outputs, inputs = shape
-        if self.kind in PACKED and inputs % 2:
-            raise ValueError(f"{self.kind} holds two codes in a byte, and an output has {inputs} inputs")
-        columns = inputs // 2 if self.kind in PACKED else inputs
-        scales = (*others, outputs, self.groups)
-        return QuantizedWeight(
-            self.kind,
-            torch.empty((*others, outputs, columns), dtype=CODE_DTYPES[self.kind]),
-            torch.empty(scales, dtype=getattr(torch, self.scale)),
-            torch.empty(scales) if self.has_shift else None,
-        )
 
 
 def dequantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -109,13 +68,31 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
 
-def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
-    """The quantized layers of a model by name."""
-    return {
-        name: WeightFormat.of(module.quantized_weight)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
-    }
+class QuantizedEmbedding(nn.Module):
+    """A table of embeddings with a scale for each token's row: that of a head that shares it.
+
+    Args:
+        weight: `[tokens, hidden]` of one group, whose codes are whole numbers.
+        dtype: of what is looked up.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.dtype = weight.kind, dtype
+        self.num_embeddings, self.embedding_dim = weight.outputs, weight.inputs
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scale", weight.scale)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self.kind, self.codes, self.scale)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows, scales = (nn.functional.embedding(input_ids, each) for each in (self.codes, self.scale))
+        return (rows.float() * scales.float()).to(self.dtype)
 
 
 def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
@@ -139,14 +116,18 @@ def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None
     setattr(parent, own, QuantizedLinear(weight, module.bias).train(module.training))
 
 
-def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
-    """Replaces linear layers by quantized ones, to be filled, on the device that torch makes tensors on.
+def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    """Puts a quantized table where a model has a table of embeddings.
 
     Raises:
-        ValueError: the model has no such layers.
+        ValueError: there is none of that name and size, or such a weight cannot be looked up in.
     """
-    for name, each in formats.items():
-        found = dict(model.named_modules()).get(name)
-        if not isinstance(found, nn.Linear):
-            raise ValueError(f"{type(model).__name__} has no linear layer {name} for a quantized weight")
-        replace_linear(model, name, each.empty(found.out_features, found.in_features))
+    parent_name, _, own = name.rpartition(".")
+    table = dict(model.named_modules()).get(name)
+    if type(table) is not nn.Embedding or table.weight.shape != (weight.outputs, weight.inputs):
+        raise ValueError(
+            f"{type(model).__name__} has no table of embeddings {name} for a quantized weight of [{weight.outputs}, {weight.inputs}]"
+        )
+    if weight.kind != "int8" or weight.scale.shape[-1] != 1 or weight.shift is not None:
+        raise ValueError(f"{name} is a table of embeddings, whose rows are int8 with one scale each")
+    setattr(model.get_submodule(parent_name), own, QuantizedEmbedding(weight, table.weight.dtype))

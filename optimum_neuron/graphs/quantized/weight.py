@@ -74,6 +74,11 @@ class QuantizedWeight:
         """Inputs that share a scale: all, or a part of them."""
         return self.inputs // self.scale.shape[-1]
 
+    def part(self, index: int) -> QuantizedWeight:
+        """One of several weights, as of an expert."""
+        shift = None if self.shift is None else self.shift[index]
+        return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift)
+
     def values(self) -> Tensor:
         """Codes as numbers `[..., outputs, inputs]` float32, not yet scaled."""
         if self.kind not in PACKED:

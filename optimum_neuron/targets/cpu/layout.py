@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...artifacts.tensor_file import Stored
-from ...graphs.experts import is_experts
+from ...graphs.expert_modules import is_experts
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:

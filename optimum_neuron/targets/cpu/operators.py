@@ -177,12 +177,37 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
 
     What a token gets depends on it and its experts only, to the bit.
     """
-    if call.layer.is_transposed or call.up.dtype not in DTYPES:
+    if call.layer.is_transposed or call.dtype not in DTYPES:
         return dense_experts(call)
-    linear = getattr(torch.ops, NAMESPACE).expert_linear
     index = call.index.to(torch.int64)
-    up = linear(call.hidden_states.to(call.up.dtype), index, call.up, call.up_bias)
-    return call.weighted_sum(call.normalize(linear(call.activate(up), index, call.down, call.down_bias)))
+    up = expert_linear(call.hidden_states.to(call.dtype), index, call.up_weight, call.up_bias)
+    return call.weighted_sum(call.normalize(expert_linear(call.activate(up), index, call.down_weight, call.down_bias)))
+
+
+def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """The linear layers of experts.
+
+    Args:
+        x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
+        index: `[tokens, k]` int64; from `experts` on: nowhere.
+        weight: `[experts, outputs, inputs]`.
+        bias: `[experts, outputs]`.
+
+    Returns:
+        `[tokens, k, outputs]`, zero where a token goes nowhere.
+
+    Raises:
+        ValueError: as `_quantized_linear`.
+    """
+    operators, output = getattr(torch.ops, NAMESPACE), x
+    if isinstance(weight, Tensor):
+        output = operators.expert_linear(x, index, weight, bias)
+    else:
+        check_quantized(weight, x.dtype)
+        output = operators.quantized_expert_linear(
+            x, index, weight.kind, weight.codes, weight.scale, weight.shift, bias
+        )
+    return output
 
 
 def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -194,26 +219,6 @@ def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -
     check_quantized(weight, x.dtype)
     operator = getattr(torch.ops, NAMESPACE).quantized_linear
     output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias)
-    return output
-
-
-def quantized_expert_linear(x: Tensor, index: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """`expert_linear` of a quantized weight `[experts, outputs, inputs]`.
-
-    Args:
-        x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
-        index: `[tokens, k]` int64; from `experts` on: nowhere.
-        bias: `[experts, outputs]`.
-
-    Returns:
-        `[tokens, k, outputs]`, zero where a token goes nowhere.
-
-    Raises:
-        ValueError: as `_quantized_linear`.
-    """
-    check_quantized(weight, x.dtype)
-    operator = getattr(torch.ops, NAMESPACE).quantized_expert_linear
-    output: Tensor = operator(x, index, weight.kind, weight.codes, weight.scale, weight.shift, bias)
     return output
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying
 from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
-from optimum_neuron.targets.cpu.operators import OPS, quantized_expert_linear
+from optimum_neuron.targets.cpu.operators import OPS, expert_linear
 from optimum_neuron.targets.cpu.plan.encode import PlanError
 from optimum_neuron.targets.cpu.plan.program import Codes, Experts, Layer, Linears
 
@@ -249,7 +249,7 @@ def test_experts_of_a_graph_are_one_step_each(best_kernels: Kernels, dtype: torc
 
         def forward(self, x: Tensor, index: Tensor) -> tuple[Tensor]:
             own = QuantizedWeight("int4", self.codes, self.scale)
-            return (quantized_expert_linear(x, index, own, None),)
+            return (expert_linear(x, index, own, None),)
 
     planned = Planned(best_kernels, Routed(), [x, index], tokens=5)
     assert [type(step) for step in planned.plan.steps if isinstance(step, Experts)] == [Experts]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ....artifacts.weights import named_tensors
 from ....errors import first_line
-from ....graphs.experts import is_experts
+from ....graphs.expert_modules import is_experts
 from ....graphs.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
 from .blocks import find_blocks
 from .layers import (
