@@ -199,14 +199,13 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bi
     Raises:
         ValueError: as `_quantized_linear`.
     """
-    operators, output = getattr(torch.ops, NAMESPACE), x
+    operators = getattr(torch.ops, NAMESPACE)
     if isinstance(weight, Tensor):
-        output = operators.expert_linear(x, index, weight, bias)
-    else:
-        check_quantized(weight, x.dtype)
-        output = operators.quantized_expert_linear(
-            x, index, weight.kind, weight.codes, weight.scale, weight.shift, bias
-        )
+        plain: Tensor = operators.expert_linear(x, index, weight, bias)
+        return plain
+    check_quantized(weight, x.dtype)
+    parts = weight.kind, weight.codes, weight.scale, weight.shift
+    output: Tensor = operators.quantized_expert_linear(x, index, *parts, bias)
     return output
 
 
