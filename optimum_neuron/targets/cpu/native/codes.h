@@ -19,7 +19,7 @@ namespace {
 
 constexpr bool isPacked(Coding coding) { return coding == Coding::kInt4 || coding == Coding::kFp4; }
 
-inline int64_t bytesOf(Coding coding, int64_t codes) { return isPacked(coding) ? codes / 2 : codes; }
+constexpr int64_t bytesOf(Coding coding, int64_t codes) { return isPacked(coding) ? codes / 2 : codes; }
 
 // Of all weight rows of a call, in columns.
 struct CodeForm {

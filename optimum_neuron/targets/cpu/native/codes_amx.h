@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "amx.h"
 #include "codes.h"
 
 namespace step {
@@ -40,8 +41,12 @@ struct TableLine {
   }
 
   INLINE BitVec operator()(const uint8_t* codes) const {
-    const BitVec pairs = loadBytes(codes);
-    return (BitVec)_mm512_permutexvar_epi16((__m512i)(pairs | pairs << 12), table_);
+    alignas(64) static constexpr int8_t kTwice[] = {
+        0, -1, 0, -1, 1, -1, 1, -1, 2,  -1, 2,  -1, 3,  -1, 3,  -1, 4,  -1, 4,  -1, 5,  -1, 5,  -1, 6,  -1, 6,  -1, 7,  -1, 7,  -1,
+        8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15, -1};
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m512i words = _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(kAll, bytes), _mm512_load_si512(kTwice));
+    return (BitVec)_mm512_permutexvar_epi16(_mm512_srlv_epi16(words, _mm512_set1_epi32(4 << 16)), table_);
   }
 
  private:
@@ -79,6 +84,70 @@ struct Line<Coding::kFp8> {
  private:
   __m512i subnormal_;
 };
+
+// Unpacks columns of a weight row: whole lines, from a tile's to the next tile's. Asks memory for the codes `ahead` bytes further.
+template <Coding C>
+INLINE void unpackLine(
+    uint16_t* to, const uint8_t* codes, const Line<C>& numbers, int64_t columns, int64_t ahead) {
+  constexpr int64_t bytes = bytesOf(C, kLineColumns), tile = kAmxLines * kLineColumns, most = 4, cacheLine = 64;
+  for (; columns >= most * kLineColumns; columns -= most * kLineColumns) {
+    UNROLL for (int64_t i = 0; i < most; ++i, codes += bytes, to += tile) {
+      if (i * bytes % cacheLine == 0) {
+        prefetchFar(codes + ahead);
+      }
+      storeBits(to, numbers(codes));
+    }
+  }
+  for (; columns > 0; columns -= kLineColumns, codes += bytes, to += tile) {
+    prefetchFar(codes + ahead);
+    storeBits(to, numbers(codes));
+  }
+}
+
+// The same where groups end within a line, from column `in` of a group on.
+template <Coding C>
+INLINE void unpackLine(
+    uint16_t* to, const uint8_t* codes, const Line<C>& numbers, int64_t columns, int64_t ahead, int64_t group, int64_t in) {
+  for (; columns > 0; columns -= kLineColumns, to += kAmxLines * kLineColumns) {
+    const int64_t count = std::min(kLineColumns, group - in);
+    const __mmask32 used = (uint64_t{1} << bytesOf(C, count)) - 1;
+    alignas(32) uint8_t copy[kLineColumns];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(copy), _mm256_maskz_loadu_epi8(used, codes));
+    prefetchFar(codes + ahead);
+    storeBits(to, numbers(copy));
+    codes += bytesOf(C, count);
+    in = in + kLineColumns >= group ? 0 : in + kLineColumns;
+  }
+}
+
+// Unpacks the lines of tiles, of weight rows `row`, `row` + 1 and so on, of which those behind `last` are copies of that.
+template <Coding C>
+void unpackLines(
+    uint16_t* to, const uint8_t* codes, int64_t row, int64_t last, const CodeForm& form, Range columns, bool hasShift,
+    int64_t ahead) {
+  const Line<C> numbers(hasShift);
+  const int64_t padded = form.paddedGroup(), group = form.group, rowBytes = form.rowBytes();
+  const int64_t in = padded == group ? 0 : columns.begin % padded;
+  const int64_t begin = padded == group ? columns.begin : columns.begin / padded * group + in;
+  codes += row * rowBytes + bytesOf(C, begin);
+  for (int64_t i = 0; i < kAmxLines; ++i, to += kLineColumns) {
+    if (padded == group) {
+      unpackLine<C>(to, codes, numbers, columns.end - columns.begin, ahead);
+    } else {
+      unpackLine<C>(to, codes, numbers, columns.end - columns.begin, ahead, group, in);
+    }
+    codes += row + i < last ? rowBytes : 0;
+  }
+}
+
+inline void unpackLines(
+    uint16_t* to, const uint8_t* codes, int64_t row, int64_t last, const CodeForm& form, Range columns, bool hasShift,
+    int64_t ahead) {
+  static constexpr void (*kUnpackers[])(
+      uint16_t*, const uint8_t*, int64_t, int64_t, const CodeForm&, Range, bool, int64_t) = {
+      unpackLines<Coding::kInt8>, unpackLines<Coding::kInt4>, unpackLines<Coding::kFp8>, unpackLines<Coding::kFp4>};
+  kUnpackers[static_cast<int>(form.coding) - 1](to, codes, row, last, form, columns, hasShift, ahead);
+}
 
 // Up to kLanes scales as float32; those behind the last are zero.
 INLINE Vec loadScales(Type type, const void* from, int64_t count) {

@@ -27,6 +27,8 @@ struct Sorted {
   int64_t* begins;  // [experts + 1], where those of each expert begin; all behind have none
 };
 
+inline int64_t wholeLines(int64_t bytes) { return roundUp(bytes, 64); }
+
 inline void sortPlaces(const ExpertsCall& call, const Sorted& sorted) {
   const int64_t count = call.tokens * call.k;
   const auto expertOf = [&](int64_t i) { return std::min(call.index[i], call.experts); };
@@ -54,7 +56,7 @@ inline Scales expertScales(const ExpertsCall& call, int64_t e) {
 
 // The groups in use are made in `groups`; returns their number.
 template <class Worker>
-int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Worker::Packed* packed, Group<Worker>* groups) {
+int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, char* packed, Group<Worker>* groups) {
   using Element = typename Worker::Element;
   const int64_t weightBytes = call.outputs * Worker::rowBytes(call);
   const auto* bias = static_cast<const Element*>(call.bias);
@@ -65,7 +67,8 @@ int64_t makeGroups(const ExpertsCall& call, const Sorted& sorted, typename Worke
       continue;
     }
     typename Worker::Input input = Worker::inputOf(call, nullptr, rows, sorted.places + first);
-    input.packed = packed + first * input.stride;
+    input.packed = packed;
+    packed += wholeLines(Worker::packedBytes(input));
     const Linear linear{static_cast<const char*>(call.weight) + e * weightBytes,
                         bias ? bias + e * call.outputs : nullptr,
                         call.y,
@@ -129,19 +132,20 @@ void computeGroups(Pool& pool, const Group<Worker>* groups, int64_t count) {
 template <class Worker>
 void computeExperts(Pool& pool, const ExpertsCall& call) {
   using Element = typename Worker::Element;
-  constexpr int64_t kLine = 64;
   const int64_t rows = call.tokens * call.k, most = std::min(rows, call.experts);
-  const auto lines = [](int64_t bytes) { return divideUp(bytes, kLine) * kLine; };
-  const int64_t packedBytes = lines(Worker::packedBytes(Worker::inputOf(call, nullptr, rows, nullptr)));
-  const int64_t groupsBytes = lines(most * sizeof(Group<Worker>));
+  // Of rows, and of experts that have one.
+  const auto bytesOfRows = [&](int64_t count) {
+    return wholeLines(Worker::packedBytes(Worker::inputOf(call, nullptr, count, nullptr)));
+  };
+  const int64_t packedBytes = bytesOfRows(rows) + most * bytesOfRows(1);
+  const int64_t groupsBytes = wholeLines(most * sizeof(Group<Worker>));
   char* memory = static_cast<char*>(
       pool.shared(packedBytes + groupsBytes + (rows + call.experts + 2) * static_cast<int64_t>(sizeof(int64_t))));
-  auto* packed = reinterpret_cast<typename Worker::Packed*>(memory);
   auto* groups = reinterpret_cast<Group<Worker>*>(memory + packedBytes);
   auto* places = reinterpret_cast<int64_t*>(memory + packedBytes + groupsBytes);
   const Sorted sorted{places, places + rows};
   sortPlaces(call, sorted);
-  const int64_t count = makeGroups<Worker>(call, sorted, packed, groups);
+  const int64_t count = makeGroups<Worker>(call, sorted, memory, groups);
   if (count > 0) {
     packGroups<Worker>(pool, call, groups, count);
     computeGroups<Worker>(pool, groups, count);

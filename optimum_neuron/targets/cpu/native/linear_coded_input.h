@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows of x of bfloat16 as the tile registers of AMX read them, for weights that are codes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "amx.h"
+#include "codes_amx.h"
+#include "linear_block.h"
+#include "transpose.h"
+
+namespace step {
+namespace {
+
+// Rows that are few: linear_codes_few.h.
+constexpr int64_t kFewRows = 4;
+
+struct AmxCodedInput : CodedInput<kAmxLines> {
+  static constexpr int64_t kSegment = 256;  // columns, at most
+
+  bool hasSums;             // whether each row has the sum of each of its groups behind its columns, as weights have shifts
+  int64_t segmentsOfGroup;  // parts of a group of so many columns
+  int64_t slots;            // of few rows: segments that have lines of a tile of x; else 0
+
+  int64_t segments() const { return form.groups * segmentsOfGroup; }
+  Range columnsOf(int64_t segment) const {
+    const int64_t padded = form.paddedGroup();
+    const int64_t group = segment / segmentsOfGroup * padded, begin = segment % segmentsOfGroup * kSegment;
+    return {group + begin, group + std::min(begin + kSegment, padded)};
+  }
+
+  // Columns from `column` on of a tile.
+  const uint16_t* columnsOf(int64_t tile, int64_t column) const {
+    const auto [first, last] = tileRows(tile);
+    return static_cast<const uint16_t*>(packed) + first * stride + column * (slots ? kAmxLines : last - first);
+  }
+  const float* sumsOf(int64_t tile) const { return reinterpret_cast<const float*>(columnsOf(tile, form.padded())); }
+
+  // Memory for packed rows, and for what is read behind the last tile.
+  int64_t bytes() const {
+    const int64_t lines = slots ? kAmxLines : rows;
+    const int64_t sums = hasSums ? rows * form.groups * static_cast<int64_t>(sizeof(float)) : 0;
+    return lines * form.padded() * static_cast<int64_t>(sizeof(uint16_t)) + sums + kAmxLineBytes;
+  }
+
+  // Packs one tile; `rowOf` is where a row begins.
+  template <class RowOf>
+  void pack(int64_t tile, RowOf rowOf) const {
+    const auto [first, last] = tileRows(tile);
+    const int64_t count = last - first;
+    const uint16_t* from[kAmxLines];
+    for (int64_t m = 0; m < count; ++m) {
+      from[m] = rowOf(first + m);
+    }
+    const __mmask16 used = (1u << count) - 1;
+    const __m512i order = _mm512_load_si512(kHalvesInTurn);
+    auto* to = const_cast<uint16_t*>(columnsOf(tile, 0));
+    auto* sums = const_cast<float*>(sumsOf(tile));
+    for (int64_t g = 0; g < form.groups; ++g, sums += count) {
+      Vec even{}, odd{};
+      for (int64_t k = 0; k < form.group; k += kLineColumns) {
+        BitVec words[kLanes];
+        UNROLL for (int m = 0; m < kLanes; ++m) {
+          const auto load = [&](auto... columns) { return BFloat16::loadWords(from[m] + g * form.group + k, columns...); };
+          words[m] = m >= count ? BitVec{} : k + kLineColumns <= form.group ? load() : load(form.group - k);
+          if (form.coding == Coding::kInt8) {
+            words[m] = (BitVec)_mm512_permutexvar_epi16(order, (__m512i)words[m]);
+          }
+        }
+        transpose(words);
+        const int64_t line = slots ? (g * segmentsOfGroup + k / kSegment) % slots * count : 0;
+        UNROLL for (int pair = 0; pair < kLanes; ++pair) {
+          if (slots) {
+            storeBits(to, (BitVec)_mm512_maskz_expand_epi32(used << line, (__m512i)words[pair]));
+            to += kAmxLines * BFloat16::kPerWord;
+          } else {
+            _mm512_mask_storeu_epi32(to, used, (__m512i)words[pair]);
+            to += count * BFloat16::kPerWord;
+          }
+          even += (Vec)(words[pair] << 16);
+          odd += (Vec)(words[pair] & 0xffff0000u);
+        }
+      }
+      if (hasSums) {
+        _mm512_mask_storeu_ps(sums, used, even + odd);
+      }
+    }
+  }
+};
+
+inline bool hasShift(const LinearsCall& call) {
+  return std::any_of(call.linears, call.linears + call.count, [](const Linear& each) { return each.scales.shift; });
+}
+inline bool hasShift(const ExpertsCall& call) { return call.scales.shift; }
+
+template <class Call>
+AmxCodedInput codedInputOf(const Call& call, void* packed, int64_t rows, const int64_t* places) {
+  const CodeForm form = formOf(call.coding, call.columns, call.group, kLineColumns);
+  const bool sums = hasShift(call);
+  const int64_t stride = form.padded() + (sums ? form.groups * static_cast<int64_t>(sizeof(float) / sizeof(uint16_t)) : 0);
+  return {
+      {{packed, rows, form.padded(), stride, places}, form},
+      sums,
+      divideUp(form.paddedGroup(), AmxCodedInput::kSegment),
+      rows <= kFewRows ? kAmxLines / std::max<int64_t>(rows, 1) : 0};
+}
+
+}  // namespace
+}  // namespace step

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The same as linear_codes_amx.h for few rows of x, to the bit. There are 16 lines of x in a tile, and few rows fill few of them: here each
+// segment has lines of its own, as many segments as there is room for, and zeros elsewhere. So one tile holds what several
+// segments come to, and is stored once for all of them.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "ahead.h"
+#include "amx.h"
+#include "codes_amx.h"
+#include "linear_coded_input.h"
+#include "transpose.h"
+
+namespace step {
+namespace {
+
+class FewRowsWorker {
+  static constexpr int64_t kSums = kLanes * kLanes, kPanelTiles = kPanelOutputs / kAmxLines;
+  // Columns that are unpacked at once: those of a panel stay in the first-level cache.
+  static constexpr int64_t kColumns = 128, kTileElements = kAmxLines * kLineColumns;
+
+ public:
+  // Memory: weights, and what tiles of a panel come to.
+  static constexpr int64_t kBytes = kPanelOutputs * kColumns * sizeof(uint16_t) + kPanelTiles * kAmxBytes;
+
+  FewRowsWorker(const AmxCodedInput& input, const Linear& linear, void* memory)
+      : input_(input),
+        linear_(linear),
+        weights_(static_cast<uint16_t*>(memory)),
+        parts_(reinterpret_cast<float*>(weights_ + kPanelOutputs * kColumns)) {}
+
+  void run(Range outputs) {
+    const int64_t count = outputs.end - outputs.begin, panels = divideUp(count, kPanelOutputs);
+    for (int64_t i = 0; i < panels; ++i) {
+      computePanel(shift(part(count, i, panels, kAmxLines), outputs.begin));
+    }
+  }
+
+ private:
+  void computePanel(Range panel) {
+    const int64_t segments = input_.segments(), slots = input_.slots;
+    const int64_t tiles = divideUp(panel.end - panel.begin, kAmxLines);
+    Vec total[kPanelTiles][kFewRows] = {};
+    for (int64_t begin = 0; begin < segments; begin += slots) {
+      const Range range{begin, std::min(begin + slots, segments)};
+      multiply(panel, tiles, {input_.columnsOf(range.begin).begin, input_.columnsOf(range.end - 1).end});
+      for (int64_t a = 0; a < tiles; ++a) {
+        add(panel, a, range, total[a]);
+      }
+    }
+    for (int64_t a = 0; a < tiles; ++a) {
+      store(panel.begin + a * kAmxLines, std::min(panel.end - panel.begin - a * kAmxLines, kAmxLines), total[a]);
+    }
+  }
+
+  // Registers 0 to 3 are sums, 4 and 5 weights, 6 rows of x.
+  void multiply(Range panel, int64_t tiles, Range columns) {
+    amxZero<0>();
+    amxZero<1>();
+    amxZero<2>();
+    amxZero<3>();
+    for (int64_t k = columns.begin; k < columns.end; k += kColumns) {
+      const Range some{k, std::min(k + kColumns, columns.end)};
+      for (int64_t a = 0; a < tiles; ++a) {
+        unpackLines(
+            weights_ + a * kColumns * kAmxLines, static_cast<const uint8_t*>(linear_.weight), panel.begin + a * kAmxLines,
+            panel.end - 1, input_.form, some, linear_.scales.shift, kPanelOutputs * input_.form.rowBytes());
+      }
+      const uint16_t* weights = weights_;
+      for (int64_t column = k; column < some.end; column += kLineColumns, weights += kTileElements) {
+        amxLoad<6>(input_.columnsOf(0, column), kAmxLineBytes);
+        multiplyTile<0>(weights, tiles);
+        multiplyTile<1>(weights, tiles);
+        multiplyTile<2>(weights, tiles);
+        multiplyTile<3>(weights, tiles);
+      }
+    }
+    amxStore<0>(parts_, kAmxLineBytes);
+    amxStore<1>(parts_ + kSums, kAmxLineBytes);
+    amxStore<2>(parts_ + 2 * kSums, kAmxLineBytes);
+    amxStore<3>(parts_ + 3 * kSums, kAmxLineBytes);
+  }
+
+  template <int Sums>
+  static INLINE void multiplyTile(const uint16_t* weights, int64_t tiles) {
+    if (Sums < tiles) {
+      amxLoad<4 + Sums % 2>(weights + Sums * kColumns * kAmxLines, kAmxLineBytes);
+      amxMultiplyAdd<Sums, 4 + Sums % 2, 6>();
+    }
+  }
+
+  // Adds what segments come to, a lane of a vector for each output.
+  void add(Range panel, int64_t a, Range segments, Vec* total) const {
+    const int64_t first = segments.begin / input_.segmentsOfGroup;
+    const int64_t groups = (segments.end - 1) / input_.segmentsOfGroup + 1 - first;
+    Vec parts[kLanes], scales[kLanes], shifts[kLanes];
+    const Scales& own = linear_.scales;
+    UNROLL for (int line = 0; line < kLanes; ++line) {
+      parts[line] = loadVec(parts_ + a * kSums + line * kLanes);
+      const int64_t row = std::min(panel.begin + a * kAmxLines + line, panel.end - 1);
+      const int64_t group = row * input_.form.groups + first, next = kPanelOutputs * input_.form.groups;
+      const char* scale = static_cast<const char*>(own.scale) + group * sizeOf(own.type);
+      scales[line] = loadScales(own.type, scale, groups);
+      prefetchFar(scale + next * sizeOf(own.type));
+      if (own.shift) {
+        shifts[line] = loadScales(Type::kFloat32, own.shift + group, groups);
+        prefetchFar(own.shift + group + next);
+      }
+    }
+    transpose(parts);
+    transpose(scales);
+    if (own.shift) {
+      transpose(shifts);
+    }
+    const Vec* part = parts;
+    for (int64_t s = segments.begin; s < segments.end; ++s) {
+      const int64_t g = s / input_.segmentsOfGroup;
+      const bool isLast = own.shift && (s + 1) % input_.segmentsOfGroup == 0;
+      for (int64_t row = 0; row < input_.rows; ++row) {
+        total[row] = fma(*part++, scales[g - first], total[row]);
+        if (isLast) {
+          total[row] = fma(broadcast(input_.sumsOf(0)[g * input_.rows + row]), shifts[g - first], total[row]);
+        }
+      }
+    }
+  }
+
+  void store(int64_t n, int64_t count, const Vec* total) const {
+    const __mmask16 used = (1u << count) - 1;
+    const auto* bias = static_cast<const uint16_t*>(linear_.bias);
+    // Adding -0 changes no value, adding +0 would make +0 of -0.
+    const Vec added = bias ? (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(used, bias + n)) << 16)
+                           : broadcast(-0.0f);
+    for (int64_t row = 0; row < input_.rows; ++row) {
+      auto* to = static_cast<uint16_t*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
+      _mm256_mask_storeu_epi16(to, used, (__m256i)_mm512_cvtneps_pbh(total[row] + added));
+    }
+  }
+
+  const AmxCodedInput& input_;
+  const Linear& linear_;
+  uint16_t* const weights_;
+  float* const parts_;
+};
+
+}  // namespace
+}  // namespace step
