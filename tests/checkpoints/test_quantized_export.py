@@ -33,7 +33,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 with a zero point": {"quantization": "int4", "quantization_zero_point": True, "quantization_group_size": 64},
     "fp8": {"quantization": "fp8"},
 }
-TARGETS = ("eager",)
+TARGETS = ("eager", "cpu")
 TIED_FILES = ["config.json", "model.safetensors", "generation_config.json"]
 _PROMPT = 41
 

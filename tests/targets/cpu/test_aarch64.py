@@ -13,6 +13,7 @@ from emulation import EMULATED
 from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pieces, random_tokens
 from kernel_calls import ROUNDING, Kernels, Planned, RefusedError, int32, load_kernels, random, same_bits, with_dtypes
 from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
+from test_quantized_kernels import FORMS, check_near, quantized
 from torch.nn.functional import gelu, linear, silu
 
 from optimum_neuron.targets.cpu import library, loader
@@ -62,6 +63,18 @@ def test_experts_compute_what_linears_do(emulated: Kernels, dtype: torch.dtype) 
             continue
         (own,) = emulated.linears(x[token : token + 1], [weight[expert]], [bias[expert]])
         assert same_bits(result[token, place], own[0])
+
+
+@with_dtypes
+def test_quantized_layers_are_near_float64_and_a_row_depends_on_nothing_else(
+    emulated: Kernels, dtype: torch.dtype
+) -> None:
+    for kind, shifted, scale in FORMS:
+        weight = quantized(kind, 37, 96, group=48, shifted=shifted, scale=scale)
+        x = random(29, 96, dtype=dtype)
+        (whole,) = emulated.quantized_linears(x, [weight], [None])
+        check_near(whole, x, weight, None)
+        assert same_bits(emulated.quantized_linears(x[3:5], [weight], [None])[0], whole[3:5])
 
 
 @with_dtypes

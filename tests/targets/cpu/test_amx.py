@@ -177,6 +177,8 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
 
 # Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.
 _LINEARS = {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
+# The same of codes: of many rows as above, and of few, which have one tile of x.
+_CODED = {*_LINEARS, ("1", "5", "6"), ("2", "4", "6"), ("3", "5", "6")}
 # Sums, then rows of queries or probabilities, then keys or values, whose lines are pairs.
 _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")}
 
@@ -186,7 +188,8 @@ _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")
     reason="needs objdump, on x86-64",
 )
 @pytest.mark.parametrize(
-    ("source", "expected"), [("linears", _LINEARS), ("experts", _LINEARS), ("attention", _ATTENTION)]
+    ("source", "expected"),
+    [("linears", _LINEARS), ("experts", _LINEARS), ("coded", _CODED), ("attention", _ATTENTION)],
 )
 def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
     source: str, expected: set[tuple[str, str, str]], tmp_path: Path

@@ -52,7 +52,18 @@ INLINE BitVec loadBytes(const uint8_t* p) {
 #endif
 }
 
-// The same with a sign.
+// Fewer than kLanes bytes, and zeros up to so many.
+INLINE void copySome(uint8_t* to, const uint8_t* from, int64_t count) {
+#if defined(STEP_AVX512)
+  const __mmask16 used = (1u << count) - 1;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_maskz_loadu_epi8(used, from));
+#else
+  std::memset(to, 0, kLanes);
+  std::memcpy(to, from, count);
+#endif
+}
+
+// kLanes bytes, each in 32 bits, with a sign.
 INLINE BitVec loadSignedBytes(const uint8_t* p) {
 #if defined(STEP_AVX512)
   return (BitVec)_mm512_maskz_cvtepi8_epi32(kAll, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -111,27 +122,50 @@ struct Codes<Coding::kFp4> {
 // What a code of int4 stands for without a shift is itself less this.
 constexpr float kInt4Middle = 8;
 
-// Codes of a group as numbers.
+// All codes of 4 bits as numbers, where a register holds so many; of others nothing.
+template <Coding C>
+INLINE Vec tableOf() {
+#if defined(STEP_AVX512)
+  if constexpr (isPacked(C)) {
+    alignas(64) static constexpr uint32_t kCodes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return Codes<C>::value(loadBits(kCodes));
+  }
+#endif
+  return Vec{};
+}
+
+// Codes of a group as what they stand for.
 template <Coding C>
 class Numbers {
  public:
-  Numbers(float scale, float shift) : scale_(broadcast(scale)), shift_(broadcast(shift)) {
 #if defined(STEP_AVX512)
-    if constexpr (isPacked(C)) {  // all there are
-      alignas(64) static constexpr uint32_t kCodes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      scale_ = fma(Codes<C>::value(loadBits(kCodes)), scale_, shift_);
-    }
+  static constexpr bool kHasTable = isPacked(C);
+#else
+  static constexpr bool kHasTable = false;
 #endif
-  }
+
+  INLINE Numbers(Vec table, float scale, float shift)
+      : scale_(kHasTable ? fma(table, broadcast(scale), broadcast(shift)) : broadcast(scale)), shift_(broadcast(shift)) {}
 
   // Of a code the lowest bits count, as many as it has.
   INLINE Vec operator()(BitVec codes) const {
 #if defined(STEP_AVX512)
-    if constexpr (isPacked(C)) {
+    if constexpr (kHasTable) {
       return _mm512_maskz_permutexvar_ps(kAll, (__m512i)codes, scale_);
     }
 #endif
     return fma(Codes<C>::value(codes), scale_, shift_);
+  }
+
+  // Unpacks a block: a vector, or of 4 bits two, `stride` floats apart.
+  INLINE void operator()(float* to, int64_t stride, const uint8_t* codes) const {
+    if constexpr (isPacked(C)) {
+      const BitVec pairs = loadBytes(codes);
+      storeVec(to, (*this)(pairs));
+      storeVec(to + stride, (*this)(pairs >> 4));
+    } else {
+      storeVec(to, (*this)(Codes<C>::load(codes)));
+    }
   }
 
  private:
@@ -183,34 +217,33 @@ struct GroupScales {
   static constexpr int64_t kTileAhead = 1024;
 };
 
-// Writes `columns` unpacked columns of a row from `begin` on, which are whole blocks, `stride` floats from a vector to the next. Asks
-// memory for the codes `ahead` bytes further.
+// Writes `columns` unpacked columns of a row, which are whole blocks, `stride` floats from a vector to the next. Asks memory for the
+// codes `ahead` bytes further.
 template <Coding C>
 void unpackCodes(
-    float* to, int64_t stride, const uint8_t* row, const GroupScales& groups, const CodeForm& form, Range columns,
+    float* to, int64_t stride, const uint8_t* codes, const GroupScales& scales, const CodeForm& form, Range columns,
     int64_t ahead) {
-  const int64_t group = form.group, padded = form.paddedGroup(), first = columns.begin / padded;
   constexpr int64_t block = isPacked(C) ? 2 * kLanes : kLanes;
-  for (int64_t begin = columns.begin; begin < columns.end;) {
-    const int64_t g = begin / padded, end = std::min(columns.end, (g + 1) * padded);
-    const Numbers<C> numbers(groups.scales[g - first], groups.shifts[g - first]);
-    const int64_t before = g * (padded - group);
-    for (; begin < end; begin += block, to += block / kLanes * stride) {
-      const uint8_t* codes = row + bytesOf(C, begin - before);
-      const int64_t count = (g + 1) * group + before - begin;
+  const Vec table = tableOf<C>();
+  const int64_t group = form.group, padded = form.paddedGroup();
+  int64_t in = columns.begin % padded;
+  codes += bytesOf(C, columns.begin / padded * group + in);
+  const float *scale = scales.scales, *shift = scales.shifts;
+  for (int64_t left = columns.end - columns.begin; left > 0; in = 0) {
+    const Numbers<C> numbers(table, *scale++, *shift++);
+    const int64_t count = std::min(left, padded - in), whole = std::min(count, (group - in) / block * block);
+    left -= count;
+    for (int64_t k = 0; k < whole; k += block, to += block / kLanes * stride, codes += bytesOf(C, block)) {
       prefetchFar(codes + ahead);
-      uint8_t copy[kLanes] = {};
-      if (count < block) {
-        std::memcpy(copy, codes, bytesOf(C, count));
-        codes = copy;
-      }
-      if constexpr (isPacked(C)) {
-        const BitVec pairs = loadBytes(codes);
-        storeVec(to, numbers(pairs));
-        storeVec(to + stride, numbers(pairs >> 4));
-      } else {
-        storeVec(to, numbers(Codes<C>::load(codes)));
-      }
+      numbers(to, stride, codes);
+    }
+    if (whole < count) {  // the group ends within a block
+      uint8_t copy[kLanes];
+      const int64_t rest = bytesOf(C, group - in - whole);
+      copySome(copy, codes, rest);
+      numbers(to, stride, copy);
+      to += block / kLanes * stride;
+      codes += rest;
     }
   }
 }

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kFewRows = 4;
 
 struct AmxCodedInput : CodedInput<kAmxLines> {
-  static constexpr int64_t kSegment = 256;  // columns, at most
+  static constexpr int64_t kSegment = 128;  // columns, at most
 
   bool hasSums;             // whether each row has the sum of each of its groups behind its columns, as weights have shifts
   int64_t segmentsOfGroup;  // parts of a group of so many columns

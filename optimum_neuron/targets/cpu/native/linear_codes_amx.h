@@ -42,8 +42,8 @@ class AmxCodesWorker {
   static constexpr int64_t kScalesBytes = kPanelOutputs * kLanes * sizeof(float);
 
  public:
-  // Memory of a worker: the sums of a panel and a batch, weights, their scales and shifts, and what two segments come to.
-  static constexpr int64_t kBytes = kSumsBytes + kCodesBytes + 2 * kScalesBytes + 4 * kPairSums * sizeof(float);
+  // Memory of a worker: the sums of a panel and a batch, weights, their scales and shifts, and what segments come to.
+  static constexpr int64_t kBytes = kSumsBytes + kCodesBytes + 2 * kScalesBytes + kColumns / kLineColumns * 2 * kPairSums * sizeof(float);
   static_assert(kBytes >= FewRowsWorker::kBytes);
 
   AmxCodesWorker(const Input& input, const Linear& linear, void* memory)
@@ -99,7 +99,20 @@ class AmxCodesWorker {
   struct Weights {
     const Element* numbers;
     const float *scales, *shifts;
-    Range segments;
+  };
+
+  // A segment of those that are unpacked: its columns, its group among theirs and among all, and whether it ends that.
+  struct Segment {
+    int64_t columns, own, group;
+    bool isLast;
+  };
+
+  // One or two tiles of x, from the first column that is unpacked on, and their rows.
+  template <int Tiles>
+  struct Rows {
+    const Packed* x[Tiles];
+    const float* sums[Tiles];
+    int64_t count[Tiles];
   };
 
   Bytes bytesOfRows(Range outputs) const {
@@ -109,25 +122,45 @@ class AmxCodesWorker {
   void computeBatch(Range panel, Range batch, Ahead& ahead) {
     const int64_t segments = input_.segments(), pairs = divideUp(panel.end - panel.begin, kOutputs);
     for (int64_t begin = 0, end = 1; begin < segments; begin = end++) {
-      while (end < segments && input_.columnsOf(end).end - input_.columnsOf(begin).begin <= kColumns) {
+      const int64_t column = input_.columnsOf(begin).begin;
+      while (end < segments && input_.columnsOf(end).end - column <= kColumns) {
         ++end;
+      }
+      isFirst_ = begin == 0;
+      count_ = end - begin;
+      for (int64_t s = begin; s < end; ++s) {
+        const int64_t group = s / input_.segmentsOfGroup;
+        const Range columns = input_.columnsOf(s);
+        segments_[s - begin] = {
+            columns.end - columns.begin, group - begin / input_.segmentsOfGroup, group,
+            linear_.scales.shift && (s + 1) % input_.segmentsOfGroup == 0};
       }
       Weights weights[kPanelPairs];
       for (int64_t a = 0; a < pairs; ++a) {
         weights[a] = unpack(panel, a, {begin, end});
       }
       for (int64_t t = batch.begin; t < batch.end; t += 2) {
-        for (int64_t a = 0; a < pairs; ++a) {
-          ahead.ask();
-          float* sums = sums_ + ((t - batch.begin) * kPanelPairs + a * 2) * kPairSums;
-          t + 1 < batch.end ? multiply<2>(weights[a], t, sums) : multiply<1>(weights[a], t, sums);
-        }
+        float* sums = sums_ + (t - batch.begin) * kPanelPairs * kPairSums;
+        t + 1 < batch.end ? multiply(weights, pairs, rowsOf<2>(t, column), sums, ahead)
+                          : multiply(weights, pairs, rowsOf<1>(t, column), sums, ahead);
       }
     }
     for (int64_t t = batch.begin; t < batch.end; ++t) {
       const int64_t place = (t - batch.begin) / 2 * 2 * kPanelPairs + (t - batch.begin) % 2;
       store(panel, t, sums_ + place * kPairSums);
     }
+  }
+
+  template <int Tiles>
+  Rows<Tiles> rowsOf(int64_t tile, int64_t column) const {
+    Rows<Tiles> rows;
+    for (int b = 0; b < Tiles; ++b) {
+      const auto [first, last] = input_.tileRows(tile + b);
+      rows.x[b] = input_.columnsOf(tile + b, column);
+      rows.sums[b] = input_.sumsOf(tile + b);
+      rows.count[b] = last - first;
+    }
+    return rows;
   }
 
   // A line that is missing is a copy of the last one.
@@ -153,83 +186,82 @@ class AmxCodesWorker {
           to + tile * kAmxLines * kColumns, static_cast<const uint8_t*>(linear_.weight), row, panel.end - 1, input_.form,
           columns, own.shift, 0);
     }
-    return {to, scales, shifts, segments};
+    return {to, scales, shifts};
   }
 
-  // Adds the products of two tiles of weights and one or two of x to their sums, a line of which is an output of 16 rows. While a
-  // segment is multiplied, the one before it is added.
+  // Adds the products of pairs of tiles of weights and one or two tiles of x to their sums, a line of which is an output of 16 rows.
   template <int Tiles>
-  void multiply(const Weights& weights, int64_t tile, float* sums) {
-    const Range range = weights.segments;
-    for (int64_t s = range.begin; s < range.end; ++s) {
-      multiplySegment<Tiles>(weights, tile, s);
-      if (s > range.begin) {
-        add<Tiles>(weights, tile, s - 1, sums);
+  void multiply(const Weights* weights, int64_t pairs, const Rows<Tiles>& rows, float* sums, Ahead& ahead) {
+    for (int64_t a = 0; a < pairs; ++a, sums += 2 * kPairSums) {
+      ahead.ask();
+      const Element* numbers = weights[a].numbers;
+      Rows<Tiles> rest = rows;
+      for (int64_t s = 0; s < count_; ++s) {
+        multiplySegment<Tiles>(numbers, rest, segments_[s].columns);
+        float* part = partsOf(s);
+        amxStore<0>(part, kAmxLineBytes);
+        amxStore<1>(part + kSums, kAmxLineBytes);
+        if constexpr (Tiles == 2) {
+          amxStore<2>(part + 2 * kSums, kAmxLineBytes);
+          amxStore<3>(part + 3 * kSums, kAmxLineBytes);
+        }
       }
-      float* part = partsOf(s);
-      amxStore<0>(part, kAmxLineBytes);
-      amxStore<1>(part + kSums, kAmxLineBytes);
-      if constexpr (Tiles == 2) {
-        amxStore<2>(part + 2 * kSums, kAmxLineBytes);
-        amxStore<3>(part + 3 * kSums, kAmxLineBytes);
-      }
+      add<Tiles>(weights[a], rows, sums);
     }
-    add<Tiles>(weights, tile, range.end - 1, sums);
   }
 
-  // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x.
+  // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x. Leaves what follows the segment.
   template <int Tiles>
-  INLINE void multiplySegment(const Weights& weights, int64_t tile, int64_t segment) const {
-    const Range columns = input_.columnsOf(segment);
-    const int64_t begin = input_.columnsOf(weights.segments.begin).begin;
-    const Element* numbers = weights.numbers + (columns.begin - begin) * kAmxLines;
-    const Packed* x[Tiles];
-    int64_t words[Tiles];
-    for (int b = 0; b < Tiles; ++b) {
-      const Range rows = input_.tileRows(tile + b);
-      words[b] = rows.end - rows.begin;
-      x[b] = input_.columnsOf(tile + b, columns.begin);
-    }
+  static INLINE void multiplySegment(const Element*& numbers, Rows<Tiles>& rows, int64_t columns) {
     amxZero<0>();
     amxZero<1>();
     amxZero<2>();
     amxZero<3>();
-    for (int64_t k = columns.begin; k < columns.end; k += kLineColumns, numbers += kTileElements) {
+    for (int64_t k = 0; k < columns; k += kLineColumns, numbers += kTileElements) {
       amxLoad<4>(numbers, kAmxLineBytes);
       amxLoad<5>(numbers + kAmxLines * kColumns, kAmxLineBytes);
-      amxLoad<6>(x[0], words[0] * sizeof(uint32_t));
+      amxLoad<6>(rows.x[0], rows.count[0] * sizeof(uint32_t));
       amxMultiplyAdd<0, 4, 6>();
       amxMultiplyAdd<1, 5, 6>();
-      x[0] += kLineColumns * words[0];
+      rows.x[0] += kLineColumns * rows.count[0];
       if constexpr (Tiles == 2) {
-        amxLoad<7>(x[1], words[1] * sizeof(uint32_t));
+        amxLoad<7>(rows.x[1], rows.count[1] * sizeof(uint32_t));
         amxMultiplyAdd<2, 4, 7>();
         amxMultiplyAdd<3, 5, 7>();
-        x[1] += kLineColumns * words[1];
+        rows.x[1] += kLineColumns * rows.count[1];
       }
     }
   }
 
+  // Adds up what segments came to, times their scales.
   template <int Tiles>
-  INLINE void add(const Weights& weights, int64_t tile, int64_t segment, float* sums) const {
-    const int64_t g = segment / input_.segmentsOfGroup, own = g - weights.segments.begin / input_.segmentsOfGroup;
-    const float *part = partsOf(segment), *scales = weights.scales + own, *shifts = weights.shifts + own;
-    const bool isLast = linear_.scales.shift && (segment + 1) % input_.segmentsOfGroup == 0;
-    for (int b = 0; b < Tiles; ++b) {
-      const Range rows = input_.tileRows(tile + b);
-      const Vec x = isLast ? loadVec(input_.sumsOf(tile + b) + g * (rows.end - rows.begin)) : Vec{};
-      for (int64_t line = 0; line < kOutputs; ++line, sums += kLanes, part += kLanes) {
-        const Vec before = segment == 0 ? Vec{} : loadVec(sums);
-        Vec total = fma(loadVec(part), broadcast(scales[line * kLanes]), before);
-        if (isLast) {
-          total = fma(x, broadcast(shifts[line * kLanes]), total);
+  INLINE void add(const Weights& weights, const Rows<Tiles>& rows, float* sums) const {
+    for (int64_t tile = 0; tile < 2 * Tiles; ++tile, sums += kSums) {
+      const float *scales = weights.scales + tile % 2 * kSums, *shifts = weights.shifts + tile % 2 * kSums;
+      Vec total[kAmxLines];
+      UNROLL for (int line = 0; line < kAmxLines; ++line) {
+        total[line] = isFirst_ ? Vec{} : loadVec(sums + line * kLanes);
+      }
+      for (int64_t s = 0; s < count_; ++s) {
+        const auto& [columns, own, group, isLast] = segments_[s];
+        const float* part = partsOf(s) + tile * kSums;
+        UNROLL for (int line = 0; line < kAmxLines; ++line) {
+          total[line] = fma(loadVec(part + line * kLanes), broadcast(scales[line * kLanes + own]), total[line]);
         }
-        storeVec(sums, total);
+        if (isLast) {
+          const Vec x = loadVec(rows.sums[tile / 2] + group * rows.count[tile / 2]);
+          UNROLL for (int line = 0; line < kAmxLines; ++line) {
+            total[line] = fma(x, broadcast(shifts[line * kLanes + own]), total[line]);
+          }
+        }
+      }
+      UNROLL for (int line = 0; line < kAmxLines; ++line) {
+        storeVec(sums + line * kLanes, total[line]);
       }
     }
   }
 
-  float* partsOf(int64_t segment) const { return parts_ + segment % 2 * 2 * kPairSums; }
+  float* partsOf(int64_t s) const { return parts_ + s * 2 * kPairSums; }
 
   // `sums` are those of a tile of x; of two such tiles in turn.
   void store(Range panel, int64_t tile, const float* sums) const {
@@ -252,6 +284,10 @@ class AmxCodesWorker {
   float* const sums_;
   Element* const weights_;
   float *const scales_, *const shifts_, *const parts_;
+  // What is unpacked.
+  Segment segments_[kColumns / kLineColumns];
+  int64_t count_ = 0;
+  bool isFirst_ = false;
 };
 
 }  // namespace
