@@ -15,6 +15,7 @@
     python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages
     python -m benchmark.kernels.dense          the cpu target's kernels against torch's operators
     python -m benchmark.kernels.experts        its kernel of experts against transformers' grouped_mm
+    python -m benchmark.kernels.quantized      its kernels of quantized weights against those of plain ones
     python -m benchmark.kernels.sample         its kernel of sampling against transformers' warpers
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -272,18 +273,18 @@ def test_groups_and_types_that_no_kernel_takes_are_refused_with_the_remedy() -> 
 def test_quantized_layers_of_another_form_are_refused(best_kernels: Kernels) -> None:
     weight, x = quantized("int4", 40, 64, group=32, shifted=True), random(3, 64, dtype=torch.float32)
 
-    def change(**changes: Callable[[Tensors, Codes], object]) -> tuple[Linears, Tensors]:
+    def change(**changes: Callable[[Tensors, Codes], Any]) -> tuple[Linears, Tensors]:
         tensors = Tensors()
         codes, output = tensors(weight.codes), tensors(guarded((3, 40), torch.float32))
         own = replace(
             tensors.codes(weight),
             **{name: each(tensors, tensors.codes(weight)) for name, each in changes.items() if name != "weight"},
         )
-        codes = changes["weight"](tensors, own) if "weight" in changes else codes  # type: ignore[assignment]
+        codes = changes["weight"](tensors, own) if "weight" in changes else codes
         return Linears(tensors(x), (Layer(codes, None, output, own),)), tensors
 
     best_kernels.run(*change())
-    refused: list[dict[str, Callable[[Tensors, Codes], object]]] = [
+    refused: list[dict[str, Callable[[Tensors, Codes], Any]]] = [
         {"kind": lambda tensors, codes: "int2"},
         {"kind": lambda tensors, codes: "int8"},
         {"kind": lambda tensors, codes: "fp4"},  # has no shift

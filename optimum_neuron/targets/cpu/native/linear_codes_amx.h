@@ -78,7 +78,7 @@ class AmxCodesWorker {
   void run(Range outputs, Range tiles, Bytes next) {
     const AmxTiles registers;
     if (input_.slots) {
-      FewRowsWorker(input_, linear_, sums_).run(outputs);
+      FewRowsWorker(input_, linear_, sums_).run(outputs, next);
       return;
     }
     const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
@@ -184,7 +184,7 @@ class AmxCodesWorker {
       const int64_t row = std::min(panel.begin + a * kOutputs + tile * kAmxLines, panel.end - 1);
       unpackLines(
           to + tile * kAmxLines * kColumns, static_cast<const uint8_t*>(linear_.weight), row, panel.end - 1, input_.form,
-          columns, own.shift, 0);
+          columns, own.shift);
     }
     return {to, scales, shifts};
   }

@@ -33,21 +33,31 @@ class FewRowsWorker {
         weights_(static_cast<uint16_t*>(memory)),
         parts_(reinterpret_cast<float*>(weights_ + kPanelOutputs * kColumns)) {}
 
-  void run(Range outputs) {
+  // `next` are the weights that this thread is likely to read then. Those of the next panel lie in a row: memory is asked for them in
+  // order, in even parts while this one is unpacked and multiplied.
+  void run(Range outputs, Bytes next) {
     const int64_t count = outputs.end - outputs.begin, panels = divideUp(count, kPanelOutputs);
+    const auto panelOf = [&](int64_t i) { return shift(part(count, i, panels, kAmxLines), outputs.begin); };
     for (int64_t i = 0; i < panels; ++i) {
-      computePanel(shift(part(count, i, panels, kAmxLines), outputs.begin));
+      const Range panel = panelOf(i);
+      const int64_t tiles = divideUp(panel.end - panel.begin, kAmxLines), steps = input_.form.padded() / kLineColumns;
+      Ahead ahead(i + 1 < panels ? bytesOfRows(panelOf(i + 1)) : next, steps + divideUp(steps, kColumns / kLineColumns) * tiles);
+      computePanel(panel, tiles, ahead);
     }
   }
 
  private:
-  void computePanel(Range panel) {
+  Bytes bytesOfRows(Range outputs) const {
+    const int64_t row = input_.form.rowBytes();
+    return {static_cast<const char*>(linear_.weight) + outputs.begin * row, (outputs.end - outputs.begin) * row};
+  }
+
+  void computePanel(Range panel, int64_t tiles, Ahead& ahead) {
     const int64_t segments = input_.segments(), slots = input_.slots;
-    const int64_t tiles = divideUp(panel.end - panel.begin, kAmxLines);
     Vec total[kPanelTiles][kFewRows] = {};
     for (int64_t begin = 0; begin < segments; begin += slots) {
       const Range range{begin, std::min(begin + slots, segments)};
-      multiply(panel, tiles, {input_.columnsOf(range.begin).begin, input_.columnsOf(range.end - 1).end});
+      multiply(panel, tiles, {input_.columnsOf(range.begin).begin, input_.columnsOf(range.end - 1).end}, ahead);
       for (int64_t a = 0; a < tiles; ++a) {
         add(panel, a, range, total[a]);
       }
@@ -58,7 +68,7 @@ class FewRowsWorker {
   }
 
   // Registers 0 to 3 are sums, 4 and 5 weights, 6 rows of x.
-  void multiply(Range panel, int64_t tiles, Range columns) {
+  void multiply(Range panel, int64_t tiles, Range columns, Ahead& ahead) {
     amxZero<0>();
     amxZero<1>();
     amxZero<2>();
@@ -66,12 +76,14 @@ class FewRowsWorker {
     for (int64_t k = columns.begin; k < columns.end; k += kColumns) {
       const Range some{k, std::min(k + kColumns, columns.end)};
       for (int64_t a = 0; a < tiles; ++a) {
+        ahead.ask();
         unpackLines(
             weights_ + a * kColumns * kAmxLines, static_cast<const uint8_t*>(linear_.weight), panel.begin + a * kAmxLines,
-            panel.end - 1, input_.form, some, linear_.scales.shift, kPanelOutputs * input_.form.rowBytes());
+            panel.end - 1, input_.form, some, linear_.scales.shift);
       }
       const uint16_t* weights = weights_;
       for (int64_t column = k; column < some.end; column += kLineColumns, weights += kTileElements) {
+        ahead.ask();
         amxLoad<6>(input_.columnsOf(0, column), kAmxLineBytes);
         multiplyTile<0>(weights, tiles);
         multiplyTile<1>(weights, tiles);

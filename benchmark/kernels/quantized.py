@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures linear layers of quantized weights against the same kernels' layers of plain ones, interleaved.
+
+One row is bound by reading weights: what a second of it reads is told, and the share of what torch reads at most. Weights are cycled
+through more copies than any cache holds, in huge pages, as those of a loaded artifact are.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimum_neuron.artifacts.pages import zeroed
+from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
+from optimum_neuron.targets.cpu.plan.program import Codes, Layer, Linears
+
+from ..limits import measure_limits
+from ..output import make_table
+from .dense import plan_linears
+from .pairs import Result, compare, run
+from .plans import Operands, Run
+
+
+INPUTS, OUTPUTS = 2048, 8192
+ROWS = (1, 8, 128, 512, 2048)
+COLD_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a weight is quantized; a group of 0 inputs is all of them."""
+
+    kind: str
+    group: int
+    scale: torch.dtype
+    shifted: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.group or 'all'} inputs to a scale{' and shift' if self.shifted else ''}"
+
+    def weight(self) -> QuantizedWeight:
+        """Random codes and scales."""
+        codes = torch.randint(0, 120, (OUTPUTS, INPUTS // 2 if self.kind in PACKED else INPUTS), dtype=torch.uint8)
+        groups = (OUTPUTS, INPUTS // (self.group or INPUTS))
+        shift = torch.rand(groups) if self.shifted else None
+        own = in_huge_pages(codes).view(CODE_DTYPES[self.kind])
+        return QuantizedWeight(self.kind, own, torch.rand(groups).to(self.scale), shift)
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A copy that lies as an artifact's weights do."""
+    memory = zeroed(tensor.nbytes)
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+
+
+FORMS = (
+    Form("int8", 0, torch.float32),
+    Form("int8", 32, torch.float16),
+    Form("int4", 32, torch.float16),
+    Form("int4", 32, torch.float16, shifted=True),
+    Form("int4", 64, torch.float16),
+    Form("int4", 128, torch.float16),
+    Form("fp8", 0, torch.float32),
+    Form("fp4", 32, torch.bfloat16),
+)
+
+
+def plan_quantized(x: Tensor, weight: QuantizedWeight) -> Run:
+    operands = Operands()
+    shift = None if weight.shift is None else operands(weight.shift)
+    codes = Codes(weight.kind, operands(weight.scale), shift)
+    output = operands.output((len(x), weight.outputs), x.dtype)
+    return operands.bind(Linears(operands(x), (Layer(operands(weight.codes), None, output, codes),)))
+
+
+def measure(dtype: torch.dtype, form: Form, plain: list[Tensor], read: float, pairs: int) -> list[Result]:
+    """Results for all numbers of rows.
+
+    Args:
+        read: bytes per second that memory gives at most.
+    """
+    weight = form.weight()
+    size = weight.codes.nbytes + weight.scale.nbytes + (0 if weight.shift is None else weight.shift.nbytes)
+    weights = [form.weight() for _ in range(1, max(2, COLD_BYTES // size))] + [weight]
+    results = []
+    for rows in ROWS:
+        x = torch.randn(rows, INPUTS).to(dtype)
+        theirs, ours = [plan_linears(x, [each]) for each in plain], [plan_quantized(x, each) for each in weights]
+        milliseconds, times = compare(
+            lambda turn, theirs=theirs: theirs[turn % len(theirs)](()),  # type: ignore[misc]
+            lambda turn, ours=ours: ours[turn % len(ours)](()),  # type: ignore[misc]
+            pairs,
+        )
+        rate = size / milliseconds * 1e3
+        name = str(dtype).removeprefix("torch.")
+        results.append(
+            {
+                "weight": str(form),
+                "dtype": name,
+                "rows": rows,
+                "ms": milliseconds,
+                "times": times,
+                "share": rate / read,
+            }
+        )
+    return results
+
+
+def measure_all(dtype: torch.dtype, pairs: int) -> list[Result]:
+    read = measure_limits().read
+    copies = max(2, COLD_BYTES // (OUTPUTS * INPUTS * 2))
+    plain = [in_huge_pages(torch.randn(OUTPUTS, INPUTS).to(dtype)) for _ in range(copies)]
+    return [each for form in FORMS for each in measure(dtype, form, plain, read, pairs)]
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit code."""
+    title = f"Quantized linear layers, {INPUTS} -> {OUTPUTS}"
+    table = make_table(title, ("weight", "dtype"), ("rows", "ms", "times as fast as plain", "of memory's rate"))
+    return run("quantized", __doc__, table, measure_all, _cells)
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    numbers = f"{result['ms']:.3f}", f"{result['times']:.2f}", f"{result['share']:.2f}"
+    return (result["weight"], result["dtype"], str(result["rows"]), *numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
