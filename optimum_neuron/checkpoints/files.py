@@ -8,10 +8,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
@@ -82,6 +81,24 @@ class StoredWeights:
     elements: int
 
 
+def weight_files(folder: Path, source: str) -> list[Path]:
+    """The safetensors files of a checkpoint, by their names.
+
+    Raises:
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        ValueError: the index names no files, or the weights are pickled.
+    """
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    if not (folder / INDEX_NAME).is_file():
+        _refuse_without_safetensors(folder, source)
+    names = _indexed(folder / INDEX_NAME)
+    lacking = next((name for name in names if not (folder / name).is_file()), None)
+    if lacking is not None:
+        raise FileNotFoundError(f"{source} lacks {lacking}, which {INDEX_NAME} names; download or copy it again")
+    return [folder / name for name in names]
+
+
 def check_weight_files(folder: Path, source: str) -> StoredWeights:
     """Looks at the headers of all safetensors files of a checkpoint.
 
@@ -89,17 +106,9 @@ def check_weight_files(folder: Path, source: str) -> StoredWeights:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
         ValueError: a file is truncated or corrupt, or the weights are pickled.
     """
-    if (folder / SINGLE_NAME).is_file():
-        names: Iterable[str] = [SINGLE_NAME]
-    elif (folder / INDEX_NAME).is_file():
-        names = _indexed(folder / INDEX_NAME)
-    else:
-        _refuse_without_safetensors(folder, source)
     sizes = []
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{source} lacks {name}, which {INDEX_NAME} names; download or copy it again")
-        for shape, dtype in read_shapes(folder / name).values():
+    for path in weight_files(folder, source):
+        for shape, dtype in read_shapes(path).values():
             sizes.append(math.prod(shape) * (1 if "F" in dtype else _PACKED))
     return StoredWeights(len(sizes), sum(sizes))
 
@@ -132,7 +141,7 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def _refuse_without_safetensors(folder: Path, source: str) -> None:
+def _refuse_without_safetensors(folder: Path, source: str) -> NoReturn:
     pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickled:
         raise ValueError(
