@@ -22,6 +22,7 @@ EXACT = {
     "awq": "(code - zero point) * scale",
     "compressed-tensors": "(code - zero point) * scale, which the library rounds to the type of the scale",
     "fp8": "code * scale of its block, as transformers dequantizes it",
+    "gguf": "what gguf.quants.dequantize gives",
     "gptq": "(code - zero point) * scale",
     "mxfp4": "code * 2 ** exponent, as transformers dequantizes it",
 }
