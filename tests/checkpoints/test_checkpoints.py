@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import read_weights
+from optimum_neuron.checkpoints.files import read_object
+from optimum_neuron.checkpoints.formats.find import find_quantized
 
 
 WEIGHTS = "model.safetensors"
@@ -295,6 +297,14 @@ def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path
     assert_equal_weights(artifact, expected)
 
 
+def test_fp8_weights_are_kept_as_those_that_transformers_dequantizes(checkpoint: Path) -> None:
+    exact = quantize_to_fp8(checkpoint)
+    found = find_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
+    assert found is not None and found.layers and {*found.layers, *found.plain} == exact.keys()
+    assert all(torch.equal(found.read(name).dequantize(), exact[name]) for name in found.layers)
+    assert all(torch.equal(found.read_plain(name), exact[name]) for name in found.plain)
+
+
 def quantize_to_mxfp4(checkpoint: Path) -> dict[str, Tensor]:
     """Replaces experts by random blocks of 4-bit numbers; returns what they stand for."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -324,6 +334,9 @@ def test_mxfp4_experts_are_multiplied_by_their_scales(
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoints["gpt_oss"], tmp_path / "gpt_oss"))
     exact = quantize_to_mxfp4(checkpoint)
+    kept = find_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
+    assert kept is not None and {*kept.layers} == exact.keys()
+    assert all(torch.equal(kept.read(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
     artifact = export_tiny(checkpoint, output, dtype=dtype)
     found = read_weights(Artifact.open(artifact))
     assert exact

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .settings import Document, group_size, part, switch, text, texts, whole
+from .settings import Document, begins, group_size, part, switch, text, texts, whole
 
 
 PACKED, WHOLE, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
@@ -122,6 +122,9 @@ def _scheme(group: Document, common: str, where: str) -> Scheme:
             f"{where} has weights of {bits} bits, type {kind}, in the format {named}, which is not read; export one of int with 4 "
             f"or 8 bits, or of float with 8"
         )
+    symmetric = switch(weights, "symmetric", default=True)
+    if kind == "float" and not symmetric:
+        raise ValueError(f"{where} has zero points for floats; {_REMEDY}")
     if weights.get("dynamic"):
         raise ValueError(f"{where} has dynamic weights; {_REMEDY}")
     size = None if weights.get("group_size") is None else group_size(weights)
@@ -135,7 +138,7 @@ def _scheme(group: Document, common: str, where: str) -> Scheme:
         format=named,
         kind=kind,
         bits=bits,
-        symmetric=switch(weights, "symmetric", default=True),
+        symmetric=symmetric,
         strategy=strategy,
         group_size=size,
         block=_block(block, where) if strategy == "block" else None,
@@ -164,10 +167,7 @@ def _names(target: str, module: str) -> bool:
     """Whether a target is a layer's name, or a pattern that its name begins with."""
     if not target.startswith(_PATTERN):
         return target == module
-    try:
-        return re.match(target.removeprefix(_PATTERN), module) is not None
-    except re.error as error:
-        raise ValueError(f"quantization_config has the pattern {target!r}: {error}; correct config.json") from error
+    return begins(target.removeprefix(_PATTERN), module)
 
 
 def _is_class(target: str) -> bool:

@@ -67,7 +67,6 @@ class CompressedTensors(SafetensorsFormat):
         scheme, parts = self._schemes[name], self._parts[name]
         kind, codes = self._codes(name)
         scale = self._files.read(parts["weight_scale"], *FLOATS)
-        zero = self._zero(name, tuple(scale.shape), codes.shape[0])
         where = f"{self._files.source}: {parts['weight_scale']}"
         group = None
         if "weight_g_idx" in parts:
@@ -77,6 +76,7 @@ class CompressedTensors(SafetensorsFormat):
                 f"{where} has the shape {list(scale.shape)}, and a weight {list(codes.shape)}; {DOWNLOAD}"
             )
         block = self._block(name, codes.shape)
+        zero = self._zero(name, tuple(scale.shape), codes.shape[0])
         scale, groups = spread(where, scale, codes.shape, block)
         if zero is not None:
             zero = spread(where, zero, codes.shape, block)[0]
@@ -109,7 +109,7 @@ class CompressedTensors(SafetensorsFormat):
         return ("int4", codes) if scheme.bits == 4 else ("int8", (codes ^ 0x80).view(torch.int8))
 
     def _zero(self, name: str, shape: tuple[int, ...], outputs: int) -> Tensor | None:
-        """Zero points in the shape of the scales, as `StoredWeight` counts them."""
+        """Zero points as `StoredWeight` counts them, for scales of a shape."""
         scheme, parts = self._schemes[name], self._parts[name]
         if "weight_zero_point" not in parts:
             return None
@@ -125,7 +125,7 @@ class CompressedTensors(SafetensorsFormat):
         columns = math.prod(shape[1:])
         words = self._files.read(parts["weight_zero_point"], torch.int32, shape=(-(-outputs // per_word), columns))
         zero = unpack(words.T, scheme.bits)[:, :outputs].T.short()
-        return (zero if scheme.bits == 4 else zero - 128).reshape(shape)
+        return zero if scheme.bits == 4 else zero - 128
 
     def _kind(self, name: str) -> str:
         scheme = self._schemes[name]

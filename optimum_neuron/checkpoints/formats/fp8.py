@@ -59,7 +59,9 @@ class Fp8(SafetensorsFormat):
         found = self._files.read(parts["scale"], *FLOATS, *_EXPONENTS)
         if found.dtype in _EXPONENTS:
             found = power_of_two(f"{self._files.source}: {parts['scale']}", found)
-        scale, group = spread(f"{self._files.source}: {parts['scale']}", found, codes.shape, self._block)
+        # A table of embeddings may have one scale where layers have blocks.
+        block = None if found.numel() == 1 and found.dim() < 2 else self._block
+        scale, group = spread(f"{self._files.source}: {parts['scale']}", found, codes.shape, block)
         return StoredWeight(f"{self._files.source}: {name}", "fp8", codes, scale, group=group)
 
 

@@ -7,13 +7,12 @@ gptqmodel/nn_modules/qlinear/__init__.py (`PackableQuantLinear`) and gptqmodel/u
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from .format import SafetensorsFormat
-from .settings import Document, group_size, part, text, whole
+from .settings import Document, begins, group_size, part, text, whole
 from .stored import StoredWeight, check_group, unpack
 from .tensors import FLOATS, TensorFiles, by_module, check_parts
 
@@ -57,13 +56,14 @@ class Gptq(SafetensorsFormat):
 
     def _settings_of(self, module: str, source: str) -> _Settings:
         document: Document = self._document
-        for pattern, changes in part(self._document, "dynamic").items():
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+        patterns = part(document, "dynamic")
+        for pattern in patterns:
+            if begins(pattern.removeprefix("-:").removeprefix("+:"), module):
                 if pattern.startswith("-:"):
                     raise ValueError(
                         f"{source} holds {module} quantized, and its config leaves it out by {pattern!r}; correct config.json"
                     )
-                document = {**self._document, **changes}
+                document = {**document, **part(patterns, pattern)}
                 break
         bits = whole(document, "bits")
         if bits not in BITS:

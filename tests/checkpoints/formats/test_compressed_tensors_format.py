@@ -171,9 +171,10 @@ def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_pat
         (config(GROUPED | {"symmetric": False}, "pack-quantized"), "lacks weight_zero_point"),
         (config(GROUPED, "int-quantized"), "lacks weight"),
         (config({}, "pack-quantized"), "quantizes no weights"),
+        (config({"type": "float", "symmetric": False}, "float-quantized"), "zero points for floats"),
         (config(GROUPED, "pack-quantized", ignore=["re:.*q_proj"]), r"ignores it by 're:\.\*q_proj'"),
         (config(GROUPED, "pack-quantized", {"targets": ["re:.*mlp.*"]}), "no scheme for it"),
-        (config(GROUPED, "pack-quantized", {"targets": ["re:(("]}), r"the pattern 're:\(\('"),
+        (config(GROUPED, "pack-quantized", {"targets": ["re:(("]}), r"the pattern '\(\('"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(settings: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def test_one_scale_for_all_or_for_each_output(shape: tuple[int, ...], name: str,
     assert torch.equal(read.dequantize(), weight.float() * scale.reshape(-1, 1))
 
 
+def test_a_table_may_have_one_scale_beside_layers_in_blocks(tmp_path: Path) -> None:
+    weight, scale = codes(96, 64), scales(1, dtype=torch.float32)
+    read = opened(tmp_path, {WEIGHT: weight, f"{WEIGHT}_scale": scale}, FP8).read(WEIGHT)
+    assert torch.equal(read.dequantize(), weight.float() * scale)
+
+
 @pytest.mark.parametrize(("block", "grid"), [([32, 32], (2, 3)), (None, (2, 1)), (None, (1, 1))])
 def test_experts_are_read_together(block: list[int] | None, grid: tuple[int, int], tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"

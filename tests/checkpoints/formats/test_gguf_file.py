@@ -40,6 +40,7 @@ def test_a_llamas_weights_are_those_that_transformers_has(kind: str, tiny_checkp
         assert torch.equal(found.read_plain(name), exact[name]), name
 
 
+@pytest.mark.full
 def test_a_real_files_weights_are_those_that_gguf_makes_of_them(smollm2_gguf: Path) -> None:
     reads = GgufReads()
     with reads.shared():

@@ -115,6 +115,8 @@ def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
         ({"group_size": 16}, r"q_proj.scales has the shape \[2, 24\], and is to have \[4, 24\]"),
         ({"checkpoint_format": "marlin"}, "the format marlin"),
         ({"dynamic": ["q_proj"]}, "no object"),
+        ({"dynamic": {"+:.*q_proj": [8]}}, "no object"),
+        ({"dynamic": {"+:((": {}}}, r"the pattern '\(\('"),
     ],
 )
 def test_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
