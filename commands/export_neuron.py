@@ -74,6 +74,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 token=args.token,
                 trust_remote_code=args.trust_remote_code,
                 adapter=args.adapter,
+                dequantize=args.dequantize,
                 certificate=args.certificate,
                 overwrite=args.overwrite,
             )
@@ -236,7 +237,8 @@ def _add_quantization_options(parser: ArgumentParser) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         help="round the weights of linear layers: int8 and fp8 (e4m3) with a scale for each output, half of bfloat16's size; int4 with "
-        "one for each group of inputs, somewhat more than a quarter (default: as the checkpoint has them)",
+        "one for each group of inputs, somewhat more than a quarter; checkpoint keeps the codes of a quantized checkpoint (GGUF, GPTQ, AWQ, "
+        "compressed-tensors, FP8, MXFP4) as they are (default: plain weights stay as they are, and GGUF, FP8 and MXFP4 are dequantized)",
     )
     add_option(
         group,
@@ -252,6 +254,11 @@ def _add_quantization_options(parser: ArgumentParser) -> None:
         "--quantization-zero-point",
         action="store_true",
         help="in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
+    )
+    group.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="export a quantized checkpoint's weights as plain numbers; GPTQ, AWQ and compressed-tensors are not dequantized unasked",
     )
     group.add_argument(
         "--quantization-exclude",
