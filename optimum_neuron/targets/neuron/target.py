@@ -37,13 +37,21 @@ from .sdk.runtime_errors import INVALID, NeuronRuntimeError
 
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from .lowering.lower import LoweredGraph
 
 logger = logging.getLogger(__name__)
 
 
 class NeuronTarget:
-    """Compiling needs torch-xla, and for a device its compiler; only running needs the device."""
+    """Compiling needs torch-xla, and for a device its compiler; only running needs the device.
+
+    A model is written and then compiled by the same object, which traces the first graph once for both.
+    """
+
+    def __init__(self) -> None:
+        self._first: ExportedProgram | None = None
 
     def check(self, config: NeuronConfig) -> None:
         check_parallel_size(config.target, config.tensor_parallel_size)
@@ -56,16 +64,19 @@ class NeuronTarget:
             CompileCache(CACHE_KIND)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        from .lowering.rank_model import find_layout
+        from .lowering.rank_model import trace_first
         from .sharding import shard_plan, whole_plan, write_sharded_weights
 
         ranks = config.tensor_parallel_size
         plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-        return write_sharded_weights(named_tensors(model), plan, folder, find_layout(model, plan, config))
+        first = trace_first(model, plan, config)
+        self._first = first.program
+        return write_sharded_weights(named_tensors(model), plan, folder, first.layout)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         folder, target = job.folder / GRAPHS_FOLDER, job.config.target
-        graphs = lower_and_check(job)
+        first, self._first = self._first, None
+        graphs = lower_and_check(job, first)
         _check_stored(job, graphs)
         for graph in graphs:
             write_graph(graph, folder)
@@ -109,8 +120,11 @@ def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOpt
     return _load_on_cpu(artifact, folder)
 
 
-def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
+def lower_and_check(job: CompileJob, first: ExportedProgram | None = None) -> list[LoweredGraph]:
     """All graphs of an artifact, none of which breaks a rule of the lint.
+
+    Args:
+        first: as in `lower_all`.
 
     Raises:
         ValueError: a graph does; the first place is named.
@@ -120,7 +134,8 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
 
     operators = installed_operators() if job.config.target in NEURON_TARGETS else None
     lowered, errors = [], []
-    for graph in lower_all(job.folder, job.config, job.tied_weights, trust_remote_code=job.trust_remote_code):
+    trusted = job.trust_remote_code
+    for graph in lower_all(job.folder, job.config, job.tied_weights, trust_remote_code=trusted, first=first):
         lowered.append(graph)
         for finding in lint(graph.name, graph.hlo, graph.io, job.config.target, operators):
             if finding.severity == "error":

@@ -24,7 +24,7 @@ from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, 
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
-from optimum_neuron.targets.neuron.lowering.rank_model import find_layout
+from optimum_neuron.targets.neuron.lowering.rank_model import trace_first
 from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
 from optimum_neuron.targets.neuron.run.draws import draws
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
@@ -83,7 +83,7 @@ def check(
         folder = Path(scratch)
         (folder / "weights").mkdir()
         plan = shard_plan(model, count)
-        tied = write_sharded_weights(named_tensors(model), plan, folder, find_layout(model, plan, config))
+        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config).layout)
         weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
     for tensors in weights:
         tensors |= {alias: tensors[stored] for alias, stored in tied.items()}

@@ -56,6 +56,7 @@ def lower_step(
     world_size: int = 1,
     columns: int | None = None,
     sums: SumsRule | None = None,
+    program: ExportedProgram | None = None,
 ) -> LoweredGraph:
     """Lowers one step graph.
 
@@ -64,11 +65,13 @@ def lower_step(
         vocab_size: of the logits that the graph returns.
         columns: of the logits that it leaves for a sampler; None: as many.
         sums: in which form ranks add up; None: every rank has all tokens.
+        program: this graph, where it was traced and decomposed before; it is changed.
 
     Raises:
         ValueError: the graph computes something that no HLO module of ours can express.
     """
-    program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
+    if program is None:
+        program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
     graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size, sums)
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torch.export import ExportedProgram
+
 from .... import progress
 from ....config import NeuronConfig
 from ....graphs.kv_cache import KVCache
@@ -29,6 +31,7 @@ def lower_all(
     trust_remote_code: bool,
     like: NeuronConfig | None = None,
     split: frozenset[str] | None = None,
+    first: ExportedProgram | None = None,
 ) -> Iterator[LoweredGraph]:
     """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where prefixes are shared what copies them.
 
@@ -37,6 +40,7 @@ def lower_all(
         tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
         like: whose largest graph of each kind tells the form of experts; None: each graph has that of its own size.
         split: kinds of graphs whose ranks split tokens; None: each graph does where it takes less time.
+        first: that of `trace_first` for this model and config, where there is one; it is changed.
 
     Raises:
         ValueError: the model cannot be lowered, or not be shared by so many ranks; or a kernel has no use in it.
@@ -49,12 +53,13 @@ def lower_all(
     scores = score_graphs(config, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
         called: set[str] = set()
-        for spec in specs:
+        for number, spec in enumerate(specs):
             ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
             sums = None
             if rank.plan is not None:
                 sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
-            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums)
+            traced = first if number == 0 else None
+            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums, traced)
             called |= called_kernels(graph.hlo)
             yield graph
             advance(spec.name)
