@@ -140,7 +140,7 @@ def _add_size_options(parser: ArgumentParser) -> None:
         metavar="COUNT",
         help="of a model with recurrences, short convolutions or compressed keys, copies of a slot's state that are kept, behind which "
         "prompts that start alike go on; each takes what one slot's state takes, and 0 turns this off (default: twice --batch-size; "
-        "for Neuron 0, because graphs there copy no state)",
+        "for Neuron 0, as they take device memory)",
     )
     add_option(
         group,

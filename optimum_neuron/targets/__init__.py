@@ -102,7 +102,7 @@ class KeepsStates(Protocol):
 
 @runtime_checkable
 class HasOtherGraphs(Protocol):
-    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots apart from them."""
+    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots and state apart from them."""
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         """By the name of each such graph the inputs with which `Executable.run` changes no state."""

@@ -87,7 +87,7 @@ def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronCo
         )
 
 
-def check_snapshots(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+def check_snapshots(model: nn.Module, spec: ModelSpec, config: NeuronConfig) -> None:
     """Raises ValueError where snapshots of state are asked for, and slots keep none."""
     for name in ("state_snapshots", "state_snapshot_interval"):
         count = getattr(config, name)

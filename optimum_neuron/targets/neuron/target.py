@@ -27,6 +27,7 @@ from .. import CompileJob, Executable
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
+from .copy_graphs import snapshot_states
 from .graph_checks import check_graphs, check_weights, graph_names, left_states
 from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
 from .graph_io import GraphIO
@@ -101,7 +102,7 @@ class NeuronTarget:
             artifact.verify()
             return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
         if artifact.config.tensor_parallel_size == 1:
-            check_memory(artifact.states())
+            check_memory((*artifact.states(), *artifact.snapshots()))
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
             return _load(artifact, folder, data, ranks)
 
@@ -163,7 +164,8 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
-    states = allocate_states((*artifact.states(), *left_states(artifact)))
+    kept = snapshot_states(artifact.config, artifact.model)
+    states = allocate_states((*artifact.states(), *left_states(artifact), *kept))
     return HloExecutable(programs, _calls(artifact), read_weights(artifact), states)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recurrent
 from helpers import export_tiny
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -87,5 +88,22 @@ def hlo_artifact(
             folder = tmp_path_factory.mktemp("hlo") / name
             made[name] = export_tiny(sharp_checkpoints[name], folder, target="hlo", certificate=name == "llama")
         return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def recurrent_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of the hlo target by kind of state, with snapshots and a certificate, for which an export executes all graphs beside the
+    eager step; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("recurrent")
+            recurrent.model(kind).save_pretrained(folder / "checkpoint")
+            sizes = {"target": "hlo", "state_snapshots": 3}
+            made[kind] = export_tiny(folder / "checkpoint", folder / "out", certificate=True, **sizes)
+        return made[kind]
 
     return export
