@@ -20,7 +20,14 @@ from hub_server import REPO, TOKEN, LoopbackHub
 from moe import CONFIGS
 from recurrent import SERVED
 from tiny import TINY_CONFIGS, TINY_SIZES
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, LlamaConfig, LlavaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    CTRLConfig,
+    LlamaConfig,
+    LlavaConfig,
+    PreTrainedConfig,
+)
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.spec import GraphSpec, graph_specs
@@ -43,6 +50,11 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "experts": (CONFIGS["qwen3_moe"], {"dtype": "bfloat16"}),
     "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
     "hybrid": (SERVED["nemotron_h"], {"dtype": "bfloat16", "prefill_chunk_size": 16}),
+    # Its code puts a buffer of another type in the place of its own when it first runs.
+    "replaced buffer": (
+        lambda: CTRLConfig(vocab_size=300, n_positions=256, n_embd=64, dff=96, n_layer=2, n_head=4),
+        {"dtype": "bfloat16"},
+    ),
     "part of a whole": (
         lambda: LlavaConfig(
             text_config=TINY_SIZES | {"model_type": "llama"},
