@@ -52,16 +52,13 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("output", type=Path, help="folder to write; it must not exist, or be empty")
         _add_model_options(parser)
-        _add_size_options(parser)
-        _add_sampling_options(parser)
-        _add_quantization_options(parser)
-        _add_target_options(parser)
+        add_graph_options(parser)
 
     def run(self) -> None:
         args = self.args
         with reported_errors("interrupted; nothing was written"):
             # Before torch is imported: a wrong size is reported at once.
-            config = NeuronConfig.from_dict(_config_options(vars(args)))
+            config = NeuronConfig.from_dict(config_options(vars(args)))
             from optimum_neuron.export import export_model
 
             start = time.perf_counter()
@@ -96,7 +93,27 @@ def _add_model_options(parser: ArgumentParser) -> None:
         help="folder or Hub id of a PEFT adapter, as LoRA, to merge into the weights; give the option again to merge another "
         "one into the result",
     )
+    group.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="export a quantized checkpoint's weights as plain numbers; GPTQ, AWQ and compressed-tensors are not dequantized unasked",
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
+    group.add_argument(
+        "--no-certificate",
+        dest="certificate",
+        action="store_false",
+        help="of graphs for devices: do not execute them on this CPU beside the model; `neuron inspect --verify` then has nothing "
+        "to repeat",
+    )
+
+
+def add_graph_options(parser: ArgumentParser) -> None:
+    """Options that make a NeuronConfig; shared by the commands that tell of an export before it is done."""
+    _add_size_options(parser)
+    _add_sampling_options(parser)
+    _add_quantization_options(parser)
+    _add_target_options(parser)
 
 
 def _add_size_options(parser: ArgumentParser) -> None:
@@ -256,11 +273,6 @@ def _add_quantization_options(parser: ArgumentParser) -> None:
         help="in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
     )
     group.add_argument(
-        "--dequantize",
-        action="store_true",
-        help="export a quantized checkpoint's weights as plain numbers; GPTQ, AWQ and compressed-tensors are not dequantized unasked",
-    )
-    group.add_argument(
         "--quantization-exclude",
         action="append",
         metavar="PATTERN",
@@ -317,16 +329,10 @@ def _add_target_options(parser: ArgumentParser) -> None:
         help=f"kernels of the SDK that stand for operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}: attention of "
         "prompts' chunks, attention of decode rows, and experts of few tokens; nobody has run one yet (default: none)",
     )
-    group.add_argument(
-        "--no-certificate",
-        dest="certificate",
-        action="store_false",
-        help="of graphs for devices: do not execute them on this CPU beside the model; `neuron inspect --verify` then has nothing "
-        "to repeat",
-    )
 
 
-def _config_options(args: Mapping[str, Any]) -> dict[str, Any]:
+def config_options(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a command's arguments is a NeuronConfig's."""
     options = {name: args[name] for name in NeuronConfig.option_names()}
     for name in ("prefill_chunk_buckets", "context_buckets", "kernels"):
         if options[name] is None:

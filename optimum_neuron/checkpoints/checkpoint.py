@@ -28,12 +28,14 @@ from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
 from .files import (
     CODE_FILES,
+    INDEX_NAME,
     VERBATIM,
     check_documents,
     check_generation_config,
     check_weight_files,
     copy_files,
     describes_another,
+    indexed,
     read_object,
     replace_tokenizer,
     write_config,
@@ -45,7 +47,7 @@ from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_reads import GgufReads
 from .hub import download, refuse_revision
 from .kept import keep_codes, read_dequantized
-from .language_model import find_text_config, is_multimodal, multimodal_class, take_text_part
+from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
 from .quantized import DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
@@ -120,6 +122,15 @@ class Checkpoint:
         if self.gguf_file is not None or model_config.dtype is None:
             return None
         return str(model_config.dtype).removeprefix("torch.")
+
+    def indexed_names(self) -> frozenset[str]:
+        """Names of the tensors of a checkpoint in several files; of one file, where only that tells them, none.
+
+        Raises:
+            ValueError: the index is none.
+        """
+        path = self.folder / INDEX_NAME
+        return frozenset(indexed(path)) if path.is_file() else frozenset()
 
     def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
         """The language model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one.
@@ -225,6 +236,32 @@ class Checkpoint:
                 write_config(model, folder)
         for adapter in adapters:
             replace_tokenizer(adapter.folder, folder)
+
+    def write_config_alone(self, folder: Path) -> None:
+        """Puts what `write_verbatim` writes of the model into `folder`: its config, and its code where that is trusted. Needs no weights.
+
+        Raises:
+            ValueError: no model can be built by the config, or a multimodal one's part not be told.
+        """
+        copy_files(self.folder, folder, with_code=self.trust_remote_code)
+        model = self._without_weights()
+        if describes_another(folder, model):
+            write_config(model, folder)
+
+    def _without_weights(self) -> PreTrainedModel:
+        """The language model on the meta device."""
+        config = self._whole_config
+        multimodal = is_multimodal(config) and not self._runs_own_code(config)
+        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
+        own = copy.deepcopy(config) if multimodal else self.load_config()
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(own, attn_implementation="eager", trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a model's code comes to by wrong numbers
+            raise ValueError(
+                f"{self.source}: no {config.model_type} model can be built by its config ({first_line(error)}); correct it"
+            ) from error
+        return find_text_part(model, self.source) if multimodal else model
 
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
         """What a GGUF file tells beside the model."""
@@ -351,7 +388,7 @@ def find_checkpoint(
 def find_config(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
 ) -> Checkpoint:
-    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded.
+    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded, and an index of weights.
 
     Raises:
         FileNotFoundError: nothing of that name exists, here or on the Hub.
@@ -359,7 +396,7 @@ def find_config(
     path = Path(model).expanduser()
     if path.exists() or path.suffix == ".gguf":
         return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    patterns = ["config.json", ADAPTER_CONFIG, *(CODE_FILES if trust_remote_code else ())]
+    patterns = ["config.json", ADAPTER_CONFIG, INDEX_NAME, *(CODE_FILES if trust_remote_code else ())]
     folder = download(str(model), patterns, revision=revision, token=token)
     check_documents(folder)
     _refuse_adapter(folder, str(model))

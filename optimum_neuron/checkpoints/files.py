@@ -92,7 +92,7 @@ def weight_files(folder: Path, source: str) -> list[Path]:
         return [folder / SINGLE_NAME]
     if not (folder / INDEX_NAME).is_file():
         _refuse_without_safetensors(folder, source)
-    names = _indexed(folder / INDEX_NAME)
+    names = sorted(set(indexed(folder / INDEX_NAME).values()))
     lacking = next((name for name in names if not (folder / name).is_file()), None)
     if lacking is not None:
         raise FileNotFoundError(f"{source} lacks {lacking}, which {INDEX_NAME} names; download or copy it again")
@@ -130,15 +130,19 @@ def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
         ) from error
 
 
-def _indexed(path: Path) -> list[str]:
+def indexed(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index of weights.
+
+    Raises:
+        ValueError: it is none, or names files elsewhere.
+    """
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
-    names = sorted(set(files.values()))
-    outside = next((name for name in names if Path(name).name != name), None)
+    outside = next((name for name in sorted(files.values()) if Path(name).name != name), None)
     if outside is not None:
         raise ValueError(f"{path} names {outside!r}, which is no file beside it; do not use this checkpoint")
-    return names
+    return files
 
 
 def _refuse_without_safetensors(folder: Path, source: str) -> NoReturn:

@@ -157,6 +157,41 @@ class Target(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class CacheKeys:
+    """Where the compile cache has the graphs of an export.
+
+    Attributes:
+        kind: of the entries.
+        suffix: of the file of code that each must have.
+        keys: by graph.
+    """
+
+    kind: str
+    suffix: str
+    keys: dict[str, str]
+
+
+@runtime_checkable
+class KeepsGraphs(Protocol):
+    """A target that looks for graphs in the compile cache before it compiles them."""
+
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        """Under which keys `compile` will look, told without weights.
+
+        Args:
+            model: as `write_model` gets it, but on the meta device; is changed.
+            config: as in a job.
+            folder: holds config.json, and the model's code where that is trusted.
+
+        Raises:
+            ValueError: the graphs cannot be compiled for this target.
+            RuntimeError: this machine lacks what decides on keys.
+        """
+
+
 def check_one_device(config: NeuronConfig) -> None:
     """Raises ValueError where a config asks the host, which is one device, for several."""
     if config.tensor_parallel_size != 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from ...artifacts.weights import (
 )
 from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
-from .. import CompileJob, Executable
+from .. import CacheKeys, CompileJob, Executable
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from .lowering.lower import LoweredGraph
+    from .sharding import ShardPlan
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +57,17 @@ class NeuronTarget:
         self._first: ExportedProgram | None = None
 
     def check(self, config: NeuronConfig) -> None:
-        check_parallel_size(config.target, config.tensor_parallel_size)
-        check_lowering()
+        _check_tools(config)
         if config.target in NEURON_TARGETS:
-            from .compile.compiler import CACHE_KIND, check_environment
+            from .compile.compiler import CACHE_KIND
 
-            check_environment(config.target)
-            check_kernels(config)
             CompileCache(CACHE_KIND)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         from .lowering.rank_model import trace_first
-        from .sharding import shard_plan, whole_plan, write_sharded_weights
+        from .sharding import write_sharded_weights
 
-        ranks = config.tensor_parallel_size
-        plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
+        plan = _plan(model, config)
         first = trace_first(model, plan, config)
         self._first = first.program
         return write_sharded_weights(named_tensors(model), plan, folder, first.layout)
@@ -77,7 +75,8 @@ class NeuronTarget:
     def compile(self, job: CompileJob) -> dict[str, Any]:
         folder, target = job.folder / GRAPHS_FOLDER, job.config.target
         first, self._first = self._first, None
-        graphs = lower_and_check(job, first)
+        trusted = job.trust_remote_code
+        graphs = lower_and_check(job.folder, job.config, job.tied_weights, trust_remote_code=trusted, first=first)
         _check_stored(job, graphs)
         for graph in graphs:
             write_graph(graph, folder)
@@ -86,6 +85,18 @@ class NeuronTarget:
         from .compile.compiler import compile_graphs
 
         return compile_graphs(graphs, target, folder)
+
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        _check_tools(config)
+        from .compile.compiler import CACHE_KIND, find_keys
+        from .compile.neuron_cc import NEFF_SUFFIX
+        from .sharding import tied_names
+
+        tied = tied_names(named_tensors(model), _plan(model, config))
+        graphs = lower_and_check(folder, config, tied, trust_remote_code=trust_remote_code)
+        return CacheKeys(CACHE_KIND, NEFF_SUFFIX, find_keys(graphs, config.target))
 
     def load(
         self,
@@ -107,6 +118,23 @@ class NeuronTarget:
             return _load(artifact, folder, data, ranks)
 
 
+def _check_tools(config: NeuronConfig) -> None:
+    check_parallel_size(config.target, config.tensor_parallel_size)
+    check_lowering()
+    if config.target in NEURON_TARGETS:
+        from .compile.compiler import check_environment
+
+        check_environment(config.target)
+        check_kernels(config)
+
+
+def _plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
+    from .sharding import shard_plan, whole_plan
+
+    ranks = config.tensor_parallel_size
+    return whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
+
+
 def _check_one_rank(artifact: Artifact) -> None:
     if artifact.config.tensor_parallel_size > 1:
         raise ValueError(
@@ -121,11 +149,18 @@ def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOpt
     return _load_on_cpu(artifact, folder)
 
 
-def lower_and_check(job: CompileJob, first: ExportedProgram | None = None) -> list[LoweredGraph]:
+def lower_and_check(
+    folder: Path,
+    config: NeuronConfig,
+    tied_weights: Mapping[str, str],
+    *,
+    trust_remote_code: bool,
+    first: ExportedProgram | None = None,
+) -> list[LoweredGraph]:
     """All graphs of an artifact, none of which breaks a rule of the lint.
 
     Args:
-        first: as in `lower_all`.
+        folder, tied_weights, first: as in `lower_all`.
 
     Raises:
         ValueError: a graph does; the first place is named.
@@ -133,19 +168,18 @@ def lower_and_check(job: CompileJob, first: ExportedProgram | None = None) -> li
     from .lint.lint import installed_operators, lint
     from .lowering.lower_all import lower_all
 
-    operators = installed_operators() if job.config.target in NEURON_TARGETS else None
+    operators = installed_operators() if config.target in NEURON_TARGETS else None
     lowered, errors = [], []
-    trusted = job.trust_remote_code
-    for graph in lower_all(job.folder, job.config, job.tied_weights, trust_remote_code=trusted, first=first):
+    for graph in lower_all(folder, config, tied_weights, trust_remote_code=trust_remote_code, first=first):
         lowered.append(graph)
-        for finding in lint(graph.name, graph.hlo, graph.io, job.config.target, operators):
+        for finding in lint(graph.name, graph.hlo, graph.io, config.target, operators):
             if finding.severity == "error":
                 errors.append(finding)
             else:
                 logger.warning("%s", finding)
     if errors:
         more = f" ({len(errors) - 1} more: optimum-cli neuron lint lists them)" if len(errors) > 1 else ""
-        raise ValueError(f"this model cannot be compiled for {job.config.target}: {errors[0]}{more}")
+        raise ValueError(f"this model cannot be compiled for {config.target}: {errors[0]}{more}")
     return lowered
 
 
