@@ -52,16 +52,13 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("output", type=Path, help="folder to write; it must not exist, or be empty")
         _add_model_options(parser)
-        _add_size_options(parser)
-        _add_sampling_options(parser)
-        _add_quantization_options(parser)
-        _add_target_options(parser)
+        add_graph_options(parser)
 
     def run(self) -> None:
         args = self.args
         with reported_errors("interrupted; nothing was written"):
             # Before torch is imported: a wrong size is reported at once.
-            config = NeuronConfig.from_dict(_config_options(vars(args)))
+            config = NeuronConfig.from_dict(config_options(vars(args)))
             from optimum_neuron.export import export_model
 
             start = time.perf_counter()
@@ -74,6 +71,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 token=args.token,
                 trust_remote_code=args.trust_remote_code,
                 adapter=args.adapter,
+                dequantize=args.dequantize,
                 certificate=args.certificate,
                 overwrite=args.overwrite,
             )
@@ -95,7 +93,27 @@ def _add_model_options(parser: ArgumentParser) -> None:
         help="folder or Hub id of a PEFT adapter, as LoRA, to merge into the weights; give the option again to merge another "
         "one into the result",
     )
+    group.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="export a quantized checkpoint's weights as plain numbers; GPTQ, AWQ and compressed-tensors are not dequantized unasked",
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
+    group.add_argument(
+        "--no-certificate",
+        dest="certificate",
+        action="store_false",
+        help="of graphs for devices: do not execute them on this CPU beside the model; `neuron inspect --verify` then has nothing "
+        "to repeat",
+    )
+
+
+def add_graph_options(parser: ArgumentParser) -> None:
+    """Options that make a NeuronConfig; shared by the commands that tell of an export before it is done."""
+    _add_size_options(parser)
+    _add_sampling_options(parser)
+    _add_quantization_options(parser)
+    _add_target_options(parser)
 
 
 def _add_size_options(parser: ArgumentParser) -> None:
@@ -139,7 +157,7 @@ def _add_size_options(parser: ArgumentParser) -> None:
         metavar="COUNT",
         help="of a model with recurrences, short convolutions or compressed keys, copies of a slot's state that are kept, behind which "
         "prompts that start alike go on; each takes what one slot's state takes, and 0 turns this off (default: twice --batch-size; "
-        "for Neuron 0, because graphs there copy no state)",
+        "for Neuron 0, as they take device memory)",
     )
     add_option(
         group,
@@ -236,7 +254,8 @@ def _add_quantization_options(parser: ArgumentParser) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         help="round the weights of linear layers: int8 and fp8 (e4m3) with a scale for each output, half of bfloat16's size; int4 with "
-        "one for each group of inputs, somewhat more than a quarter (default: as the checkpoint has them)",
+        "one for each group of inputs, somewhat more than a quarter; checkpoint keeps the codes of a quantized checkpoint (GGUF, GPTQ, AWQ, "
+        "compressed-tensors, FP8, MXFP4) as they are (default: plain weights stay as they are, and GGUF, FP8 and MXFP4 are dequantized)",
     )
     add_option(
         group,
@@ -310,16 +329,10 @@ def _add_target_options(parser: ArgumentParser) -> None:
         help=f"kernels of the SDK that stand for operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}: attention of "
         "prompts' chunks, attention of decode rows, and experts of few tokens; nobody has run one yet (default: none)",
     )
-    group.add_argument(
-        "--no-certificate",
-        dest="certificate",
-        action="store_false",
-        help="of graphs for devices: do not execute them on this CPU beside the model; `neuron inspect --verify` then has nothing "
-        "to repeat",
-    )
 
 
-def _config_options(args: Mapping[str, Any]) -> dict[str, Any]:
+def config_options(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a command's arguments is a NeuronConfig's."""
     options = {name: args[name] for name in NeuronConfig.option_names()}
     for name in ("prefill_chunk_buckets", "context_buckets", "kernels"):
         if options[name] is None:

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, TypeVar
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_lookup import CacheLookupCommand
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors
 from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
@@ -186,7 +187,13 @@ class NeuronCacheCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="cache", help="Look at what was compiled on this machine, check it, make it smaller.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
-        for command in (CacheListCommand, CachePruneCommand, CacheVerifyCommand, CacheSyncCommand)
+        for command in (
+            CacheListCommand,
+            CacheLookupCommand,
+            CachePruneCommand,
+            CacheVerifyCommand,
+            CacheSyncCommand,
+        )
     )
 
     @staticmethod

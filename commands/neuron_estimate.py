@@ -48,6 +48,7 @@ SIZES = {
         "TOKENS",
         "tokens that all requests hold in blocks (default: as many as rows at full length)",
     ),
+    "--state-snapshots": ("COUNT", "copies of a slot's state that are kept, of a model that has any (default: none)"),
     "--prefill-chunk-size": ("TOKENS", "prompt tokens that one step takes in (default: a power of two up to 512)"),
     "--ctx-batch-size": ("ROWS", "chunk rows of a step (default: 1)"),
 }

@@ -57,7 +57,7 @@ class NeuronConfig:
         state_snapshots: of a model that keeps state of all tokens of a slot (recurrences, short convolutions, compressed keys), places
             for copies of it, behind which prompts that start alike go on; each takes what one slot's state takes. 0: they reuse
             nothing. Default: two for each row, as a text parts from others in one place and its prompt ends in another; on Neuron
-            targets, whose graphs copy no state, 0.
+            targets, where they take device memory, 0.
         state_snapshot_interval: tokens of a long prompt behind which its state is kept again, where a chunk ends anyway. Default: it is
             kept only where the prompt ends, where its rest fits a step, and where it parts from others.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
@@ -78,7 +78,8 @@ class NeuronConfig:
         top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
             tokens with theirs. Default: they cannot.
         quantization: the weights of linear layers become codes of so many bits: "int8" and "fp8" with a scale for each output, "int4" with
-            one for each group of inputs. Default: they stay as the checkpoint has them.
+            one for each group of inputs. "checkpoint": a quantized checkpoint's own codes are kept, to the bit. Default: weights stay
+            as the checkpoint has them, or are dequantized.
         quantization_group_size: inputs of a group of int4: 32, 64 or 128. Default: 32.
         quantization_zero_point: values of a group of int4 are spread between its least and its largest, and not around zero.
         quantization_exclude: patterns of names of linear layers that stay as they are, as in `fnmatch`. Default: routers, and what
@@ -177,14 +178,14 @@ class NeuronConfig:
             if count is None:
                 continue
             check.count(name, count, least, check.LARGEST_SIZE)
-            if count and self.target in HLO_TARGETS:
-                raise ValueError(
-                    f"{name}={count} needs state in this process's memory, and graphs of target={self.target!r} copy none; "
-                    f"leave it out, or use target='cpu'"
-                )
-        if self.state_snapshot_interval is not None and self.state_snapshots == 0:
+        if self.state_snapshot_interval is not None and not self.snapshot_places:
+            why = (
+                "; leave out one"
+                if self.state_snapshots == 0
+                else f", the default of target={self.target!r}; give both"
+            )
             raise ValueError(
-                f"state_snapshot_interval={self.state_snapshot_interval} has nowhere to keep state with state_snapshots=0; leave out one"
+                f"state_snapshot_interval={self.state_snapshot_interval} has nowhere to keep state with state_snapshots=0{why}"
             )
 
     def _complete_sizes(self) -> None:

@@ -23,6 +23,7 @@ from .artifacts.writer import check_output, write_artifact
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .checkpoints.quantize import quantize
+from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, check_snapshots, inspect_model
@@ -57,6 +58,7 @@ def export_model(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     adapter: str | Path | Sequence[str | Path] | None = None,
+    dequantize: bool = False,
     certificate: bool = True,
     overwrite: bool = False,
 ) -> Path:
@@ -71,6 +73,7 @@ def export_model(
         trust_remote_code: run modeling code that the checkpoint brings.
         adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
             `revision` is not theirs.
+        dequantize: export the weights of a quantized checkpoint as plain numbers; GGUF, FP8 and MXFP4 are without being told.
         certificate: of the hlo and Neuron targets: execute the lowered graphs on this CPU beside the model, and record the result.
         overwrite: replace an artifact that is already at `output`.
 
@@ -107,6 +110,7 @@ def export_model(
         trust_remote_code=trust_remote_code,
         **hub,
     )
+    checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(config, dequantize=dequantize))
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
@@ -134,6 +138,15 @@ def export_model(
             check_fixed_shapes(loaded, config.target)
     _check_disk(output, named_tensors(loaded))
     return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite)
+
+
+def _what_of_codes(config: NeuronConfig, *, dequantize: bool) -> str | None:
+    keep = config.quantization == "checkpoint"
+    if keep and dequantize:
+        raise ValueError(
+            "quantization='checkpoint' keeps codes, and dequantize=True makes plain weights; leave out one of them"
+        )
+    return KEEP if keep else DEQUANTIZE if dequantize else None
 
 
 def _write(

@@ -12,8 +12,8 @@ from itertools import pairwise
 LARGEST_SIZE = 2**31 - 1
 # Attention kernels take so many columns at a time, and a block is whole times as many.
 SMALLEST_BLOCK = 64
-# Weights may be rounded at export to codes of these kinds; those of int4 in groups of so many inputs.
-QUANTIZATIONS = ("int8", "int4", "fp8")
+# Weights may be rounded at export to codes of these kinds, or keep a quantized checkpoint's own; those of int4 in groups of so many inputs.
+QUANTIZATIONS = ("int8", "int4", "fp8", "checkpoint")
 INT4_GROUP_SIZES = (32, 64, 128)
 
 
@@ -101,6 +101,11 @@ def quantization(
                 )
         return None
     choice("quantization", kind, QUANTIZATIONS)
+    if kind == "checkpoint" and patterns is not None:
+        raise ValueError(
+            f"quantization_exclude={patterns!r} is of weights that are rounded, and quantization='checkpoint' keeps codes as they are; "
+            f"leave out one of them"
+        )
     for name, value in of_int4.items():
         if value is not None and kind != "int4":
             raise ValueError(f"{name}={value!r} is of int4, and quantization={kind!r}; leave out one of them")

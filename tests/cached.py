@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from optimum.commands import optimum_cli
 
+from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.targets.cache.entries import About
 from optimum_neuron.targets.cache.store import CompileCache
 
@@ -25,6 +26,13 @@ def store(cache: CompileCache, folder: Path, key: str = KEY, code: bytes = b"cod
         (scratch / "graph.constants").write_bytes(b"constants")
         cache.store(key, scratch, "graph", folder, about)
     return cache.folder / key
+
+
+def move_away(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As another machine, which has no cache yet; returns the folder of that."""
+    root = Path(os.environ[CACHE_VARIABLE])
+    monkeypatch.setenv(CACHE_VARIABLE, str(root.with_name("another")))
+    return root.with_name("another")
 
 
 def used(entry: Path, seconds_ago: float) -> None:

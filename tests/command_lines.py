@@ -333,6 +333,46 @@ LINTS = [
     _line(("neuron", "lint", "--model", "{checkpoint}", "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
     _line(("neuron", "lint", "--model", "{checkpoint}"), REFUSED, "need"),
 ]
+LOOKUP = (
+    "neuron", "cache", "lookup", "--model", "{checkpoint}", "--target", "cpu", "--sequence-length", "64", "--prefill-chunk-size", "8",
+)  # fmt: skip
+SYNC = ("neuron", "cache", "sync", "--repo", "org/compiled")
+CACHES = [
+    _line(("neuron", "cache", "unknown"), USAGE, "unknown"),
+    _line(("neuron", "cache", "ls", "more"), USAGE, "more"),
+    _line(("neuron", "cache", "verify", "more"), USAGE, "more"),
+    _line(("neuron", "cache", "verify", "--rem"), USAGE, "--rem"),
+    _line(("neuron", "cache", "prune"), REFUSED, "nothing says what to remove; give --max-size or --older-than"),
+    _line(("neuron", "cache", "prune", "--max-size", "many"), USAGE, "'many' is no size"),
+    _line(("neuron", "cache", "prune", "--older-than", "30"), USAGE, "'30' is no age"),
+    _line(("neuron", "cache", "sync"), USAGE, "--repo"),
+    _line((*SYNC, "--download-only", "--upload-only"), USAGE, "not allowed with argument"),
+    _line(SYNC, REFUSED, "HF_HUB_OFFLINE is set", "org/compiled"),
+    _line(
+        ("neuron", "cache", "sync", "--repo", "no such name!"),
+        REFUSED,
+        "'no such name!' is no name of a Hub repository",
+    ),
+    _line(LOOKUP[:3], USAGE, "-m/--model"),
+    _line((*LOOKUP, "more"), USAGE, "more"),
+    _line((*LOOKUP, "--batch", "2"), USAGE, "--batch"),
+    _line((*LOOKUP, "--overwrite"), USAGE, "--overwrite"),
+    _line((*LOOKUP, "--batch-size", "0"), REFUSED, "batch_size=0 must be at least 1"),
+    _line((*LOOKUP, "--target", "eager"), REFUSED, "target='eager' compiles nothing that is kept"),
+    _line((*LOOKUP, "--target", "trn2"), REFUSED, "need torch-xla"),
+    _line((*LOOKUP, "--tensor-parallel-size", "2"), REFUSED, "tensor_parallel_size=2 needs as many devices"),
+    _line((*LOOKUP, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256", "lower --sequence-length"),
+    _line((*LOOKUP, "--adapter", "lora"), REFUSED, "--adapter lora", "leave --adapter out"),
+    _line((*LOOKUP, "--repo", "org/compiled"), REFUSED, "HF_HUB_OFFLINE is set", "org/compiled"),
+    _line((*LOOKUP, "--repo", "no such name!"), REFUSED, "'no such name!' is no name of a Hub repository"),
+    _line((*LOOKUP, "--repo-revision", "v1"), REFUSED, "--repo-revision v1", "name it by --repo"),
+    _line((*LOOKUP, "--revision", "v1"), REFUSED, "revision='v1'", "leave --revision out"),
+    _line((*LOOKUP, "--model", "no-such-folder"), REFUSED, "no-such-folder"),
+    _line((*LOOKUP, "--model", "{empty_folder}"), REFUSED, "holds no config.json"),
+    _line((*LOOKUP, "--model", "{gguf:empty}"), REFUSED, "which are not read"),
+    _line((*LOOKUP, "--model", "{config:unknown activation}"), REFUSED, "zzz"),
+    _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
+]
 LINES = [
-    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *ESTIMATES, *LINTS,
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *ESTIMATES, *LINTS, *CACHES,
 ]  # fmt: skip

@@ -14,6 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import huggingface_hub
+import pytest
+
 
 REPO, TOKEN = "org/compiled", "hf_test"
 _PAGE = 3  # files of a page of the list
@@ -92,6 +95,23 @@ def loopback_hub() -> Iterator[LoopbackHub]:
         thread.join()
 
 
+@contextmanager
+def connected_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A Hub that its client in this process goes to."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with loopback_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        huggingface_hub.close_session()
+        yield found
+        huggingface_hub.close_session()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LoopbackHub
@@ -125,7 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"{api}revision/"):
             if path.rpartition("/")[2] not in ("main", self.hub.sha()):
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-            return self._send(200, {"id": REPO, "sha": self.hub.sha(), "siblings": []})
+            siblings = [{"rfilename": name} for name in self.hub.files]
+            return self._send(200, {"id": REPO, "sha": self.hub.sha(), "siblings": siblings})
         if path.startswith(f"{api}tree/"):
             return self._tree(path)
         if path.startswith(f"{api}preupload/"):

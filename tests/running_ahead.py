@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from optimum_neuron.graphs.chosen import ChosenTokens, slots_of_rows
+from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.graphs.spec import GraphSpec
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets import Executable
+from optimum_neuron.targets import Executable, KeepsStates
 
 
 VOCAB_OUTPUT = ".logits"
@@ -62,6 +64,12 @@ class AheadOf:
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._executable.copy_slot(source, destination, length)
 
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        cast(KeepsStates, self._executable).keep_state(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        cast(KeepsStates, self._executable).restore_state(snapshot, slot)
+
     def read_state(self, name: str) -> Tensor:
         return self._executable.read_state(name)
 
@@ -69,8 +77,8 @@ class AheadOf:
         self._executable.write_state(name, tensor)
 
 
-def ahead_of(runner: GraphRunner) -> tuple[GraphRunner, AheadOf]:
-    """A runner of the same graphs on a device that runs ahead."""
+def ahead_of(runner: GraphRunner, model: ModelSpec | None = None) -> tuple[GraphRunner, AheadOf]:
+    """A runner of the same graphs on a device that runs ahead; `model` as in `GraphRunner`."""
     graphs = list(runner.family)
     executable = AheadOf(runner.executable, graphs)
-    return GraphRunner(executable, runner.config, graphs), executable
+    return GraphRunner(executable, runner.config, graphs, model), executable

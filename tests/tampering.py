@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,18 +62,21 @@ def write(path: Path, name: str, data: bytes, *, vouched: bool = True) -> None:
 
 
 def _values(name: str, document: Any) -> Iterator[Change]:
-    """Every place of a JSON file, with values of every kind."""
+    """Every place of a JSON file, with values of every kind; the text is made for those that are tried."""
+
+    def edit(path: Path, place: tuple[str | int, ...], value: Any, remove: bool = False) -> None:
+        write(path, name, json.dumps(_replaced(document, place, value, remove=remove)).encode())
+
     for place in _places(document):
-        for value in (*WRONG, *_near(_at(document, place))):
-            if json.dumps(value) != json.dumps(_at(document, place)):
-                text = json.dumps(_replaced(document, place, value)).encode()
+        own = _at(document, place)
+        text = json.dumps(own)
+        for value in (*WRONG, *_near(own)):
+            if json.dumps(value) != text:
                 label = f"{name} {'.'.join(map(str, place))} = {json.dumps(value)[:40]}"
-                yield Change(label, lambda path, text=text: write(path, name, text))
+                yield Change(label, partial(edit, place=place, value=value))
         if isinstance(place[-1], str):
-            text = json.dumps(_replaced(document, place, None, remove=True)).encode()
-            yield Change(
-                f"{name} without {'.'.join(map(str, place))}", lambda path, text=text: write(path, name, text)
-            )
+            label = f"{name} without {'.'.join(map(str, place))}"
+            yield Change(label, partial(edit, place=place, value=None, remove=True))
 
 
 def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

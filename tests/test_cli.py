@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -28,14 +29,14 @@ HIDDEN = ("HF_HUB_DISABLE_PROGRESS_BARS",)  # conftest sets it, a user does not
 MODEL_OPTIONS = ["--model", "--task", "--revision", "--token", "--trust-remote-code", "--adapter", "--overwrite"]
 
 
-def run_cli(*args: str | Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "optimum.commands.optimum_cli", *map(str, args)],
-        input=stdin,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=300,
-        env={name: value for name, value in os.environ.items() if name not in HIDDEN} | environment,
+        env={name: value for name, value in os.environ.items() if name not in HIDDEN},
         check=False,
     )
 
@@ -154,11 +155,15 @@ def test_bad_sizes_are_refused_in_one_line(options: list[str], fragments: list[s
     assert not list(tmp_path.iterdir())
 
 
-def test_a_neuron_target_says_what_lowering_needs(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    done = run_cli("export", "neuron", "--model", tiny_checkpoint, "--target", "trn2", tmp_path / "out")
-    assert done.returncode == 1
+def test_a_neuron_target_says_what_lowering_needs(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as failure:
+        call_cli(monkeypatch, "export", "neuron", "--model", tiny_checkpoint, "--target", "trn2", tmp_path / "out")
+    assert failure.value.code == 1
+    line = error_line(capsys.readouterr().err)
     for fragment in ("need torch-xla", "torch 2.9", "optimum-neuron-runtime[neuron]"):
-        assert fragment in error_line(done.stderr)
+        assert fragment in line
     assert not list(tmp_path.iterdir())
 
 
@@ -370,11 +375,12 @@ def test_generate_fills_what_the_sequence_length_leaves(
     assert 1 <= tokens <= 65 - len("system: Be brief.\nuser: Hi\nassistant: ")
 
 
-def test_without_prompt_it_is_read_from_stdin(artifact: Path) -> None:
-    options = ("neuron", "generate", artifact, "--no-chat-template", "--max-new-tokens", "2")
-    done = run_cli(*options, stdin="abc\n")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"prompt tokens +│ +3 │", done.stderr)
+def test_without_prompt_it_is_read_from_stdin(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    call_cli(monkeypatch, "neuron", "generate", artifact, "--no-chat-template", "--max-new-tokens", "2")
+    assert re.search(r"prompt tokens +│ +3 │", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -310,9 +310,11 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
         ({"kv_block_size": 128, "kv_cache_tokens": 1100}, ["kv_cache_tokens=1100", "kv_block_size=128", "1152"]),
         ({"kv_block_size": 128, "context_buckets": (200, 1024)}, ["(200, 1024)", "kv_block_size=128", "[200]"]),
         ({"state_snapshots": -1}, ["state_snapshots=-1", "between 0 and"]),
-        ({"state_snapshots": 4, "target": "trn2"}, ["state_snapshots=4", "target='trn2'", "leave it out"]),
         ({"state_snapshot_interval": 0}, ["state_snapshot_interval=0", "between 1 and"]),
-        ({"state_snapshot_interval": 64, "target": "hlo"}, ["state_snapshot_interval=64", "target='hlo'"]),
+        (
+            {"state_snapshot_interval": 64, "target": "hlo"},
+            ["state_snapshot_interval=64", "target='hlo'", "give both"],
+        ),
         ({"state_snapshot_interval": 64, "state_snapshots": 0}, ["state_snapshot_interval=64", "state_snapshots=0"]),
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"dtype": None}, ["dtype=None"]),
@@ -337,6 +339,9 @@ def test_there_are_two_snapshots_for_each_row_unless_it_is_told_and_none_in_devi
     assert NeuronConfig(batch_size=3, target="cpu", state_snapshots=0).snapshot_places == 0
     assert NeuronConfig(batch_size=3, target="eager", state_snapshots=7).snapshot_places == 7
     assert NeuronConfig(batch_size=3, target="trn2").snapshot_places == 0
+    assert (
+        NeuronConfig(batch_size=3, target="trn2", state_snapshots=7, state_snapshot_interval=64).snapshot_places == 7
+    )
     assert dataclasses.replace(NeuronConfig(batch_size=3), target="hlo").snapshot_places == 0
 
 

@@ -30,10 +30,14 @@ from ..runtime.runner import GraphRunner
 from ..runtime.step_tensors import Chunk, DecodeRows
 from ..runtime.traced_runner import open_runner
 from ..targets import get_target
+from ..targets.neuron.copy_graphs import copy_graphs
+from ..targets.neuron.graph_io import COPY_SLOT, KEEP_STATE
 from ..targets.neuron.lowering.requirements import check_reading
 from ..targets.neuron.sdk.devices import find_devices
 from ..targets.neuron.sdk.flags import step_timeout
 from ..targets.rank_options import IN_ENVIRONMENT, RankOptions
+from .copies import check_slot_copy, check_snapshots
+from .prompts import prefill, prompt_of
 from .report import CheckError, Report
 
 
@@ -80,12 +84,15 @@ def check_artifact(
     loaded = report.run("load", lambda: _load(artifact, runners, ranks, profile))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
     one_block = "the cache is one slot, or one block" if artifact.config.kv_blocks == 1 else ""
-    no_reuse = "" if artifact.model.reuses_prefixes else "slots of this model keep state, which no graph copies"
+    copies = {graph.name for graph in copy_graphs(artifact.config, artifact.model)}
+    no_columns = "" if COPY_SLOT in copies else "no graph copies keys and values"
+    no_snapshots = "" if KEEP_STATE in copies else "the artifact keeps no snapshots of state"
     for name, check, skipped in (
         ("golden", lambda runner: _check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: _check_chunks(artifact, runner), ""),
         ("neighbours", lambda runner: _check_neighbours(artifact, runner), one_slot),
-        ("slot copy", lambda runner: _check_slot_copy(artifact, runner), one_block or no_reuse),
+        ("slot copy", lambda runner: check_slot_copy(artifact, runner), one_block or no_columns),
+        ("snapshots", lambda runner: check_snapshots(artifact, runner), no_snapshots),
         ("token ids", lambda runner: _check_token_ids(artifact, runner), ""),
         ("latency", lambda runner: _measure_latency(runner, runs), ""),
         ("memory", lambda runner: _measure_memory(), _no_device_memory(artifact.target)),
@@ -158,9 +165,9 @@ def _check_golden(golden: Golden, artifact: Artifact, runner: GraphRunner) -> di
 
 def _check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     size = runner.config.prefill_chunk_size
-    prompt = _prompt(artifact, min(size + size // 2 + 1, runner.config.sequence_length), seed=1)
+    prompt = prompt_of(artifact, min(size + size // 2 + 1, runner.config.sequence_length), seed=1)
     runner.reserve([len(prompt)])
-    logits = [_prefill(runner, 0, prompt, pieces) for pieces in (size, max(1, size // 2), max(1, size // 3))]
+    logits = [prefill(runner, 0, prompt, pieces) for pieces in (size, max(1, size // 2), max(1, size // 3))]
     # The graph follows from a step's length; only where one chunk graph serves all is equality to the bit promised, and
     # not of kernels, which may take a chunk's own tokens apart from those before it.
     same = len(runner.family.kind("chunked_prefill")) == 1 and "attention_cte" not in artifact.config.kernels
@@ -170,7 +177,7 @@ def _check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 
 def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     size = runner.config.prefill_chunk_size
-    prompt = _prompt(artifact, min(size, runner.config.sequence_length), seed=2)
+    prompt = prompt_of(artifact, min(size, runner.config.sequence_length), seed=2)
     lengths = [
         len(prompt),
         *(min(5 + slot, runner.config.sequence_length) for slot in range(1, runner.config.batch_size)),
@@ -181,8 +188,8 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
     for seed in (3, 4):
         runner.reserve(lengths)
         for slot, length in enumerate(lengths[1:], start=1):
-            _prefill(runner, slot, _prompt(artifact, length, seed=seed), size)
-        rows.append(_prefill(runner, 0, prompt, size))
+            prefill(runner, slot, prompt_of(artifact, length, seed=seed), size)
+        rows.append(prefill(runner, 0, prompt, size))
     _require_equal(rows, artifact, exact=True)
     return {"slots": len(lengths)}
 
@@ -214,35 +221,11 @@ def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     return {"embeddings": size, "refused": 2}
 
 
-def _check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
-    length = min(17, runner.config.block_length)  # the first slot's first block is the cache's
-    runner.reserve([length])
-    _prefill(runner, 0, _prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
-    runner.executable.copy_slot(0, 1, length)
-    for state in artifact.states():
-        tensor = runner.executable.read_state(state.name)
-        if not torch.equal(tensor[1, :, :length], tensor[0, :, :length]) or not tensor[0, :, :length].any():
-            raise CheckError(f"{state.name} of slot 1 is not that of slot 0")
-    return {"states": len(artifact.states())}
-
-
 def _require_equal(logits: list[torch.Tensor], artifact: Artifact, *, exact: bool) -> None:
     worst = float(torch.stack([row - logits[0] for row in logits]).abs().max())  # NaN where one is
     scale = float(logits[0].abs().max())
     if not worst <= (0.0 if exact else TOLERANCE[artifact.config.dtype] * scale):
         raise CheckError(f"logits differ by {worst:.1e}, the largest one is {scale:.1e}")
-
-
-def _prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
-    runner.lengths[slot] = 0
-    for start in range(0, len(prompt), pieces):
-        output = runner.prefill([Chunk(slot, prompt[start : start + pieces])])
-    assert output.chunk_logits is not None
-    return output.chunk_logits[0].clone()
-
-
-def _prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, artifact.model.vocab_size, length).astype(np.int32)
 
 
 def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:

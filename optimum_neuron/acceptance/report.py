@@ -17,6 +17,7 @@ REMEDIES = {
     "chunks": "a graph is not deterministic or its scatter is wrong: report it with the JSON of this check",
     "neighbours": "a row reads another row's cache: report it with the JSON of this check",
     "slot copy": "the copy_slot graph is wrong: turn off prefix reuse and report it with the JSON of this check",
+    "snapshots": "the graphs keep_state and restore_state are wrong: turn off prefix reuse and report it with the JSON of this check",
     "token ids": "the embedding or the choice of a token is wrong at the vocabulary's edge: report it with the JSON of this check",
     "latency": "compare with optimum-cli neuron estimate; a graph far above it wants other compiler flags",
     "memory": "compare with optimum-cli neuron estimate; install aws-neuronx-tools for neuron-monitor",

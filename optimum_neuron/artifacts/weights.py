@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from mmap import mmap
 from pathlib import Path
@@ -30,6 +30,7 @@ _ALIGNMENT = 64
 # and the more does a copy cost.
 _LARGEST_COPY = 1 << 30
 _Stored = TypeVar("_Stored")
+Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -39,21 +40,36 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
+def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a file of weights holds of tensors, each once; and the tied names: alias to stored name.
+
+    Args:
+        tensors: as `named_tensors` gives them; of a model on the meta device, too.
+    """
+    stored: dict[Place, str] = {}
+    unique, tied = {}, {}
+    for name, tensor in tensors.items():
+        key = place(tensor)
+        if tensor.numel() and key in stored:
+            tied[name] = stored[key]
+        else:
+            stored[key] = name
+            unique[name] = tensor
+    return unique, tied
+
+
+def place(tensor: Tensor) -> Place:
+    """What tensors have in common that are one: their storage, which need have no memory, and how they lie in it."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     """Writes `weights/model.safetensors`; returns the tied names: alias to stored name.
 
     Raises:
         OSError: the file cannot be written.
     """
-    stored: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-    unique, tied = {}, {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in stored:
-            tied[name] = stored[key]
-        else:
-            stored[key] = name
-            unique[name] = tensor
+    unique, tied = untie(tensors)
     # Stable: within a type, tensors stand in the order of the model, in which steps read them.
     names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
     path = folder / WEIGHTS_NAME

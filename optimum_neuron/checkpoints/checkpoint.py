@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,28 +28,38 @@ from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
 from .files import (
     CODE_FILES,
+    INDEX_NAME,
     VERBATIM,
     check_documents,
     check_generation_config,
     check_weight_files,
     copy_files,
     describes_another,
+    indexed,
     read_object,
     replace_tokenizer,
     write_config,
 )
+from .formats.find import find_quantized
+from .formats.format import CheckpointFormat
+from .formats.gguf_file import GgufFile
 from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_reads import GgufReads
 from .hub import download, refuse_revision
-from .language_model import find_text_config, is_multimodal, multimodal_class, take_text_part
-from .quantized import dequantizing, refuse_quantized
+from .kept import keep_codes, read_dequantized
+from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
+from .quantized import DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
 from .tokenizer import check_tokenizer, load_tokenizer, save_tokenizer
 
 
+logger = logging.getLogger(__name__)
+
 WEIGHT_FILES = ("*.safetensors", "*.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
+# Of 4 bits, in int32.
+_CODES_IN_A_NUMBER = 8
 
 
 class Adapter(Protocol):
@@ -68,12 +79,14 @@ class Checkpoint:
         folder: holds the checkpoint's files.
         gguf_file: name of the GGUF file in `folder`, if the checkpoint is one.
         source: what the user named, kept for the record.
+        codes: of a checkpoint that is quantized: `quantized.KEEP`, or `quantized.DEQUANTIZE`; None: nobody said.
     """
 
     folder: Path
     gguf_file: str | None
     source: str
     trust_remote_code: bool
+    codes: str | None = None
 
     def load_config(self) -> PreTrainedConfig:
         """The config of the language model, which is a part of a multimodal checkpoint's.
@@ -84,7 +97,7 @@ class Checkpoint:
         """
         config = copy.deepcopy(self._whole_config)
         if self.gguf_file is None:
-            refuse_quantized(config, self.source)
+            check_quantized(config, self.source, self.codes)
         text_config = config if self._runs_own_code(config) else find_text_config(config, self.source)
         if text_config.dtype is None:
             text_config.dtype = config.dtype
@@ -110,6 +123,15 @@ class Checkpoint:
             return None
         return str(model_config.dtype).removeprefix("torch.")
 
+    def indexed_names(self) -> frozenset[str]:
+        """Names of the tensors of a checkpoint in several files; of one file, where only that tells them, none.
+
+        Raises:
+            ValueError: the index is none.
+        """
+        path = self.folder / INDEX_NAME
+        return frozenset(indexed(path)) if path.is_file() else frozenset()
+
     def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
         """The language model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one.
 
@@ -128,8 +150,15 @@ class Checkpoint:
         # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
         attention = "eager" if multimodal or adapters else ATTENTION_NAME
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
-        with self._reading():
-            read = read_model(auto, self.folder, self.source, attention, config, options)
+        self._check_codes(adapters)
+        method = quantization_method(config)
+        if self._form is not None and method not in (None, *DEQUANTIZED):
+            plain = self.load_config()
+            made = torch.float32 if adapters else getattr(torch, wanted or "bfloat16")
+            read = read_dequantized(self._form, self.source, attention, plain, made)
+        else:
+            with self._reading():
+                read = read_model(auto, self.folder, self.source, attention, config, options)
         model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
@@ -145,7 +174,36 @@ class Checkpoint:
             model = take_text_part(model, self.source)
             set_implementation(model, ATTENTION_NAME)
         read.check_complete(tensors, model)
+        if self.codes == KEEP:
+            keep_codes(model, self._form or self._gguf_form(model), self.source)
         return model.eval().requires_grad_(False)
+
+    @cached_property
+    def _form(self) -> CheckpointFormat | None:
+        """The quantized weights of safetensors files."""
+        if self.gguf_file is not None:
+            return None
+        form = find_quantized(read_object(self.folder / "config.json"), self.folder, self.source)
+        for notice in () if form is None or self.codes != KEEP else form.notices:
+            logger.warning("%s: %s", self.source, notice)
+        return form
+
+    def _gguf_form(self, model: PreTrainedModel) -> CheckpointFormat:
+        assert self.gguf_file is not None
+        return GgufFile(self.folder / self.gguf_file, model, self._gguf_reads)
+
+    def _check_codes(self, adapters: Sequence[Adapter]) -> None:
+        is_quantized = self.gguf_file is not None or quantization_method(self._whole_config) is not None
+        if self.codes is not None and not is_quantized:
+            raise ValueError(
+                f"{self.source} is not quantized, and is to {self.codes} what codes it has; leave out --quantization checkpoint and "
+                f"--dequantize"
+            )
+        if self.codes == KEEP and adapters:
+            raise ValueError(
+                f"{self.source} is to keep its codes, and an adapter is merged into plain weights; pass --dequantize in place of "
+                f"--quantization checkpoint"
+            )
 
     def check_verbatim(self, adapters: Sequence[Adapter] = ()) -> None:
         """Reads once what `write_verbatim` will write: what no program could read in an artifact is told before it is made.
@@ -179,6 +237,32 @@ class Checkpoint:
         for adapter in adapters:
             replace_tokenizer(adapter.folder, folder)
 
+    def write_config_alone(self, folder: Path) -> None:
+        """Puts what `write_verbatim` writes of the model into `folder`: its config, and its code where that is trusted. Needs no weights.
+
+        Raises:
+            ValueError: no model can be built by the config, or a multimodal one's part not be told.
+        """
+        copy_files(self.folder, folder, with_code=self.trust_remote_code)
+        model = self._without_weights()
+        if describes_another(folder, model):
+            write_config(model, folder)
+
+    def _without_weights(self) -> PreTrainedModel:
+        """The language model on the meta device."""
+        config = self._whole_config
+        multimodal = is_multimodal(config) and not self._runs_own_code(config)
+        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
+        own = copy.deepcopy(config) if multimodal else self.load_config()
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(own, attn_implementation="eager", trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a model's code comes to by wrong numbers
+            raise ValueError(
+                f"{self.source}: no {config.model_type} model can be built by its config ({first_line(error)}); correct it"
+            ) from error
+        return find_text_part(model, self.source) if multimodal else model
+
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
         """What a GGUF file tells beside the model."""
         GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -207,7 +291,14 @@ class Checkpoint:
     def _check_weights(self) -> None:
         """Before any is read: whether they are all there, and as many as the config asks for."""
         stored = check_weight_files(self.folder, self.source) if self._gguf is None else self._gguf.stored
-        check_describes_weights(self.load_config(), stored, self.source, trust_remote_code=self.trust_remote_code)
+        method = None if self._gguf is not None else quantization_method(self._whole_config)
+        check_describes_weights(
+            self.load_config(),
+            stored,
+            self.source,
+            trust_remote_code=self.trust_remote_code,
+            codes_in_a_number=1 if method in (None, *DEQUANTIZED) else _CODES_IN_A_NUMBER,
+        )
 
     @cached_property
     def _whole_config(self) -> PreTrainedConfig:
@@ -297,7 +388,7 @@ def find_checkpoint(
 def find_config(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
 ) -> Checkpoint:
-    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded.
+    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded, and an index of weights.
 
     Raises:
         FileNotFoundError: nothing of that name exists, here or on the Hub.
@@ -305,7 +396,7 @@ def find_config(
     path = Path(model).expanduser()
     if path.exists() or path.suffix == ".gguf":
         return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    patterns = ["config.json", ADAPTER_CONFIG, *(CODE_FILES if trust_remote_code else ())]
+    patterns = ["config.json", ADAPTER_CONFIG, INDEX_NAME, *(CODE_FILES if trust_remote_code else ())]
     folder = download(str(model), patterns, revision=revision, token=token)
     check_documents(folder)
     _refuse_adapter(folder, str(model))

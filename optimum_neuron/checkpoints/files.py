@@ -8,10 +8,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
@@ -82,6 +81,24 @@ class StoredWeights:
     elements: int
 
 
+def weight_files(folder: Path, source: str) -> list[Path]:
+    """The safetensors files of a checkpoint, by their names.
+
+    Raises:
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        ValueError: the index names no files, or the weights are pickled.
+    """
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    if not (folder / INDEX_NAME).is_file():
+        _refuse_without_safetensors(folder, source)
+    names = sorted(set(indexed(folder / INDEX_NAME).values()))
+    lacking = next((name for name in names if not (folder / name).is_file()), None)
+    if lacking is not None:
+        raise FileNotFoundError(f"{source} lacks {lacking}, which {INDEX_NAME} names; download or copy it again")
+    return [folder / name for name in names]
+
+
 def check_weight_files(folder: Path, source: str) -> StoredWeights:
     """Looks at the headers of all safetensors files of a checkpoint.
 
@@ -89,17 +106,9 @@ def check_weight_files(folder: Path, source: str) -> StoredWeights:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
         ValueError: a file is truncated or corrupt, or the weights are pickled.
     """
-    if (folder / SINGLE_NAME).is_file():
-        names: Iterable[str] = [SINGLE_NAME]
-    elif (folder / INDEX_NAME).is_file():
-        names = _indexed(folder / INDEX_NAME)
-    else:
-        _refuse_without_safetensors(folder, source)
     sizes = []
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{source} lacks {name}, which {INDEX_NAME} names; download or copy it again")
-        for shape, dtype in read_shapes(folder / name).values():
+    for path in weight_files(folder, source):
+        for shape, dtype in read_shapes(path).values():
             sizes.append(math.prod(shape) * (1 if "F" in dtype else _PACKED))
     return StoredWeights(len(sizes), sum(sizes))
 
@@ -121,18 +130,22 @@ def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
         ) from error
 
 
-def _indexed(path: Path) -> list[str]:
+def indexed(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index of weights.
+
+    Raises:
+        ValueError: it is none, or names files elsewhere.
+    """
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
-    names = sorted(set(files.values()))
-    outside = next((name for name in names if Path(name).name != name), None)
+    outside = next((name for name in sorted(files.values()) if Path(name).name != name), None)
     if outside is not None:
         raise ValueError(f"{path} names {outside!r}, which is no file beside it; do not use this checkpoint")
-    return names
+    return files
 
 
-def _refuse_without_safetensors(folder: Path, source: str) -> None:
+def _refuse_without_safetensors(folder: Path, source: str) -> NoReturn:
     pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickled:
         raise ValueError(

@@ -122,6 +122,20 @@ def take_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
     Raises:
         ValueError: its parts were not found, or it computes something else than the whole does on text.
     """
+    model = find_text_part(whole, source)
+    model.generation_config = getattr(whole, "generation_config", None)
+    model.eval()
+    _check_result(model, whole, source)
+    _tell(model, whole, source)
+    return model
+
+
+def find_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
+    """The modules of `whole` that are its language model, which need have no weights; what they compute is not looked at.
+
+    Raises:
+        ValueError: they were not found.
+    """
     text_config = whole.config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text_config, dtype=whole.dtype)
@@ -132,10 +146,6 @@ def take_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
         _fill(model, whole, source)
     head: Any = model.get_output_embeddings()
     model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
-    model.generation_config = getattr(whole, "generation_config", None)
-    model.eval()
-    _check_result(model, whole, source)
-    _tell(model, whole, source)
     return model
 
 
@@ -153,7 +163,8 @@ def _fill(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
     setattr(model, name, body)
     model.set_output_embeddings(head)
     model.config = body.config  # the very object that its layers look at
-    unfilled = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    filled = {id(tensor) for tensor in (*whole.parameters(), *whole.buffers())}
+    unfilled = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) not in filled]
     if unfilled:
         raise ValueError(
             f"{source}: {type(whole).__name__} has no weights for {unfilled[0]} of {type(model).__name__}"

@@ -40,7 +40,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
     Raises:
         ValueError: nothing is left to quantize, a pattern excludes nothing, or a weight holds NaN or infinity.
     """
-    if config.quantization is None:
+    if config.quantization in (None, "checkpoint"):
         return
     layers = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)

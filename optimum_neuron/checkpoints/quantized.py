@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized checkpoints: those that transformers turns into plain weights without loss, and the refusal of all others."""
+"""What is done with a checkpoint whose weights are quantized: its codes are kept, or it is dequantized, or refused."""
 
 from __future__ import annotations
 
@@ -8,27 +8,43 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 
+from .formats.find import EXACT
+
 
 # A block of numbers and its scale are multiplied out; the product has room in the types that checkpoints are exported in.
 DEQUANTIZED = ("fp8", "mxfp4")
+# What may be asked for: to have the codes of the checkpoint in the artifact, or plain weights.
+KEEP, DEQUANTIZE = "keep", "dequantize"
 
 
-def refuse_quantized(config: PreTrainedConfig, source: str) -> None:
-    """Raises ValueError where a config asks for a quantization whose weights cannot be made plain."""
-    document = _document(config)
-    if document is not None and document.get("quant_method") not in DEQUANTIZED:
+def check_quantized(config: PreTrainedConfig, source: str, codes: str | None) -> None:
+    """Raises ValueError where a config names a quantization that is not read, or of which it is to be said what becomes of it."""
+    method = quantization_method(config)
+    if method is None:
+        return
+    if method not in EXACT:
         raise ValueError(
-            f"{source} is quantized ({document.get('quant_method')}); export an unquantized or a GGUF checkpoint "
-            f"(dequantized are {', '.join(DEQUANTIZED)} and GGUF)"
+            f"{source} is quantized ({method}); export the checkpoint that it was made from, a GGUF file, or one in {', '.join(EXACT)}"
+        )
+    if codes is None and method not in DEQUANTIZED:
+        raise ValueError(
+            f"{source} is quantized ({method}); pass --quantization checkpoint (quantization='checkpoint') to keep its codes, or "
+            f"--dequantize (dequantize=True) to export its weights as plain numbers"
         )
 
 
 def dequantizing(config: PreTrainedConfig) -> Any | None:
-    """What makes transformers dequantize the weights while it loads them; None where they are plain."""
+    """What makes transformers dequantize the weights while it loads them; None where they are plain, or it cannot."""
     document = _document(config)
     if document is None or document.get("quant_method") not in DEQUANTIZED:
         return None
     return AutoQuantizationConfig.from_dict(document | {"dequantize": True})
+
+
+def quantization_method(config: PreTrainedConfig) -> str | None:
+    """The name of a config's quantization; None where it has none."""
+    document = _document(config)
+    return None if document is None else str(document.get("quant_method"))
 
 
 def _document(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -75,11 +75,17 @@ class ReadModel:
 
 
 def read_model(
-    auto_class: Any, folder: Path, source: str, attention: str, config: PreTrainedConfig, options: dict[str, Any]
+    auto_class: Any,
+    folder: Path | None,
+    source: str,
+    attention: str,
+    config: PreTrainedConfig,
+    options: dict[str, Any],
 ) -> ReadModel:
     """Loads a checkpoint by a class of transformers, with the attention of a name.
 
     Args:
+        folder: the checkpoint's; None where `options` have its tensors.
         config: the checkpoint's, as it was read; is not changed.
         options: further ones of its `from_pretrained`.
 

@@ -52,13 +52,19 @@ def check_sizes(document: Mapping[str, Any], where: str) -> None:
 
 
 def check_describes_weights(
-    config: PreTrainedConfig, stored: StoredWeights, source: str, *, trust_remote_code: bool
+    config: PreTrainedConfig,
+    stored: StoredWeights,
+    source: str,
+    *,
+    trust_remote_code: bool,
+    codes_in_a_number: int = 1,
 ) -> None:
     """Builds a model without memory, and compares how much it holds with what its checkpoint has.
 
     Args:
         config: of a causal language model; is changed, as transformers does.
         stored: what the checkpoint's files hold.
+        codes_in_a_number: quantized weights in one number of the files, at most.
 
     Raises:
         ValueError: no model can be built by the config, or one several times as large.
@@ -80,7 +86,7 @@ def check_describes_weights(
             f"again"
         ) from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if parameters > _TIMES_STORED * stored.elements:
+    if parameters > _TIMES_STORED * codes_in_a_number * stored.elements:
         raise ValueError(
             f"{source}: its config describes {type(model).__name__} with {parameters:,} parameters, and its weights hold "
             f"{stored.elements:,} numbers; correct the config, or download the checkpoint again"

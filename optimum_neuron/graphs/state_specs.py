@@ -43,7 +43,7 @@ def slot_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec
 
 
 def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Where copies of slots' states are kept, in the order of `slot_state_specs`: `[snapshot_places, ...]`. No graph has them."""
+    """Where copies of slots' states are kept, in the order of `slot_state_specs`: `[snapshot_places, ...]`. No step graph has them."""
     places = config.snapshot_places
     return tuple(
         TensorSpec(f"snapshots.{state.name}", (places, *state.shape[1:]), state.dtype)

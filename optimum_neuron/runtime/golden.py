@@ -72,6 +72,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         context_buckets=tuple(config.context_buckets),
         output_logits=True,
         tensor_parallel_size=1,
+        float32_reduce=False,
         state_snapshots=0,
         state_snapshot_interval=None,
         kernels=(),

@@ -102,7 +102,7 @@ class KeepsStates(Protocol):
 
 @runtime_checkable
 class HasOtherGraphs(Protocol):
-    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots apart from them."""
+    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots and state apart from them."""
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         """By the name of each such graph the inputs with which `Executable.run` changes no state."""
@@ -154,6 +154,41 @@ class Target(Protocol):
 
         Args:
             ranks: of the processes that hold a device's ranks; a target that has none refuses any choice.
+        """
+
+
+@dataclass(frozen=True)
+class CacheKeys:
+    """Where the compile cache has the graphs of an export.
+
+    Attributes:
+        kind: of the entries.
+        suffix: of the file of code that each must have.
+        keys: by graph.
+    """
+
+    kind: str
+    suffix: str
+    keys: dict[str, str]
+
+
+@runtime_checkable
+class KeepsGraphs(Protocol):
+    """A target that looks for graphs in the compile cache before it compiles them."""
+
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        """Under which keys `compile` will look, told without weights.
+
+        Args:
+            model: as `write_model` gets it, but on the meta device; is changed.
+            config: as in a job.
+            folder: holds config.json, and the model's code where that is trusted.
+
+        Raises:
+            ValueError: the graphs cannot be compiled for this target.
+            RuntimeError: this machine lacks what decides on keys.
         """
 
 

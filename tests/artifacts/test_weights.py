@@ -15,7 +15,7 @@ from optimum_neuron.artifacts import filesystem, pages, weights
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifacts.filesystem import is_local
 from optimum_neuron.artifacts.tensor_file import DTYPES
-from optimum_neuron.artifacts.weights import read_weights, write_weights
+from optimum_neuron.artifacts.weights import read_weights, untie, write_weights
 
 
 TENSORS = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
@@ -32,6 +32,24 @@ def as_artifact(folder: Path) -> Artifact:
     data = (folder / WEIGHTS_NAME).read_bytes()
     entry = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     return Artifact(folder, {"files": {WEIGHTS_NAME: entry}, "tied_weights": {}})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_are_tied_that_are_the_same_part_of_a_storage(device: str) -> None:
+    """With memory or without: what is told of a model on the meta device is what its weights will be."""
+    block, other = (torch.empty(8, 4, device=device) for _ in range(2))
+    tensors = {
+        "whole": block,
+        "first": block[:4],
+        "second": block[4:],
+        "turned": block.T,
+        "again": block[4:].detach(),
+        "other": other,
+        "nothing": block[:0],
+        "nothing again": block[:0],
+    }
+    unique, tied = untie(tensors)
+    assert tied == {"again": "second"} and list(unique) == [name for name in tensors if name != "again"]
 
 
 def test_weights_are_a_safetensors_file_whose_tensors_begin_at_a_page(tmp_path: Path) -> None:

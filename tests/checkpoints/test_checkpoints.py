@@ -7,25 +7,26 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import artifact_runner, export_tiny, generate, random_tokens
+from quantized_files import change_config, change_weights, quantize_to_fp8, quantize_to_mxfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import read_weights
+from optimum_neuron.checkpoints.files import read_object
+from optimum_neuron.checkpoints.formats.find import find_quantized
 
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-BLOCK = 32
 
 
 @pytest.fixture
@@ -37,19 +38,6 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "out" / "artifact"
-
-
-def change_config(checkpoint: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
-    path = checkpoint / "config.json"
-    document = json.loads(path.read_text(encoding="utf-8")) | changes
-    path.write_text(json.dumps({name: document[name] for name in document if name not in drop}), encoding="utf-8")
-
-
-def change_weights(checkpoint: Path, change: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
-    tensors = load_file(checkpoint / WEIGHTS)
-    change(tensors)
-    save_file(tensors, checkpoint / WEIGHTS, metadata={"format": "pt"})
-    return tensors
 
 
 def split_in_shards(checkpoint: Path) -> list[Path]:
@@ -240,43 +228,19 @@ def test_tensors_without_a_place_are_named_in_one_line(
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "hqq"}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": "nonesuch"}, "nonesuch"),
     ],
 )
-def test_quantized_weights_are_refused_before_they_are_looked_for(
+def test_quantized_weights_that_nobody_reads_are_refused_before_they_are_looked_for(
     method: dict[str, Any], name: str, checkpoint: Path, output: Path
 ) -> None:
     change_config(checkpoint, quantization_config=method)
     (checkpoint / WEIGHTS).unlink()
-    words = rf"checkpoint is quantized \({name}\); export an unquantized or a GGUF checkpoint"
+    words = rf"checkpoint is quantized \({name}\); export the checkpoint that it was made from"
     refused(ValueError, words, checkpoint, output)
-
-
-def quantize_to_fp8(checkpoint: Path) -> dict[str, Tensor]:
-    """Writes weights as blocks of float8 with scales; returns what they stand for, in float32."""
-    exact: dict[str, Tensor] = {}
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name, tensor in [*tensors.items()]:
-            exact[name] = tensor
-            if name.endswith("proj.weight"):
-                rows, columns = tensor.shape
-                blocks = tensor.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-                scales = blocks.abs().amax((1, 3)) / 448
-                tensors[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
-                tensors[f"{name}_scale_inv"] = scales
-                plain = tensors[name].float().reshape(blocks.shape) * scales[:, None, :, None]
-                exact[name] = plain.reshape(rows, columns)
-
-    change_weights(checkpoint, change)
-    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    change_config(checkpoint, quantization_config=method)
-    return exact
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -295,27 +259,12 @@ def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path
     assert_equal_weights(artifact, expected)
 
 
-def quantize_to_mxfp4(checkpoint: Path) -> dict[str, Tensor]:
-    """Replaces experts by random blocks of 4-bit numbers; returns what they stand for."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values])
-    exact: dict[str, Tensor] = {}
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name, tensor in [*tensors.items()]:
-            if name.endswith(("gate_up_proj", "down_proj")):
-                experts, rows, columns = tensor.shape
-                blocks = torch.randint(0, 256, (experts, columns, rows // BLOCK, BLOCK // 2), dtype=torch.uint8)
-                scales = torch.randint(115, 123, (experts, columns, rows // BLOCK), dtype=torch.uint8)
-                tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-                numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1)
-                scaled = numbers.flatten(-2) * torch.exp2(scales.float() - 127)[..., None]
-                exact[name] = scaled.flatten(-2).transpose(1, 2)
-                del tensors[name]
-
-    change_weights(checkpoint, change)
-    change_config(checkpoint, quantization_config={"quant_method": "mxfp4"})
-    return exact
+def test_fp8_weights_are_kept_as_those_that_transformers_dequantizes(checkpoint: Path) -> None:
+    exact = quantize_to_fp8(checkpoint)
+    found = find_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
+    assert found is not None and found.layers and {*found.layers, *found.plain} == exact.keys()
+    assert all(torch.equal(found.read(name).dequantize(), exact[name]) for name in found.layers)
+    assert all(torch.equal(found.read_plain(name), exact[name]) for name in found.plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -324,6 +273,9 @@ def test_mxfp4_experts_are_multiplied_by_their_scales(
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoints["gpt_oss"], tmp_path / "gpt_oss"))
     exact = quantize_to_mxfp4(checkpoint)
+    kept = find_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
+    assert kept is not None and {*kept.layers} == exact.keys()
+    assert all(torch.equal(kept.read(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
     artifact = export_tiny(checkpoint, output, dtype=dtype)
     found = read_weights(Artifact.open(artifact))
     assert exact

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from helpers import export_tiny, python_process
 from safetensors.torch import load_file, save_file
-from test_gguf import write_gguf
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from optimum_neuron.checkpoints.checkpoint import find_checkpoint

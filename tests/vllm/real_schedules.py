@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from running_ahead import AheadOf, ahead_of
 from scheduler_outputs import GREEDY
-from slot_model import MODEL, SlotModel, answer, slot_runner, uniforms
+from slot_model import MODEL, STATEFUL, SlotModel, answer, slot_runner, uniforms
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -57,7 +57,7 @@ class Served:
         self.model: SlotModel = graphs.executable
         self.device: AheadOf | None = None
         if ahead:
-            graphs, self.device = ahead_of(graphs)
+            graphs, self.device = ahead_of(graphs, STATEFUL if keeps_state else None)
         self.worker = ModelRunner(graphs, MODEL, vllm_config)
         vllm_config.cache_config.num_gpu_blocks = blocks
         group = KVCacheGroupSpec(

@@ -94,10 +94,10 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
 def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """Of a model that keeps state, with fewer snapshots than slots, and as many as there are by default."""
+    """Of a model that keeps state, with fewer snapshots than slots, and as many as there are by default, on a device that runs ahead."""
     sizes, options = ENGINES[name]
 
-    def check(config: VllmConfig) -> int:
+    def check(config: VllmConfig, *, ahead: bool) -> int:
         hits = 0
 
         @examples(20)
@@ -106,14 +106,14 @@ def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
         @example(actions=ALIKE)
         def serve(actions: list[tuple[str, Any]]) -> None:
             nonlocal hits
-            engine = Served(config)
+            engine = Served(config, ahead=ahead)
             play(engine, actions)
             hits += sum(map(len, engine.reused))
 
         serve()
         return hits
 
-    for snapshots, interval in ((3, 12), (None, None)):
+    for snapshots, interval, ahead in ((3, 12, False), (None, None, True)):
         artifact_sizes = NeuronConfig(
             **{"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": 8, "target": "eager"} | sizes,
             output_logits=True,
@@ -121,7 +121,8 @@ def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
             state_snapshot_interval=interval,
         )
         artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / f"{snapshots}", config=artifact_sizes)
-        assert check(EngineArgs(model=str(artifact), **{"async_scheduling": False} | options).create_engine_config())
+        arguments = EngineArgs(model=str(artifact), **{"async_scheduling": False} | options)
+        assert check(arguments.create_engine_config(), ahead=ahead)
 
 
 def test_a_step_is_started_before_the_one_ahead_of_it_is_read(configure: Callable[[str], VllmConfig]) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +36,33 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     Raises:
         ValueError: the model cannot run as step graphs; the reason is named.
     """
+    with _explained(model), one_thread():
+        spec = _seen(model)
+        check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+    return spec
+
+
+def inspect_layers(model: PreTrainedModel) -> ModelSpec:
+    """What `inspect_model` returns, of a model whose weights are any numbers: nothing is compared.
+
+    Raises:
+        ValueError: the model cannot run as step graphs, as far as its layers tell.
+    """
+    with _explained(model), one_thread():
+        return _seen(model)
+
+
+@contextmanager
+def _explained(model: PreTrainedModel) -> Iterator[None]:
     try:
-        with one_thread():
-            spec = _record(model)
-            check_layers(model, spec)
-            check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+        yield
     except UnsupportedModelError as error:
         raise ValueError(f"{type(model).__name__} cannot be exported: {error}{_remedy(model, error)}") from error
+
+
+def _seen(model: PreTrainedModel) -> ModelSpec:
+    spec = _record(model)
+    check_layers(model, spec)
     return spec
 
 
@@ -87,7 +108,7 @@ def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronCo
         )
 
 
-def check_snapshots(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+def check_snapshots(model: nn.Module, spec: ModelSpec, config: NeuronConfig) -> None:
     """Raises ValueError where snapshots of state are asked for, and slots keep none."""
     for name in ("state_snapshots", "state_snapshot_interval"):
         count = getattr(config, name)

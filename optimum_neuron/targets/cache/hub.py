@@ -66,8 +66,7 @@ def sync(
     """
     api, branch = HfApi(token=token), revision or _MAIN
     with told(repo, branch):
-        commit = patiently(lambda: api.repo_info(repo, revision=branch)).sha
-        there = _listed(api, repo, commit)
+        commit, there = _listed(api, repo, branch)
         here = {_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
         done = Synced([], [], {})
         missing = sorted(there.keys() - here) if download else []
@@ -83,6 +82,20 @@ def sync(
     return done
 
 
+def shared_entries(repo: str, *, revision: str | None = None, token: str | None = None) -> dict[str, set[str]]:
+    """The entries that a repository has by name, <kind>/<key>, and the files of each; nothing is downloaded.
+
+    Args:
+        repo, revision, token: as in `sync`.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.told` says.
+    """
+    branch = revision or _MAIN
+    with told(repo, branch):
+        return _listed(HfApi(token=token), repo, branch)[1]
+
+
 def _note(done: list[str], refused: dict[str, str], name: str, problem: str | None) -> None:
     if problem is None:
         done.append(name)
@@ -94,14 +107,15 @@ def _name(entry: Path) -> str:
     return f"{entry.parent.name}/{entry.name}"
 
 
-def _listed(api: HfApi, repo: str, commit: str | None) -> dict[str, set[str]]:
-    """Files of each entry that a repository has; what else it has is nothing of ours."""
+def _listed(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, set[str]]]:
+    """The commit of a branch, and files of each entry that it has; what else it has is nothing of ours."""
+    commit = patiently(lambda: api.repo_info(repo, revision=branch)).sha
     found: dict[str, set[str]] = {}
     for each in api.list_repo_tree(repo, recursive=True, revision=commit):
         match = _FILE.fullmatch(each.path) if isinstance(each, RepoFile) else None
         if match is not None:
             found.setdefault(f"{match[1]}/{match[2]}", set()).add(match[3])
-    return {name: files for name, files in found.items() if RECORD in files}
+    return commit, {name: files for name, files in found.items() if RECORD in files}
 
 
 def _download(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> str | None:

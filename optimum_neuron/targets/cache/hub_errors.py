@@ -87,7 +87,7 @@ def _cause(error: BaseException) -> BaseException:
 
 def _missing(error: BaseException, repo: str, revision: str) -> str | None:
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r}; leave --revision out, or name a branch that it has"
+        return f"{repo} has no revision {revision!r}; leave it out, or name a branch that it has"
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         return f"{repo} is no Hub repository that can be read; check the name, pass --token, or make it first: hf repo create {repo}"
     return None
@@ -95,7 +95,7 @@ def _missing(error: BaseException, repo: str, revision: str) -> str | None:
 
 def _problem(error: BaseException, repo: str) -> str | None:
     if isinstance(error, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to sync with {repo}"
+        return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to reach {repo}"
     status = _status(error)
     if status is None:
         if isinstance(error, _HTTP_ERROR):
@@ -115,7 +115,7 @@ def _problem(error: BaseException, repo: str) -> str | None:
         return f"the Hub has had too many requests (429); {_AGAIN} {f'in {wait} s' if wait else 'later'}"
     if status >= 500:
         return f"the Hub fails with status {status}; {_AGAIN} later"
-    return f"the Hub refuses with status {status}: {first_line(error)}; check --repo, --revision and --token"
+    return f"the Hub refuses with status {status}: {first_line(error)}; check --repo, its revision and --token"
 
 
 def _status(error: BaseException) -> int | None:

@@ -6,17 +6,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...artifacts.artifact import Artifact
-from ...artifacts.weights import named_tensors, write_weights
+from ...artifacts.skeleton import assign
+from ...artifacts.weights import named_tensors, untie, write_weights
 from ...config import NeuronConfig
-from .. import CompileJob, Executable, check_one_device
+from ...graphs.checks.inspect import inspect_layers
+from ...graphs.spec import graph_specs
+from .. import CacheKeys, CompileJob, Executable, check_one_device
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..threads import fit_threads
-from . import library
-from .compiler import CACHE_KIND, compile_graphs
+from . import library, plan_keys
+from .compiler import CACHE_KIND, PLAN_SUFFIX, compile_graphs
 from .layout import use_natural_layout
 from .loader import load_executable
 
@@ -36,6 +41,19 @@ class CpuTarget:
     def compile(self, job: CompileJob) -> dict[str, Any]:
         return compile_graphs(job)
 
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        check_one_device(config)
+        use_natural_layout(model)
+        _take_memory(model)
+        spec = inspect_layers(model)
+        stored, tied = untie(
+            named_tensors(model)
+        )  # only now: a model's code may put buffers of another type in place of its own
+        job = CompileJob(folder, config, spec, graph_specs(config), tied, trust_remote_code)
+        return CacheKeys(CACHE_KIND, PLAN_SUFFIX, plan_keys.plan_keys(job, stored))
+
     def load(
         self,
         artifact: Artifact,
@@ -47,3 +65,14 @@ class CpuTarget:
         ranks.refuse(artifact.target)
         fit_threads()
         return load_executable(artifact, trusted=trust_native_code, trust_remote_code=trust_remote_code)
+
+
+def _take_memory(model: nn.Module) -> None:
+    """Gives a model memory that nobody fills, which as long as nobody touches it costs nothing; buffers hold zeros, as some are indices."""
+    parameters = dict(model.named_parameters(prefix="model", remove_duplicate=False))
+    unique, tied = untie(named_tensors(model))
+    tensors = {
+        name: (torch.empty if name in parameters else torch.zeros)(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in unique.items()
+    }
+    assign(model, tensors | {alias: tensors[stored] for alias, stored in tied.items()})

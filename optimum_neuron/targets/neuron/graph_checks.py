@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from ...artifacts.artifact import Artifact, ArtifactError
 from ...artifacts.schema import first_difference, shown
 from ...artifacts.tensor_file import Stored
 from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
-from .graph_io import CACHE, CHOSEN, COPY_SLOT, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
+from .copy_graphs import COPY_INPUTS, CopyGraph, copy_graphs
+from .graph_io import CACHE, CHOSEN, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, cut_dim
 from .score_graphs import ScoreGraph, chosen_state, score_graphs
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
-    """The graphs that an artifact has: its steps, what reads their logits, and where prefixes are shared what copies them."""
-    copies = artifact.config.kv_blocks > 1 and artifact.model.reuses_prefixes
+    """The graphs that an artifact has: its steps, what reads their logits, and what copies prefixes and state."""
     return (
         *(spec.name for spec in artifact.graphs),
         *(graph.name for graph in score_graphs(artifact.config, artifact.model.vocab_size)),
-        *((COPY_SLOT,) if copies else ()),
+        *(graph.name for graph in copy_graphs(artifact.config, artifact.model)),
     )
 
 
@@ -39,6 +39,7 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
     """
     specs = {spec.name: spec for spec in artifact.graphs}
     readers = {graph.name: graph for graph in score_graphs(artifact.config, artifact.model.vocab_size)}
+    copies = {graph.name: graph for graph in copy_graphs(artifact.config, artifact.model)}
     caches: list[list[InputBinding]] = []
     for name, io in graphs.items():
         try:
@@ -49,6 +50,9 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
                 _check_step(io, specs[name], artifact.model.vocab_size)
             if name in readers:
                 _check_reader(io, readers[name])
+                continue
+            if name in copies:
+                _check_copy(io, copies[name], caches[0] if caches else ())
                 continue
             left = _left_by(specs.get(name), left_states(artifact))
             _check_chosen(io, left)
@@ -107,6 +111,23 @@ def _check_reader(io: GraphIO, graph: ScoreGraph) -> None:
     _check_same("updates", [each for each in io.outputs if each not in returned], updated)
 
 
+def _check_copy(io: GraphIO, graph: CopyGraph, kept: Iterable[InputBinding]) -> None:
+    """It updates some states, and reads others, all of them as steps have them.
+
+    Args:
+        kept: those of the cache that steps have, as one rank has them.
+    """
+    _check_same("takes", [each for each in io.inputs if each.role == "input"], COPY_INPUTS)
+    given, parts = _states(io), {each.name: each for each in kept}
+    expected = [
+        _part(each, parts.get(each.name.removeprefix(SNAPSHOTS)))
+        for each in sorted(graph.states, key=lambda each: each.name)
+    ]
+    _check_same("keeps", given, expected)
+    names = {each.name for each in graph.updated}
+    _check_updates(io, [each for each in given if each.name in names])
+
+
 def _states(io: GraphIO) -> list[InputBinding]:
     return sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
 
@@ -134,17 +155,22 @@ def _check_states(io: GraphIO, specs: Iterable[TensorSpec]) -> None:
             len(given) :
         ]
     _check_same("keeps", given, expected)
+    _check_updates(io, given)
+
+
+def _check_updates(io: GraphIO, given: Sequence[InputBinding]) -> None:
     updated = sorted((each for each in io.outputs if each.alias_of is not None), key=lambda each: str(each.alias_of))
     if [each.alias_of for each in updated] != [each.name for each in given]:
         raise ValueError("its results are not a new value of each state")
     _check_same("updates", updated, given)
 
 
-def _part(spec: TensorSpec, binding: InputBinding) -> TensorSpec:
-    """What a rank has of a cache's state: some of its heads or channels."""
+def _part(spec: TensorSpec, binding: InputBinding | None) -> TensorSpec:
+    """What a rank has of a cache's state, or of snapshots of it: some of its heads or channels."""
     dim = cut_dim(spec.shape)
     if (
-        not spec.name.startswith(CACHE)
+        binding is None
+        or not spec.name.startswith((CACHE, SNAPSHOTS))
         or len(binding.shape) != len(spec.shape)
         or not 1 <= binding.shape[dim] <= spec.shape[dim]
     ):

@@ -18,11 +18,12 @@ DTYPES = (
 # What devices have in place of other types. A gather's indices are made unsigned; that does not outlast further operators on
 # every way to a device.
 NARROW = {"int64": "int32", "float64": "float32", "uint32": "int32"}
-# The graphs that are no steps: see slot_copy.py, and by group of rows score_graphs.py.
-COPY_SLOT = "copy_slot"
+# The graphs that are no steps: see copy_graphs.py, and by group of rows score_graphs.py.
+COPIES = COPY_SLOT, KEEP_STATE, RESTORE_STATE = "copy_slot", "keep_state", "restore_state"
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
-# How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has.
-CACHE, SCORES = "kv_cache.", "scores."
+# How the names of states begin. Every step updates those of the cache; scores are of the groups of rows that it has. Snapshots are of
+# states of the cache, whose names follow; no step has them.
+CACHE, SCORES, SNAPSHOTS = "kv_cache.", "scores.", "snapshots."
 # The state that has each slot's last token: steps and samplers update it where the device chooses tokens.
 CHOSEN = "chosen.tokens"
 
@@ -77,7 +78,7 @@ class GraphIO:
 
     Attributes:
         inputs: what comes with every step, then states, then weights.
-        outputs: those of the step, then the new value of every state.
+        outputs: those of the step, then the new value of every state that it updates.
         unused_inputs: names that the step has, and no instruction needed.
         world_size: ranks that run the module together; all run the same bytes.
         spec: the fields of the GraphSpec that it was lowered from; None for a graph that is no step, or from a version that

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,11 @@ from ...artifacts.weights import (
 )
 from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
-from .. import CompileJob, Executable
+from .. import CacheKeys, CompileJob, Executable
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
+from .copy_graphs import snapshot_states
 from .graph_checks import check_graphs, check_weights, graph_names, left_states
 from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
 from .graph_io import GraphIO
@@ -37,35 +39,44 @@ from .sdk.runtime_errors import INVALID, NeuronRuntimeError
 
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from .lowering.lower import LoweredGraph
+    from .sharding import ShardPlan
 
 logger = logging.getLogger(__name__)
 
 
 class NeuronTarget:
-    """Compiling needs torch-xla, and for a device its compiler; only running needs the device."""
+    """Compiling needs torch-xla, and for a device its compiler; only running needs the device.
+
+    A model is written and then compiled by the same object, which traces the first graph once for both.
+    """
+
+    def __init__(self) -> None:
+        self._first: ExportedProgram | None = None
 
     def check(self, config: NeuronConfig) -> None:
-        check_parallel_size(config.target, config.tensor_parallel_size)
-        check_lowering()
+        _check_tools(config)
         if config.target in NEURON_TARGETS:
-            from .compile.compiler import CACHE_KIND, check_environment
+            from .compile.compiler import CACHE_KIND
 
-            check_environment(config.target)
-            check_kernels(config)
             CompileCache(CACHE_KIND)
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        from .lowering.rank_model import find_layout
-        from .sharding import shard_plan, whole_plan, write_sharded_weights
+        from .lowering.rank_model import trace_first
+        from .sharding import write_sharded_weights
 
-        ranks = config.tensor_parallel_size
-        plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-        return write_sharded_weights(named_tensors(model), plan, folder, find_layout(model, plan, config))
+        plan = _plan(model, config)
+        first = trace_first(model, plan, config)
+        self._first = first.program
+        return write_sharded_weights(named_tensors(model), plan, folder, first.layout)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         folder, target = job.folder / GRAPHS_FOLDER, job.config.target
-        graphs = lower_and_check(job)
+        first, self._first = self._first, None
+        trusted = job.trust_remote_code
+        graphs = lower_and_check(job.folder, job.config, job.tied_weights, trust_remote_code=trusted, first=first)
         _check_stored(job, graphs)
         for graph in graphs:
             write_graph(graph, folder)
@@ -74,6 +85,18 @@ class NeuronTarget:
         from .compile.compiler import compile_graphs
 
         return compile_graphs(graphs, target, folder)
+
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        _check_tools(config)
+        from .compile.compiler import CACHE_KIND, find_keys
+        from .compile.neuron_cc import NEFF_SUFFIX
+        from .sharding import tied_names
+
+        tied = tied_names(named_tensors(model), _plan(model, config))
+        graphs = lower_and_check(folder, config, tied, trust_remote_code=trust_remote_code)
+        return CacheKeys(CACHE_KIND, NEFF_SUFFIX, find_keys(graphs, config.target))
 
     def load(
         self,
@@ -90,9 +113,26 @@ class NeuronTarget:
             artifact.verify()
             return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
         if artifact.config.tensor_parallel_size == 1:
-            check_memory(artifact.states())
+            check_memory((*artifact.states(), *artifact.snapshots()))
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
             return _load(artifact, folder, data, ranks)
+
+
+def _check_tools(config: NeuronConfig) -> None:
+    check_parallel_size(config.target, config.tensor_parallel_size)
+    check_lowering()
+    if config.target in NEURON_TARGETS:
+        from .compile.compiler import check_environment
+
+        check_environment(config.target)
+        check_kernels(config)
+
+
+def _plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
+    from .sharding import shard_plan, whole_plan
+
+    ranks = config.tensor_parallel_size
+    return whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
 
 
 def _check_one_rank(artifact: Artifact) -> None:
@@ -109,8 +149,18 @@ def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOpt
     return _load_on_cpu(artifact, folder)
 
 
-def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
+def lower_and_check(
+    folder: Path,
+    config: NeuronConfig,
+    tied_weights: Mapping[str, str],
+    *,
+    trust_remote_code: bool,
+    first: ExportedProgram | None = None,
+) -> list[LoweredGraph]:
     """All graphs of an artifact, none of which breaks a rule of the lint.
+
+    Args:
+        folder, tied_weights, first: as in `lower_all`.
 
     Raises:
         ValueError: a graph does; the first place is named.
@@ -118,18 +168,18 @@ def lower_and_check(job: CompileJob) -> list[LoweredGraph]:
     from .lint.lint import installed_operators, lint
     from .lowering.lower_all import lower_all
 
-    operators = installed_operators() if job.config.target in NEURON_TARGETS else None
+    operators = installed_operators() if config.target in NEURON_TARGETS else None
     lowered, errors = [], []
-    for graph in lower_all(job.folder, job.config, job.tied_weights, trust_remote_code=job.trust_remote_code):
+    for graph in lower_all(folder, config, tied_weights, trust_remote_code=trust_remote_code, first=first):
         lowered.append(graph)
-        for finding in lint(graph.name, graph.hlo, graph.io, job.config.target, operators):
+        for finding in lint(graph.name, graph.hlo, graph.io, config.target, operators):
             if finding.severity == "error":
                 errors.append(finding)
             else:
                 logger.warning("%s", finding)
     if errors:
         more = f" ({len(errors) - 1} more: optimum-cli neuron lint lists them)" if len(errors) > 1 else ""
-        raise ValueError(f"this model cannot be compiled for {job.config.target}: {errors[0]}{more}")
+        raise ValueError(f"this model cannot be compiled for {config.target}: {errors[0]}{more}")
     return lowered
 
 
@@ -148,7 +198,8 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
-    states = allocate_states((*artifact.states(), *left_states(artifact)))
+    kept = snapshot_states(artifact.config, artifact.model)
+    states = allocate_states((*artifact.states(), *left_states(artifact), *kept))
     return HloExecutable(programs, _calls(artifact), read_weights(artifact), states)
 
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hub_server import LoopbackHub, connected_hub
 
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
@@ -22,6 +25,20 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cache(root: Path) -> CompileCache:
     return CompileCache("neuron")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nobody waits; holds for how long."""
+    asked: list[float] = []
+    monkeypatch.setattr(time, "sleep", asked.append)
+    return asked
+
+
+@pytest.fixture
+def hub(root: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    with connected_hub(monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture

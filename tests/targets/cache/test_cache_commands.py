@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from optimum_neuron import targets
 from optimum_neuron.targets.cache.entries import KINDS, About, list_entries
 from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
 from optimum_neuron.targets.cache.store import CompileCache
+from optimum_neuron.targets.cache.verify import verify
 
 
 def test_entries_are_listed_by_what_they_are_of(
@@ -85,6 +87,15 @@ def test_broken_entries_are_named_and_removed(
     assert code == 0 and f"{entry} is broken: code.constants is not what was stored; removed\n" in out
     assert list(cache.folder.iterdir()) == [whole]
     assert call(monkeypatch, capsys, "verify")[0] == 0
+
+
+def test_an_entry_that_another_process_takes_away_is_no_broken_one(cache: CompileCache, folder: Path) -> None:
+    both = {store(cache, folder), store(cache, folder, OTHER)}
+    checked = verify(remove=True)
+    (entry, problem) = next(checked)
+    (other,) = both - {entry.path}
+    shutil.rmtree(other)
+    assert problem is None and list(checked) == []
 
 
 def test_every_kind_of_code_is_known() -> None:

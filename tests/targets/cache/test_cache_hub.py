@@ -6,17 +6,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from cached import KEY, OTHER, call, flip, store
+from cached import KEY, OTHER, call, flip, move_away, store
 from helpers import folder_bytes
-from hub_server import REPO, TOKEN, Fault, LoopbackHub, loopback_hub
+from hub_server import REPO, TOKEN, Fault, LoopbackHub
 
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.targets.cache import hub as hub_module
 from optimum_neuron.targets.cache.entries import list_entries
 from optimum_neuron.targets.cache.hub import sync
@@ -27,42 +24,13 @@ ENTRY = f"neuron/{KEY}"
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Nobody waits; holds for how long."""
-    asked: list[float] = []
-    monkeypatch.setattr(time, "sleep", asked.append)
-    return asked
-
-
-@pytest.fixture
-def hub(root: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with loopback_hub() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        huggingface_hub.close_session()
-        yield found
-        huggingface_hub.close_session()
-
-
-def move_away(root: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
-    """As another machine, which has no cache yet."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(root.with_name("another")))
-    return CompileCache("neuron")
-
-
-@pytest.fixture
 def shared(hub: LoopbackHub, cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
     """The empty cache of a machine, where another one has uploaded an entry."""
     store(cache, folder)
     assert sync(REPO, token=TOKEN).uploaded == [ENTRY]
     hub.requests.clear()
-    return move_away(cache.folder.parent, monkeypatch)
+    move_away(monkeypatch)
+    return CompileCache("neuron")
 
 
 def test_entries_go_both_ways_in_whole_commits(
@@ -77,7 +45,8 @@ def test_entries_go_both_ways_in_whole_commits(
     files = {name.removeprefix(f"{ENTRY}/"): data for name, data in hub.files.items() if name.startswith(ENTRY)}
     assert files == folder_bytes(cache.folder / KEY)
     assert all(headers["authorization"] == f"Bearer {TOKEN}" for headers in hub.asked("POST", "/api/"))
-    other = move_away(cache.folder.parent, monkeypatch)
+    move_away(monkeypatch)
+    other = CompileCache("neuron")
     store(other, folder, "2" * 64, b"mine")
     done = sync(REPO, token=TOKEN)
     assert done.downloaded == [f"cpu/{OTHER}", ENTRY] and done.uploaded == [f"neuron/{'2' * 64}"]
@@ -170,7 +139,7 @@ FAULTS = {
     "a commit that fails": (Fault("POST", "/commit/", 502), r"the Hub fails with status 502"),
     "an upload that fails": (Fault("PUT", "/lfs/", 500), r"the Hub fails with status 500"),
     "another writer": (Fault("POST", "/commit/", 412), r"was changed by somebody else at the same time \(412\); what was done stays"),
-    "a bad request": (Fault("POST", "/preupload/", 400), r"the Hub refuses with status 400: .*; check --repo, --revision and --token"),
+    "a bad request": (Fault("POST", "/preupload/", 400), r"the Hub refuses with status 400: .*; check --repo, its revision and --token"),
 }  # fmt: skip
 
 
@@ -218,18 +187,14 @@ def test_a_hub_that_cannot_be_reached_or_must_not_be_asked(
     store(cache, folder)
     with pytest.raises(ValueError, match=r"'no such name!' is no name of a Hub repository; name it as in org/name"):
         sync("no such name!")
-    with pytest.raises(
-        FileNotFoundError, match=r"org/compiled has no revision 'v9'; leave --revision out, or name a b"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"org/compiled has no revision 'v9'; leave it out, or name a b"):
         sync(REPO, revision="v9")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(RuntimeError, match=r"the Hub cannot be reached \(.*refused.*\); check the connection"):
         sync(REPO)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    with pytest.raises(
-        RuntimeError, match=r"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to sync with org"
-    ):
+    with pytest.raises(RuntimeError, match=r"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to reach org"):
         sync(REPO)
 
 

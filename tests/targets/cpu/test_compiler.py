@@ -23,6 +23,8 @@ from optimum_neuron.targets.processes import Processes
 
 
 GRAPHS = sorted(graph.name for graph in graph_specs(tiny_config()))
+# What a library of kernels has.
+FUNCTIONS = ("step_interface", "step_plan", "step_free", "step_run")
 
 
 @pytest.fixture
@@ -103,8 +105,11 @@ def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     library.load.cache_clear()
 
 
-@pytest.mark.usefixtures("empty_library")
-def test_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_once(empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sources").mkdir()
+    stubs = "".join(f'extern "C" long {name}() {{ return {library.INTERFACE}; }}\n' for name in FUNCTIONS)
+    (tmp_path / "sources" / "source.cpp").write_text(stubs, encoding="ascii")
+    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     built: list[str] = []
     build = native_build.build
 

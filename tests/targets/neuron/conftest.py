@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recurrent
 from helpers import export_tiny
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -39,7 +40,7 @@ def lowered_once() -> Iterator[None]:
 
     graphs: dict[Any, list[Any]] = {}
     layouts: dict[Any, Any] = {}
-    lower, find_layout = lower_all.lower_all, rank_model.find_layout
+    lower, trace_first = lower_all.lower_all, rank_model.trace_first
 
     def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
         # What tests change of a model's code or of the lowering, too.
@@ -53,21 +54,25 @@ def lowered_once() -> Iterator[None]:
         same = config if by_chip else dataclasses.replace(config, target="hlo")
         return (model_config, same, *others, changed)
 
-    def lower_once(folder: Path, config: NeuronConfig, tied: Mapping[str, str], **options: bool) -> Iterator[Any]:
+    def lower_once(
+        folder: Path, config: NeuronConfig, tied: Mapping[str, str], *, first: Any = None, **options: bool
+    ) -> Iterator[Any]:
         found = key((folder / "config.json").read_text(), config, tuple(tied.items()), *options.values())
         if found not in graphs:
-            graphs[found] = list(lower(folder, config, tied, **options))
+            graphs[found] = list(lower(folder, config, tied, first=first, **options))
         return iter(graphs[found])
 
-    def find_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
+    def trace_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
         found = key(model.config.to_json_string(), config, str(model.dtype))
-        if found not in layouts:
-            layouts[found] = find_layout(model, plan, config)
-        return layouts[found]
+        if found in layouts:  # and its graphs are lowered, or are traced anew: a program is lowered once
+            return rank_model.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
+        first = trace_first(model, plan, config)
+        layouts[found] = first.layout
+        return first
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower_all, "lower_all", lower_once)
-        patch.setattr(rank_model, "find_layout", find_once)
+        patch.setattr(rank_model, "trace_first", trace_once)
         yield
 
 
@@ -83,5 +88,22 @@ def hlo_artifact(
             folder = tmp_path_factory.mktemp("hlo") / name
             made[name] = export_tiny(sharp_checkpoints[name], folder, target="hlo", certificate=name == "llama")
         return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def recurrent_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of the hlo target by kind of state, with snapshots and a certificate, for which an export executes all graphs beside the
+    eager step; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("recurrent")
+            recurrent.model(kind).save_pretrained(folder / "checkpoint")
+            sizes = {"target": "hlo", "state_snapshots": 3}
+            made[kind] = export_tiny(folder / "checkpoint", folder / "out", certificate=True, **sizes)
+        return made[kind]
 
     return export

@@ -13,12 +13,13 @@ from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.kv_cache import KVCache
 from optimum_neuron.graphs.spec import TensorSpec, graph_specs
 from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import (
     LoweredGraph,
+    lower_copy,
     lower_program,
     lower_scores,
-    lower_slot_copy,
     lower_step,
 )
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
@@ -27,14 +28,13 @@ from optimum_neuron.targets.neuron.score_graphs import score_graphs
 
 
 def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
-    """Every graph of a model, the slot copy last."""
+    """Every graph of a model, what copies slots last."""
     spec = inspect_model(model)
-    states = state_specs(config, spec)
-    cache = KVCache(states)
+    cache = KVCache(state_specs(config, spec))
     graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
     readers = score_graphs(config, spec.vocab_size)
     graphs += [lower_scores(graph, spec.vocab_size) for graph in readers]
-    return [*graphs, lower_slot_copy(states)]
+    return [*graphs, *map(lower_copy, copy_graphs(config, spec))]
 
 
 class _Function(nn.Module):

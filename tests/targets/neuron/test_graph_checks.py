@@ -15,12 +15,12 @@ from helpers import tiny_config
 
 from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
 from optimum_neuron.artifacts.manifest import describe_graph
-from optimum_neuron.graphs.model_spec import LayerCache, ModelSpec
+from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec
 from optimum_neuron.graphs.spec import GraphSpec, TensorSpec, graph_specs, sampler_inputs
 from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.targets.neuron.graph_checks import check_graphs, check_weights, graph_names
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS, GraphIO
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SAMPLERS, GraphIO
 
 
 CONFIG, MODEL = tiny_config(target="hlo"), ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
@@ -159,6 +159,60 @@ def test_a_sampler_that_writes_scores_is_refused() -> None:
     )
     with pytest.raises(ArtifactError, match=r"sample_decode .* it updates 2 tensors, and the manifest asks for 1"):
         check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
+
+
+# Of a slot: the last inputs of a convolution, `[batch_size + 1, past, channels]`.
+KEEPING = dataclasses.replace(MODEL, convolutions=(ConvolutionState(1, 0, 2, 6),))
+CONV, KEPT = (
+    TensorSpec("kv_cache.conv_1_0", (4, 2, 6), "float32"),
+    TensorSpec("snapshots.kv_cache.conv_1_0", (5, 2, 6), "float32"),
+)
+
+
+def keeping(**sizes: Any) -> Artifact:
+    config = dataclasses.replace(CONFIG, state_snapshots=5, **sizes)
+    return Artifact(ARTIFACT.path, ARTIFACT.manifest | {"config": config.to_dict(), "model": KEEPING.to_dict()})
+
+
+def keeper(*changes: tuple[str, int, str, object], ranks: int = 1) -> GraphIO:
+    """What is written beside the graph that keeps state, with some of it changed."""
+    given = [TensorSpec(f"copy.{name}", (1,), "int32") for name in ("source", "destination", "length")]
+    inputs = [dataclasses.asdict(each) | {"role": "input"} for each in given]
+    document: dict[str, Any] = {
+        "inputs": inputs + [dataclasses.asdict(each) | {"role": "state"} for each in (CONV, KEPT)],
+        "outputs": [dataclasses.asdict(KEPT) | {"alias_of": KEPT.name}],
+        "unused_inputs": [],
+        "hlo_sha256": "0" * 64,
+        "world_size": ranks,
+    }
+    for part, number, field, value in changes:
+        document[part][number][field] = value
+    return GraphIO.from_dict(json.loads(json.dumps(document)))
+
+
+def test_graphs_that_copy_state_are_there_where_snapshots_are() -> None:
+    assert graph_names(keeping())[-3:] == (COPY_SLOT, KEEP_STATE, RESTORE_STATE)
+    manifest = keeping().manifest
+    without = Artifact(ARTIFACT.path, manifest | {"config": CONFIG.to_dict()})
+    assert graph_names(without) == graph_names(ARTIFACT)[:-1]
+    check_graphs(keeping(), {KEEP_STATE: keeper()})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("inputs", 4, "shape", [4, 2, 6]), r"it keeps \('snapshots.kv_cache.conv_1_0', \(4, 2, 6\)"),
+        (("inputs", 3, "shape", [3, 2, 6]), r"it keeps \('kv_cache.conv_1_0', \(3, 2, 6\)"),
+        (("inputs", 3, "name", "kv_cache.key_0"), r"it keeps \('kv_cache.key_0'"),
+        (("inputs", 0, "name", "copy.slot"), r"it takes \('copy.slot'"),
+        (("outputs", 0, "alias_of", CONV.name), r"not a new value of each state"),
+        (("outputs", 0, "alias_of", None), r"not a new value of each state"),
+        (("outputs", 0, "dtype", "bfloat16"), r"it updates .*'bfloat16'"),
+    ],
+)
+def test_a_graph_that_copies_other_states_is_refused(change: tuple[str, int, str, object], words: str) -> None:
+    with pytest.raises(ArtifactError, match=words):
+        check_graphs(keeping(), {KEEP_STATE: keeper(change)})
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....graphs.state_sizes import BY_TOKEN
+from ..graph_io import CACHE, SNAPSHOTS
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 from .expected_chosen import expect_chosen
 from .expected_logprobs import expect_logprobs
@@ -97,14 +98,21 @@ def expect(
         expect_logprobs(expected, one, steps, ranks, noise, told)
     for name, state in one.states.items():
         trash = one.trash[name]
-        moved_by = statistic(moved.states[name][:-trash].float() - state[:-trash].float(), dtype)
-        subject = f"states: {name.removeprefix('kv_cache.').split('_')[0]}"
+        live = len(state) - trash
+        moved_by = statistic(moved.states[name][:live].float() - state[:live].float(), dtype)
+        subject = _subject(name)
         for rank in range(ranks):
             places = places_of(parts, name, rank)
             entry = Entry(subject, name, torch.empty(0), moved_by, None, real_heads(places), trash=trash)
             entry.values = entry.pick(part(state, places))
             expected.outputs[len(steps), name, rank] = entry
     return expected
+
+
+def _subject(state: str) -> str:
+    """A kind of state, in words."""
+    kind = "snapshots" if state.startswith(SNAPSHOTS) else "states"
+    return f"{kind}: {state.removeprefix(SNAPSHOTS).removeprefix(CACHE).split('_')[0]}"
 
 
 def _noise_of_logits(one: Reference, moved: Reference, steps: Sequence[Step], dtype: str) -> float:

@@ -202,6 +202,7 @@ def _expected_from_dict(data: dict[str, Any]) -> Expected:
             rows=None if each["rows"] is None else tuple(each["rows"]),
             heads=each["heads"],
             positions=each["positions"],
+            trash=0,  # lies behind all positions
         )
     for each in data["tokens"]:
         expected.tokens.setdefault((each["step"], each["name"]), {})[each["row"]] = tuple(each["accepted"])

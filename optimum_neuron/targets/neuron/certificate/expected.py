@@ -37,7 +37,7 @@ class Entry:
 
     def pick(self, found: Tensor) -> Tensor:
         """The numbers of a result that are compared with `values`."""
-        kept = found[: -self.trash] if self.rows is None else found[list(self.rows)]
+        kept = found[: len(found) - self.trash] if self.rows is None else found[list(self.rows)]
         kept = kept if self.heads is None else kept[:, self.heads]
         return kept if self.positions is None else kept.flatten()[self.positions]
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from ...processes import TiedProcess
 from ..graph_io import CHOSEN, GraphIO
 from ..lowering import hlo
-from ..lowering.kernel_calls import by_reference
 
 
 _TIMEOUT = 3600.0  # seconds
@@ -70,6 +69,10 @@ def execute(
     Raises:
         RuntimeError: XLA refuses a module, or ranks wait for each other for ever.
     """
+    # It brings transformers, which a process of ranks does without.
+    from ..lowering.kernel_calls import by_reference
+
+    modules = {name: each._replace(hlo=by_reference(each.hlo)) for name, each in modules.items()}
     if len(tensors) == 1:
         return Ranks(modules, tensors).run_all(runs)
     with tempfile.TemporaryDirectory() as scratch:
@@ -131,7 +134,11 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class Ranks:
-    """Programs, and per rank its weights and states on a device of XLA's."""
+    """Programs, and per rank its weights and states on a device of XLA's.
+
+    Args:
+        modules: without calls of kernels.
+    """
 
     def __init__(
         self,
@@ -143,7 +150,7 @@ class Ranks:
 
         self._modules = modules
         self._programs = {
-            name: xla_builder.computation_from_module_proto(name, with_channels(by_reference(module.hlo)))
+            name: xla_builder.computation_from_module_proto(name, with_channels(module.hlo))
             for name, module in modules.items()
         }
         self._aliases = {name: _aliases(module) for name, module in modules.items()}

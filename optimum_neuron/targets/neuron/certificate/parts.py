@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....graphs.model_spec import ModelSpec
-from ..graph_io import cut_dim
+from ..graph_io import SNAPSHOTS, cut_dim
 from ..sharding.heads import PADDING, HeadLayout
 from ..sharding.plan import ShardPlan
 
@@ -25,8 +25,9 @@ def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StatePart
 
 
 def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
-    """What a rank holds of a state; None where that is all of it."""
-    return None if parts is None or name not in parts else parts[name][rank]
+    """What a rank holds of a state, or of snapshots of it; None where that is all of it."""
+    state = name.removeprefix(SNAPSHOTS)
+    return None if parts is None or state not in parts else parts[state][rank]
 
 
 def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:

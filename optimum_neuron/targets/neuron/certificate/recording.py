@@ -8,7 +8,7 @@ it may see and must not see, also those of a window; a prompt as long as the con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ....graphs.spec import CHUNK, DECODE, GREEDY, GraphSpec, SamplingParams, TensorSpec
-from ..graph_io import COPY_SLOT
+from ..copy_graphs import COPY_INPUTS
+from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 from .random_blocks import RandomBlocks, gathered
 
 
@@ -65,29 +66,38 @@ def chosen_tokens(step: Step) -> Tensor:
     return step.inputs[_DECODE_IDS][:, 0].contiguous()
 
 
-def record_steps(graphs: Sequence[GraphSpec], token_ids: int, *, copies: bool) -> tuple[Step, ...]:
+def record_steps(
+    graphs: Sequence[GraphSpec], token_ids: int, copies: Collection[str], snapshots: int
+) -> tuple[Step, ...]:
     """The steps of all graphs, in the order in which they run.
 
     Per graph with chunks: a prompt that ends within a chunk, its continuation off the chunks' boundaries beside other rows of
     the same prompt where there are several, a chunk at the end of the context, and one of a single token. Decode rows follow
-    these prompts, stand at the end of the context, or idle; sampled rows alternate with greedy ones. A copied slot decodes.
+    these prompts, stand at the end of the context, or idle; sampled rows alternate with greedy ones. A copied slot decodes, and so does one
+    to which a snapshot is restored, of a slot that went on meanwhile.
 
     Args:
         token_ids: how many the model takes.
-        copies: whether there is a graph that copies slots.
+        copies: the graphs that copy what slots hold.
+        snapshots: places for them, where states are copied as a whole.
     """
     writer = _Writer(token_ids, graphs[0].batch_size)
     steps = [step for number, spec in enumerate(graphs) for step in writer.steps(spec, number)]
-    if copies and graphs[0].kv_block_size is not None:
-        decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
+    decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
+    last, context = decoding.batch_size - 1, decoding.context_length
+    if COPY_SLOT in copies and graphs[0].kv_block_size is not None:
         steps += writer.copied_block(decoding)
-    elif copies:
-        decoding = next(spec for spec in reversed(graphs) if spec.has_decode)
-        last, context = decoding.batch_size - 1, decoding.context_length
+    elif COPY_SLOT in copies:
         length = max(1, context // 2)
         steps.append(_copy(0, last, length))
         # Behind the first column that is not copied, so that it stays as it is.
         steps.append(writer.step(decoding, {last: min(length + 1, context - 1)}, {}))
+    if KEEP_STATE in copies:
+        place, position = snapshots - 1, context // 2
+        steps += [_copy(0, place, 1, KEEP_STATE), writer.step(decoding, {0: position}, {})]
+        # Nothing moves by these two.
+        steps += [_copy(0, place, 0, KEEP_STATE), _copy(place, 0, 0, RESTORE_STATE)]
+        steps += [_copy(place, last, 1, RESTORE_STATE), writer.step(decoding, {last: position}, {})]
     return tuple(steps)
 
 
@@ -274,7 +284,8 @@ def _like(inputs: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
     return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
 
 
-def _copy(source: int, destination: int, length: int) -> Step:
-    numbers = {"source": source, "destination": destination, "length": length}
-    inputs = {f"copy.{name}": torch.tensor([number], dtype=torch.int32) for name, number in numbers.items()}
-    return Step(COPY_SLOT, inputs, {}, tuple((destination, column) for column in range(length)))
+def _copy(source: int, destination: int, length: int, graph: str = COPY_SLOT) -> Step:
+    numbers = zip(COPY_INPUTS, (source, destination, length), strict=True)
+    inputs = {each.name: torch.tensor([number], dtype=torch.int32) for each, number in numbers}
+    written = range(length) if graph == COPY_SLOT else ()
+    return Step(graph, inputs, {}, tuple((destination, column) for column in written))

@@ -20,7 +20,7 @@ from ....graphs.spec import GraphSpec, SamplingParams, TensorSpec
 from ....graphs.state_sizes import BY_TOKEN
 from ....graphs.step import StepModule
 from ...eager import EagerExecutable
-from ..graph_io import COPY_SLOT
+from ..graph_io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
 from .random_blocks import gathered
 from .recording import Step, drawn, history
 
@@ -68,7 +68,7 @@ class Reference:
     Attributes:
         logits: by number of the step and name of the output, `[rows, vocab]`.
         choices: the same of the outputs that are tokens.
-        states: at the end, by name.
+        states: at the end, by name; snapshots are among them.
         trash: by name of a state, how many of its last rows take padding.
     """
 
@@ -92,9 +92,12 @@ def run_reference(
     """Runs the eager target over a history of its own.
 
     Args:
+        states: all that lie beside weights, snapshots of states among them.
         shake: whether all modules' results are off by a unit in their last place.
     """
-    cache = KVCache(states)
+    cache = KVCache(each for each in states if each.name.startswith(CACHE))
+    places = {each.name: each for each in states if each.name.startswith(SNAPSHOTS)}
+    snapshots = {name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for name, each in places.items()}
     calls: list[Choice] = []
 
     def sample(logits: Tensor, *others: Any) -> Tensor:
@@ -103,16 +106,20 @@ def run_reference(
 
     ops = replace(EAGER_OPS, sample=sample)
     modules = {each.name: StepModule(model, cache, gathered(each), ops).eval() for each in graphs}
-    executable = EagerExecutable(modules, cache)
+    executable = EagerExecutable(
+        modules, cache, {name.removeprefix(SNAPSHOTS): each for name, each in snapshots.items()}
+    )
     for name, state in history(states, scales):
-        executable.write_state(name, state)
+        if name in snapshots:
+            snapshots[name].copy_(state)
+        else:
+            executable.write_state(name, state)
     logits: dict[tuple[int, str], Tensor] = {}
     choices: dict[tuple[int, str], Choice] = {}
     with shaken(model, 0) if shake else nullcontext():
         for number, step in enumerate(steps):
-            if step.graph == COPY_SLOT:
-                source, destination, length = (int(each) for each in step.inputs.values())
-                executable.copy_slot(source, destination, length)
+            if step.graph in COPIES:
+                _copy(executable, step)
                 continue
             calls.clear()
             given = step.inputs if step.by_table is None else step.by_table
@@ -126,12 +133,24 @@ def run_reference(
                     choices[number, drawn(output.name)] = choice
                 else:
                     logits[number, output.name] = result.clone()
-    found = {each.name: executable.read_state(each.name) for each in states}
+    found = snapshots | {each.name: executable.read_state(each.name) for each in states if each.name not in snapshots}
     return Reference(logits, choices, found, {each.name: _trash(each, graphs[0]) for each in states})
 
 
+def _copy(executable: EagerExecutable, step: Step) -> None:
+    source, destination, length = (int(each) for each in step.inputs.values())
+    if step.graph == COPY_SLOT:
+        executable.copy_slot(source, destination, length)
+    elif length and step.graph == KEEP_STATE:
+        executable.keep_state(source, destination)
+    elif length:
+        executable.restore_state(source, destination)
+
+
 def _trash(state: TensorSpec, graph: GraphSpec) -> int:
-    """Blocks of keys and values behind those that rows may have; rows of another state behind the slots."""
+    """Blocks of keys and values behind those that rows may have; rows of another state behind the slots; of snapshots none."""
+    if state.name.startswith(SNAPSHOTS):
+        return 0
     has_blocks = graph.kv_block_size is not None and state.name.startswith(BY_TOKEN)
     return state.shape[0] - (graph.kv_blocks if has_blocks else graph.batch_size)
 
@@ -145,9 +164,10 @@ def state_scales(
     steps: Sequence[Step],
 ) -> dict[str, int]:
     """Of each state, the power of two that the largest number that this model writes is about."""
-    first = next(step for step in steps if step.graph != COPY_SLOT)
+    first = next(step for step in steps if step.graph not in COPIES)
     nothing = {each.name: -126 for each in states}
     found = run_reference(model, states, graphs, spec, [first], nothing)
-    largest = {name: float(state[: -found.trash[name]].float().abs().max()) for name, state in found.states.items()}
+    live = {name: state[: len(state) - found.trash[name]].float() for name, state in found.states.items()}
+    largest = {name: float(state.abs().max()) for name, state in live.items()}
     # What nothing was written to in that step, as an anchor, gets the smallest.
     return {name: max(-20, min(20, round(math.log2(size or 2.0**-20)))) for name, size in largest.items()}

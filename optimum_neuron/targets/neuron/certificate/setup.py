@@ -23,8 +23,9 @@ from ....graphs.chosen import slots_of_rows
 from ....graphs.model_spec import ModelSpec
 from ....graphs.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ....graphs.state_specs import state_specs
+from ..copy_graphs import copy_graphs, snapshot_states
 from ..graph_files import HLO_SUFFIX, read_graph_io, read_hlo
-from ..graph_io import CHOSEN, COPY_SLOT, SCORES, InputBinding
+from ..graph_io import CHOSEN, SCORES, InputBinding
 from ..lowering.lower_all import lower_all
 from ..lowering.split_tokens import is_split
 from ..score_graphs import score_graphs, slots_input
@@ -63,8 +64,9 @@ class Setup:
         return graph_specs(self.trial.config)
 
     def states(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """Of the whole model, in a type of their own."""
-        return state_specs(dataclasses.replace(self.trial.config, dtype=dtype), self.spec)
+        """Of the whole model, in a type of their own, with snapshots of them."""
+        config = dataclasses.replace(self.trial.config, dtype=dtype)
+        return (*state_specs(config, self.spec), *snapshot_states(config, self.spec))
 
     def execute(self, dtype: str, scales: Mapping[str, int]) -> Found:
         """Runs all steps on all ranks.
@@ -128,7 +130,8 @@ def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[di
 def steps_of(config: NeuronConfig, spec: ModelSpec) -> tuple[Step, ...]:
     """The steps that are executed at a config's sizes."""
     ids = min(spec.num_embeddings, spec.vocab_size)
-    return record_steps(graph_specs(config), ids, copies=config.kv_blocks > 1 and spec.reuses_prefixes)
+    copies = {graph.name for graph in copy_graphs(config, spec)}
+    return record_steps(graph_specs(config), ids, copies, config.snapshot_places)
 
 
 def make_setup(
@@ -147,7 +150,7 @@ def make_setup(
     if trial.whole:
         few, names = spec, [each.name for each in graph_specs(config)]
         names += [graph.name for graph in score_graphs(config, spec.vocab_size)]
-        names += [COPY_SLOT] if config.kv_blocks > 1 and spec.reuses_prefixes else []
+        names += [graph.name for graph in copy_graphs(config, spec)]
         modules = {name: _read_module(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)) for name in names}
     else:
         few = first_layers(spec, trial.layers)

@@ -23,13 +23,14 @@ from ....graphs.alike import kinds_of_layers
 from ....graphs.model_spec import ModelSpec
 from ....graphs.state_specs import state_specs
 from ....option_checks import SMALLEST_BLOCK
+from ..copy_graphs import snapshot_states
 from .recording import Step
 
 
 # Products of the linear layers; more would take longer than to lower the graphs.
 LARGEST_WORK = 2e10
 LARGEST_STATES = 1 << 28  # bytes
-_FEWEST_LAYERS, _FEW_SLOTS, _FEW_COLUMNS, _SHORT_CHUNK = 2, 4, 512, 128
+_FEWEST_LAYERS, _FEW_SLOTS, _FEW_COLUMNS, _SHORT_CHUNK, _FEW_SNAPSHOTS = 2, 4, 512, 128, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _layers(config: PreTrainedConfig) -> int:
 
 
 def _state_bytes(config: NeuronConfig, spec: ModelSpec) -> int:
-    return sum(4 * math.prod(each.shape) for each in state_specs(config, spec))
+    states = (*state_specs(config, spec), *snapshot_states(config, spec))
+    return sum(4 * math.prod(each.shape) for each in states)
 
 
 def _smaller(config: NeuronConfig) -> NeuronConfig:
@@ -138,4 +140,6 @@ def _smaller(config: NeuronConfig) -> NeuronConfig:
         context_buckets=(length,),
         kv_block_size=None if config.kv_block_size is None else SMALLEST_BLOCK,
         kv_cache_tokens=None,
+        state_snapshots=min(config.snapshot_places, _FEW_SNAPSHOTS),
+        state_snapshot_interval=None,
     )

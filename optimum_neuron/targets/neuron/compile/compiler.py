@@ -65,8 +65,7 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
         OSError: the compile cache cannot be used.
         ValueError: an environment variable asks for what the target cannot do.
     """
-    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    version = compiler_version(find_compiler())
+    lnc, version = _environment(target)
     jobs = [_job(graph, target, lnc, version) for graph in graphs]
     cache = CompileCache(CACHE_KIND)
     missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, NEFF_SUFFIX)]
@@ -90,8 +89,17 @@ def check_environment(target: str) -> None:
         ValueError: an environment variable asks for what the target cannot do.
     """
     check_compiler(target)
-    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    graph_flags(target, "token_generation", lnc, compiler_version(find_compiler()))
+    graph_flags(target, "token_generation", *_environment(target))
+
+
+def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
+    """The key of each graph, by its name, under which `compile_graphs` looks for it."""
+    return {graph.name: _job(graph, target, *_environment(target)).key for graph in graphs}
+
+
+def _environment(target: str) -> tuple[int, str]:
+    """The size of a logical core, and the compiler's version."""
+    return logical_core_size(target, os.environ.get(LNC_VARIABLE)), compiler_version(find_compiler())
 
 
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .model_sizes import ModelSizes
 
 # What an artifact passes on to an estimate of it; without a size of one's own, also what followed from its sizes.
-_INHERITED = ("batch_size", "sequence_length", "dtype", "on_device_sampling", "output_logits")
+_INHERITED = ("batch_size", "sequence_length", "state_snapshots", "dtype", "on_device_sampling", "output_logits")
 _FOLLOWING = (
     "kv_block_size",
     "kv_cache_tokens",
@@ -128,9 +128,11 @@ def estimate_model(
             f"sequence_length"
         )
     from ....checkpoints.checkpoint import find_config
+    from ....graphs.checks.inspect import check_snapshots
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     sizes, assumed = _measure(found, config)
+    check_snapshots(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
     return Report(model, sizes, context, estimates, (*assumed, *notes, *refused))
 

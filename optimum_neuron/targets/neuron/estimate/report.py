@@ -162,6 +162,8 @@ def sentences(report: Report) -> list[str]:
         lines.append(
             f"KV holds what layers keep by slot: {_mib(kept.per_slot)} MiB of each, whatever its length{tokens}."
         )
+        if snapshots := report.estimates[0].config.snapshot_places:
+            lines.append(f"KV also holds as much for each of state_snapshots={snapshots}.")
     if fitting:
         lines.append(
             f"Ranges hold four of five published runs of other models and groups of cores than those that were fitted. Of the runs held out of "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, TensorSpec, graph_specs
 from ....graphs.state_specs import state_specs
+from ..copy_graphs import snapshot_states
 from ..expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ..lowering import attention
 from ..sdk.hardware import MIB, Chip
@@ -63,8 +64,8 @@ def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
 
 
 def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
-    """What slots keep on a core: keys and values of its own heads, inputs and states, and one row more for padding."""
-    states = state_specs(config, sizes.spec)
+    """What slots keep on a core: keys and values of its own heads, inputs and states, and one row more for padding; and snapshots."""
+    states = (*state_specs(config, sizes.spec), *snapshot_states(config, sizes.spec))
     return sum(math.prod(state.shape) * _state_itemsize(state, config, sizes) for state in states)
 
 

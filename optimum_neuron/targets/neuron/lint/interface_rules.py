@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..graph_io import CACHE
+from ..graph_io import CACHE, SNAPSHOTS
 from ..lowering import hlo
 from ..sdk.hardware import CHIPS, GIB
 from .graph import Graph, Place
@@ -38,10 +38,16 @@ def aliases(graph: Graph) -> Iterator[Place]:
             yield graph.by_id[operand], problem, "leave it out, or update it", "error"
     updated = {each.alias_of for each in graph.io.outputs}
     for binding in graph.io.inputs:
-        # A sampler reads what a step left for it.
-        needed = binding.name.startswith(CACHE) or binding.name in updated
+        # A sampler reads what a step left for it, a copy a state or snapshots of it, and it updates the other.
+        needed = binding.name.startswith((CACHE, SNAPSHOTS)) and _copied(binding.name) not in aliased
+        needed = needed or binding.name in updated
         if binding.role == "state" and needed and binding.name not in aliased:
             yield None, f"state {binding.name} is not updated in place", remedy, "error"
+
+
+def _copied(state: str) -> str:
+    """What snapshots of a state are called, or the state that snapshots are of."""
+    return state.removeprefix(SNAPSHOTS) if state.startswith(SNAPSHOTS) else SNAPSHOTS + state
 
 
 def bindings(graph: Graph) -> Iterator[Place]:

@@ -8,7 +8,7 @@ transformers module itself would crash: its mask code reads values. No weight is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from ....graphs.ops import StepOps
 from ....graphs.program import export_layers_once
 from ....graphs.scores import Scores
 from ....graphs.spec import GraphSpec, TensorSpec
-from ..graph_io import CACHE, CHOSEN, COPY_SLOT, NARROW, SCORES, GraphIO, InputBinding, OutputBinding, Role
+from ..copy_graphs import COPY_INPUTS, CopyGraph
+from ..graph_io import CACHE, CHOSEN, NARROW, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, Role
 from ..score_graphs import ScoreGraph
 from ..sharding import ShardPlan
 from . import hlo, kernel_calls, passes, weight_uses
@@ -30,6 +31,7 @@ from .decompositions import decompose
 from .score_module import ScoreModule
 from .slot_copy import SlotCopy
 from .split_tokens import SumsRule, split_tokens
+from .state_copy import StateCopy
 from .xla_trace import placeholders, trace
 
 
@@ -56,6 +58,7 @@ def lower_step(
     world_size: int = 1,
     columns: int | None = None,
     sums: SumsRule | None = None,
+    program: ExportedProgram | None = None,
 ) -> LoweredGraph:
     """Lowers one step graph.
 
@@ -64,21 +67,24 @@ def lower_step(
         vocab_size: of the logits that the graph returns.
         columns: of the logits that it leaves for a sampler; None: as many.
         sums: in which form ranks add up; None: every rank has all tokens.
+        program: this graph, where it was traced and decomposed before; it is changed.
 
     Raises:
         ValueError: the graph computes something that no HLO module of ours can express.
     """
-    program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
+    if program is None:
+        program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
     graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size, sums)
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 
 
-def lower_slot_copy(states: Sequence[TensorSpec], world_size: int = 1) -> LoweredGraph:
-    """Lowers the graph that copies cache columns from one slot to another on the device."""
-    module = SlotCopy(KVCache(states)).eval()
+def lower_copy(graph: CopyGraph, world_size: int = 1) -> LoweredGraph:
+    """Lowers a graph that copies what slots hold on the device."""
+    module = (StateCopy(graph) if graph.read else SlotCopy(graph)).eval()
     with torch.no_grad():
         program = decompose(torch.export.export(module, module.example_inputs(), strict=False))
-    return lower_program(program, COPY_SLOT, COPY_SLOT, module.inputs(), (), world_size)
+    read = tuple(each.name for each in graph.read)
+    return lower_program(program, graph.name, graph.name, COPY_INPUTS, (), world_size, read=read)
 
 
 def lower_scores(graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None = None) -> LoweredGraph:
@@ -101,16 +107,20 @@ def lower_program(
     outputs: Iterable[TensorSpec],
     world_size: int,
     sums: SumsRule | None = None,
+    read: Collection[str] = (),
 ) -> LoweredGraph:
     """Lowers a decomposed program: its user inputs and outputs get the names of `inputs` and `outputs`, in order.
 
+    Args:
+        read: names of states that it reads and does not update.
+
     Raises:
-        ValueError: a buffer named `kv_cache.*` is not updated, or a weight is.
+        ValueError: another buffer named `kv_cache.*` is not updated, or one of these or a weight is.
     """
     _share_constants(program)
     bindings, literals = _bindings(program, [spec.name for spec in inputs])
     _lay_out(program, bindings)
-    results = _results(program, outputs, bindings)
+    results = _results(program, outputs, bindings, read)
     module, numbers, constants = trace(program, world_size)
     constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
     passes.inline_constants(module, constants)
@@ -173,9 +183,8 @@ def _bindings(
             literals[index] = program.constants[target]
             bindings.append(None)
         else:
-            bindings.append(
-                _binding(target, "state" if target.startswith((CACHE, SCORES, CHOSEN)) else "weight", node)
-            )
+            is_state = target.startswith((CACHE, SNAPSHOTS, SCORES, CHOSEN))
+            bindings.append(_binding(target, "state" if is_state else "weight", node))
     return bindings, literals
 
 
@@ -195,7 +204,10 @@ def _binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
 
 
 def _results(
-    program: ExportedProgram, outputs: Iterable[TensorSpec], bindings: Sequence[InputBinding | None]
+    program: ExportedProgram,
+    outputs: Iterable[TensorSpec],
+    bindings: Sequence[InputBinding | None],
+    read: Collection[str],
 ) -> tuple[OutputBinding, ...]:
     """The step's outputs, then the new values of states, in the order of the module's result tuple."""
     states = {each.name: each for each in bindings if each is not None and each.role == "state"}
@@ -205,7 +217,8 @@ def _results(
         OutputBinding(each.name, each.shape, each.dtype, name) for name, each in states.items() if name in mutated
     ]
     # A sampler reads scores.
-    different = {name for name in mutated ^ set(states) if not str(name).startswith(SCORES)}
+    updated = set(states) - set(read)
+    different = {name for name in mutated ^ updated if not str(name).startswith(SCORES)}
     if different:
         names = ", ".join(sorted(map(str, different)))
         raise ValueError(f"the graph must update the cache's states once and nothing else; it differs in {names}")

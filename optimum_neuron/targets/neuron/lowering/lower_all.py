@@ -6,16 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torch.export import ExportedProgram
+
 from .... import progress
 from ....config import NeuronConfig
+from ....graphs.checks.inspect import check_snapshots
 from ....graphs.kv_cache import KVCache
 from ....graphs.spec import graph_specs
 from ....graphs.state_specs import state_specs
-from ..graph_io import COPY_SLOT
+from ..copy_graphs import copy_graphs
 from ..score_graphs import score_graphs
 from ..sdk.hardware import chip_of
 from .kernel_calls import called_kernels
-from .lower import LoweredGraph, lower_scores, lower_slot_copy, lower_step
+from .lower import LoweredGraph, lower_copy, lower_scores, lower_step
 from .ops import ops_for
 from .rank_model import rank_model
 from .split_tokens import SumsRule
@@ -29,32 +32,34 @@ def lower_all(
     trust_remote_code: bool,
     like: NeuronConfig | None = None,
     split: frozenset[str] | None = None,
+    first: ExportedProgram | None = None,
 ) -> Iterator[LoweredGraph]:
-    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and where prefixes are shared what copies them.
+    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and what copies prefixes and state.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
         tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
         like: whose largest graph of each kind tells the form of experts; None: each graph has that of its own size.
         split: kinds of graphs whose ranks split tokens; None: each graph does where it takes less time.
+        first: that of `trace_first` for this model and config, where there is one; it is changed.
 
     Raises:
-        ValueError: the model cannot be lowered, or not be shared by so many ranks; or a kernel has no use in it.
+        ValueError: the model cannot be lowered, or not be shared by so many ranks; or kernels, or snapshots of state, have no use in it.
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
-    states = state_specs(config, rank.spec)
-    cache = KVCache(states)
-    copies = config.kv_blocks > 1 and rank.spec.reuses_prefixes
-    scores = score_graphs(config, rank.vocab_size)
-    with progress.stage("Lowering graphs", len(specs) + len(scores) + copies) as advance:
+    check_snapshots(rank.model, rank.spec, config)
+    cache = KVCache(state_specs(config, rank.spec))
+    scores, copies = score_graphs(config, rank.vocab_size), copy_graphs(config, rank.spec)
+    with progress.stage("Lowering graphs", len(specs) + len(scores) + len(copies)) as advance:
         called: set[str] = set()
-        for spec in specs:
+        for number, spec in enumerate(specs):
             ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
             sums = None
             if rank.plan is not None:
                 sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
-            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums)
+            traced = first if number == 0 else None
+            graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums, traced)
             called |= called_kernels(graph.hlo)
             yield graph
             advance(spec.name)
@@ -64,9 +69,9 @@ def lower_all(
         for each in scores:
             yield lower_scores(each, rank.vocab_size, rank.plan)
             advance(each.name)
-        if copies:
-            yield lower_slot_copy(states, ranks)
-            advance(COPY_SLOT)
+        for copy in copies:
+            yield lower_copy(copy, ranks)
+            advance(copy.name)
 
 
 def _most_tokens(config: NeuronConfig, kind: str) -> int:

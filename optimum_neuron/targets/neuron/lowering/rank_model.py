@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from ....artifacts.skeleton import assign, empty_model
@@ -72,8 +73,21 @@ def rank_model(
     return _as_rank(model, plan, tied_weights, config)
 
 
-def find_layout(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> WeightLayout:
-    """How the graphs of a model take its weights: that of the first graph, of which all others take what they take, too.
+@dataclass(frozen=True)
+class FirstGraph:
+    """The first graph of a model, traced to see how its weights are stored; lowering goes on with it.
+
+    Attributes:
+        program: decomposed; to be lowered once, which changes it.
+        layout: how it takes the weights, of which all other graphs take what they take, too.
+    """
+
+    program: ExportedProgram
+    layout: WeightLayout
+
+
+def trace_first(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> FirstGraph:
+    """Traces the first graph of a model that is exported.
 
     Args:
         model: is neither read nor changed.
@@ -84,9 +98,8 @@ def find_layout(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -
     rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
     cache = KVCache(state_specs(config, rank.spec))
     step = graph_specs(config)[0]
-    return weight_layout(
-        export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns), decompose)
-    )
+    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns), decompose)
+    return FirstGraph(program, weight_layout(program))
 
 
 def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:

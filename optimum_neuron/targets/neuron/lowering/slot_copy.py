@@ -7,23 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from ....graphs.kv_cache import KVCache
-from ....graphs.spec import TensorSpec
 from ....graphs.step import example_inputs
+from ..copy_graphs import COPY_INPUTS, CopyGraph
 
 
 class SlotCopy(nn.Module):
     """As `graphs.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, graph: CopyGraph) -> None:
         super().__init__()
-        self.kv_cache = cache
-
-    @staticmethod
-    def inputs() -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(f"copy.{name}", (1,), "int32") for name in ("source", "destination", "length"))
+        self.kv_cache = KVCache(graph.updated)
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        return example_inputs(self.inputs())
+        return example_inputs(COPY_INPUTS)
 
     def forward(self, source: Tensor, destination: Tensor, length: Tensor) -> tuple[Tensor, ...]:
         """Three `[1]` int32 tensors."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ....graphs.spec import LOGITS
 from ..graph_files import read_hlo
-from ..graph_io import COPY_SLOT, GraphIO
+from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
 from .draws import draws
 from .idle import idle_inputs
-from .load_plan import slot_copy_inputs
+from .load_plan import copy_inputs
 
 
 class HloProgram:
@@ -109,7 +109,17 @@ class HloExecutable:
         return self._idle
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
+        self._copy(COPY_SLOT, source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._copy(KEEP_STATE, slot, snapshot, 1)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._copy(RESTORE_STATE, snapshot, slot, 1)
+
+    def _copy(self, graph: str, source: int, destination: int, length: int) -> None:
+        if graph in self._programs:  # a model without such state has none
+            self.run(graph, copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         state: Tensor = self._states[name].cpu()

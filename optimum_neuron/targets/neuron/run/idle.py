@@ -12,7 +12,7 @@ from ..graph_io import SAMPLERS, GraphIO
 from ..score_graphs import slots_input
 
 
-# A row that chooses for no slot; a copy of no tokens, from slot 0 to itself, is zeros.
+# A row that chooses for no slot; a copy of nothing is zeros.
 _NO_SLOT = dict.fromkeys(map(slots_input, SAMPLERS), -1)
 
 

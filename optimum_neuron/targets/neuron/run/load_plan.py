@@ -15,8 +15,8 @@ from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graph_io import GraphIO, InputBinding
 
 
-def slot_copy_inputs(source: int, destination: int, length: int) -> list[Tensor]:
-    """The inputs of the graph that copies a slot, in their order."""
+def copy_inputs(source: int, destination: int, length: int) -> list[Tensor]:
+    """The inputs of a graph that copies what slots hold, in their order (COPY_INPUTS)."""
     return [torch.tensor([number], dtype=torch.int32) for number in (source, destination, length)]
 
 
@@ -27,7 +27,7 @@ class LoadPlan:
     Attributes:
         folder: holds `<graph>.neff`.
         lnc: physical cores per logical core, as compiled.
-        graphs: descriptions by name; all graphs have the same states.
+        graphs: descriptions by name; a state of several graphs is the same in all.
         calls: the inputs of a graph's step by name, in the order in which `run` takes them; a graph that is left out takes
             the inputs that it uses.
         weights: one safetensors file per rank.

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ....graphs.spec import LOGITS
 from ...rank_options import IN_ENVIRONMENT, RankOptions
-from ..graph_io import COPY_SLOT
+from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 from ..rank.plan import HALVES
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
 from .draws import Draw, draws
 from .idle import idle_inputs
 from .interpreter import Interpreter
-from .load_plan import LoadPlan, slot_copy_inputs
+from .load_plan import LoadPlan, copy_inputs
 from .rank_plan import rank_plan
 from .rank_process import RankProcess, end_processes, free_address, rank_environment
 from .shared_tensors import SharedTensors
@@ -197,7 +197,17 @@ class RankedExecutable:
         return idle_inputs(self._plan.graphs, self._plan.calls)
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self.run(COPY_SLOT, slot_copy_inputs(source, destination, length))
+        self._copy(COPY_SLOT, source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._copy(KEEP_STATE, slot, snapshot, 1)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._copy(RESTORE_STATE, snapshot, slot, 1)
+
+    def _copy(self, graph: str, source: int, destination: int, length: int) -> None:
+        if graph in self._plan.graphs:  # a model without such state has none
+            self.run(graph, copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         binding = self._states[name]

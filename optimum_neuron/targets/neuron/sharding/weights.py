@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....artifacts.tensor_file import file_head, tensor_bytes
-from ....artifacts.weights import rank_weights_name
+from ....artifacts.weights import place, rank_weights_name
 from ..graph_io import NARROW
 from ..weight_layout import WeightLayout
 from .plan import RANK_TENSOR, ShardPlan
@@ -53,7 +53,7 @@ def write_sharded_weights(
 
 def _narrow(name: str, tensor: Tensor) -> Tensor:
     """A tensor in the type in which graphs take it."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _dtype_name(tensor)
     if dtype not in NARROW:
         return tensor
     narrow = tensor.to(getattr(torch, NARROW[dtype]))
@@ -65,13 +65,20 @@ def _narrow(name: str, tensor: Tensor) -> Tensor:
     return narrow
 
 
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]:
-    """Names of tensors that are the memory of an earlier one and cut in the same way: alias to that one's name."""
+    """Names of tensors that are the memory of an earlier one and cut in the same way: alias to that one's name.
+
+    What is stored in another type is a copy, and tied to nothing.
+    """
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), plan.rules.get(name))
-        if tensor.numel() and first.setdefault(key, name) != name:
+        key = (*place(tensor), plan.rules.get(name))
+        if tensor.numel() and _dtype_name(tensor) not in NARROW and first.setdefault(key, name) != name:
             tied[name] = first[key]
     return tied
 

@@ -26,7 +26,7 @@ from optimum_neuron.targets.neuron.certificate.parts import state_parts
 from optimum_neuron.targets.neuron.certificate.reference import run_reference, state_scales
 from optimum_neuron.targets.neuron.certificate.setup import Setup, steps_of
 from optimum_neuron.targets.neuron.certificate.trial import Trial
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT
+from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lowering import lower, rank_model
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.score_graphs import score_graphs
@@ -50,8 +50,7 @@ class Case:
         """
         config, folder = self.setup.trial.config, self.setup.folder
         rank = rank_model.rank_model(folder, config, self.setup.tied, trust_remote_code=False)
-        states = state_specs(config, rank.spec)
-        ranks, cache = self.setup.ranks, KVCache(states)
+        ranks, cache = self.setup.ranks, KVCache(state_specs(config, rank.spec))
         sums = None if rank.plan is None else SumsRule(chip_of(config.target), rank.plan.whole, split)
         graphs = [
             lower.lower_step(rank.model, cache, spec, rank.ops, rank.vocab_size, ranks, rank.columns, sums)
@@ -61,7 +60,7 @@ class Case:
         graphs += [
             lower.lower_scores(graph, rank.vocab_size, rank.plan) for graph in score_graphs(config, rank.vocab_size)
         ]
-        graphs += [lower.lower_slot_copy(states, ranks)] if COPY_SLOT in names else []
+        graphs += [lower.lower_copy(graph, ranks) for graph in copy_graphs(config, rank.spec) if graph.name in names]
         return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
 
     def compare(self, modules: Mapping[str, Module]) -> list[Comparison]:

@@ -27,6 +27,7 @@ from optimum_neuron.targets.neuron.certificate.reference import Choice
 from optimum_neuron.targets.neuron.certificate.verify import Line, verify_certificate
 from optimum_neuron.targets.neuron.certificate.widened import widen
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graph_io import COPIES
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
@@ -239,8 +240,8 @@ def test_another_target_has_no_certificate(sharp_checkpoints: dict[str, Path], t
 def test_steps_are_such_as_a_runner_makes(rows: int) -> None:
     """Of one slot, columns follow one another; a step's slots are different ones in decode and chunk rows; some rows idle."""
     config = tiny_config(batch_size=4, ctx_batch_size=rows, context_buckets=(32, 64))
-    steps = record_steps(graph_specs(config), 300, copies=True)
-    assert {step.graph for step in steps} == {spec.name for spec in graph_specs(config)} | {"copy_slot"}
+    steps = record_steps(graph_specs(config), 300, COPIES, 2)
+    assert {step.graph for step in steps} == {spec.name for spec in graph_specs(config)} | set(COPIES)
     for step in steps:
         assert len(set(step.written)) == len(step.written)
         assert all(tensor.min() >= 0 for name, tensor in step.inputs.items() if name.endswith("input_ids"))

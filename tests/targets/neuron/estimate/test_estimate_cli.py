@@ -313,13 +313,14 @@ def test_what_recurrences_keep_is_told_by_slot(
 ) -> None:
     config.save_pretrained(tmp_path)
     document = tmp_path / "estimate.json"
-    sizes = ("--batch-size", "4", "--sequence-length", "1024", "--dtype", "bfloat16")
+    sizes = ("--batch-size", "4", "--sequence-length", "1024", "--dtype", "bfloat16", "--state-snapshots", "6")
     call_cli(monkeypatch, "--model", tmp_path, "--target", "trn2", "--json", document, *sizes)
     shown, found = " ".join(capsys.readouterr().out.split()), json.loads(document.read_text())
     assert (found["cache_bytes_per_token"], found["state_bytes_per_slot"]) == (per_token, per_slot)
     one = found["estimates"][0]
     assert one["config"]["tensor_parallel_size"] == 1
-    assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot)
+    assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot) + 6 * per_slot
+    assert "KV also holds as much for each of state_snapshots=6." in shown
     assert f"B parameters, {layers} layers" in shown and "KV holds what layers keep by slot" in shown
     assert ("tokens of keys and values do" in shown) == bool(per_token)
     refused = f"{config.model_type} cannot be shared by tensor_parallel_size=2 ranks: the heads of "
@@ -343,15 +344,8 @@ def test_help_teaches_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "set()"
     # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
-    # somebody asks, snapshots, which no device keeps, and quantized weights, which no device takes.
-    others = {
-        "float32_reduce",
-        "long_frequencies",
-        "top_logprobs",
-        "kernels",
-        "state_snapshots",
-        "state_snapshot_interval",
-    }
+    # somebody asks, when snapshots are taken, and quantized weights, which no device takes.
+    others = {"float32_reduce", "long_frequencies", "top_logprobs", "kernels", "state_snapshot_interval"}
     for name in {each for each in NeuronConfig.option_names() if not each.startswith("quantization")} - others:
         assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
     assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout

@@ -153,7 +153,7 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 32}))
     job = CompileJob(tmp_path, config, spec, graph_specs(config), tied, trust_remote_code=False)
     (tmp_path / GRAPHS_FOLDER).mkdir()
-    for graph in lower_and_check(job):
+    for graph in lower_and_check(tmp_path, config, tied, trust_remote_code=False):
         write_graph(graph, tmp_path / GRAPHS_FOLDER)
     certificate = certify(model, job)
     assert (certificate.layers, certificate.all_layers) == (executed, 32)

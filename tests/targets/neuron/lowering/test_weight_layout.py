@@ -3,36 +3,43 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import export_tiny, tiny_config
+from helpers import export_tiny, load_model, tiny_config
 from moe import CONFIGS
 from safetensors.torch import load_file
 from tiny import TINY_CONFIGS, TINY_SIZES
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.weights import named_tensors
+from optimum_neuron.graphs import program as programs
+from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.spec import TensorSpec
-from optimum_neuron.targets import get_target
+from optimum_neuron.graphs.spec import TensorSpec, graph_specs
+from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.targets import CompileJob, get_target
 from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
 from optimum_neuron.targets.neuron.estimate.model_sizes import measure
+from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo, rank_model, weight_uses
+from optimum_neuron.targets.neuron.lowering import lower_all as lowering
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
-from optimum_neuron.targets.neuron.lowering.rank_model import find_layout
+from optimum_neuron.targets.neuron.lowering.rank_model import FirstGraph, trace_first
 from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable, HloProgram
-from optimum_neuron.targets.neuron.sharding import shard_plan, whole_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.sharding import shard_plan, tied_names, whole_plan, write_sharded_weights
 from optimum_neuron.targets.neuron.weight_layout import StoredWeight, WeightLayout
 
 
@@ -204,7 +211,7 @@ def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both
     config = LlamaConfig(**TINY_SIZES, tie_word_embeddings=True, attn_implementation=ATTENTION_NAME)
     model = AutoModelForCausalLM.from_config(config).eval()
     tensors, plan = named_tensors(model), whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-    layout = find_layout(model, plan, tiny_config(target="trn2", tensor_parallel_size=ranks))
+    layout = trace_first(model, plan, tiny_config(target="trn2", tensor_parallel_size=ranks)).layout
     assert layout != WeightLayout()
     (tmp_path / "weights").mkdir()
     tied = write_sharded_weights(tensors, plan, tmp_path, layout)
@@ -226,10 +233,52 @@ def test_an_artifact_of_before_runs_as_it_is_and_is_not_compiled_again_for_other
 ) -> None:
     with monkeypatch.context() as before:
         before.setattr(weight_uses, "use_stored_weights", lambda program: ({}, set()))
-        before.setattr(rank_model, "find_layout", lambda *_: WeightLayout())
+        before.setattr(rank_model, "trace_first", lambda *_: FirstGraph(None, WeightLayout()))  # type: ignore[arg-type]
         artifact = Artifact.open(export_tiny(sharp_checkpoints["llama"], tmp_path / "old", target="hlo"))
     target = get_target("hlo")
     loaded = target.load(artifact, trust_native_code=True, trust_remote_code=False)
     assert isinstance(loaded, HloExecutable)
     with pytest.raises(ValueError, match=r"lacks model\.\S+\.order_1_0, which a graph needs; export the model again"):
         target.load(artifact, trust_native_code=False, trust_remote_code=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_the_graph_that_tells_the_layout_is_lowered_as_one_that_is_traced_from_the_config(
+    name: str, ranks: int, sharp_checkpoints: dict[str, Path]
+) -> None:
+    model, config = load_model(sharp_checkpoints[name]), tiny_config(target="trn2", tensor_parallel_size=ranks)
+    plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
+    tied, first = tied_names(named_tensors(model), plan), trace_first(model, plan, config)
+    again, anew = (
+        next(lower_all(sharp_checkpoints[name], config, tied, trust_remote_code=False, first=program))
+        for program in (first.program, None)
+    )
+    assert again == anew
+
+
+def test_each_graph_is_traced_once_and_the_first_lowered_as_if_it_were_traced_from_the_config(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+    trace = programs._trace
+
+    def count(module: StepModule) -> ExportedProgram:
+        traced.append(module.spec.name)
+        return trace(module)
+
+    monkeypatch.setattr(programs, "_trace", count)
+    monkeypatch.setattr(lowering, "lower_all", lower_all)  # not what other tests have lowered
+    monkeypatch.setattr(rank_model, "trace_first", trace_first)
+    model, config = load_model(sharp_checkpoints["llama"]), tiny_config(target="hlo", batch_size=1, ctx_batch_size=1)
+    shutil.copy(sharp_checkpoints["llama"] / "config.json", tmp_path)
+    for name in ("weights", "graphs"):
+        (tmp_path / name).mkdir()
+    target, graphs = get_target("hlo"), graph_specs(config)
+    tied = target.write_model(model, config, tmp_path)
+    target.compile(CompileJob(tmp_path, config, inspect_model(model), graphs, tied, trust_remote_code=False))
+    assert traced == [graph.name for graph in graphs]
+    anew = next(lower_all(tmp_path, config, tied, trust_remote_code=False))
+    assert (tmp_path / "graphs" / f"{anew.name}.hlo").read_bytes() == anew.hlo
+    assert read_graph_io(tmp_path / "graphs" / f"{anew.name}.hlo") == anew.io

@@ -21,7 +21,7 @@ from optimum.commands import optimum_cli
 from torch import Tensor
 from traces import read_trace
 
-from optimum_neuron.acceptance import checks
+from optimum_neuron.acceptance import checks, copies
 from optimum_neuron.acceptance.report import REMEDIES, CheckError
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
@@ -77,7 +77,8 @@ def test_an_artifact_that_works_passes(
     code, found = results(artifact, tmp_path / "reports" / "check.json")
     assert code == 0 and list(found) == list(REMEDIES)
     others = {name: result["status"] for name, result in found.items() if result["status"] != "passed"}
-    assert others == {"memory": "skipped"}  # there is no neuron-monitor here, or no device
+    # This model keeps no state, and there is no neuron-monitor here, or no device.
+    assert others == {"snapshots": "skipped", "memory": "skipped"}
     assert (found["compiler"]["values"]["operators listed"] > 0) == (target == "trn2")
     timed = {f"{name} ms" for name in json.loads((artifact / MANIFEST_NAME).read_text())["graphs"]}
     assert set(found["latency"]["values"]) == timed
@@ -167,7 +168,8 @@ def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
         return [(token, nothing) for token in golden.tokens]
 
     monkeypatch.setattr(checks, "replay", replay)
-    monkeypatch.setattr(checks, "_prefill", lambda *_: nothing)
+    for module in (checks, copies):
+        monkeypatch.setattr(module, "prefill", lambda *_: nothing)
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1
     failed = [name for name, result in found.items() if result["status"] == "failed"]
@@ -178,13 +180,13 @@ def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
 def test_a_row_that_reads_another_ones_cache_is_found(
     hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, state = checks._prefill, Artifact.open(hlo_artifact).states()[0].name
+    prefill, state = checks.prefill, Artifact.open(hlo_artifact).states()[0].name
 
     def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> Tensor:
         logits = prefill(runner, slot, prompt, pieces)
         return logits + runner.executable.read_state(state)[1].sum()
 
-    monkeypatch.setattr(checks, "_prefill", leaking)
+    monkeypatch.setattr(checks, "prefill", leaking)
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1 and found["neighbours"]["status"] == "failed"
     assert found["golden"]["status"] == "passed"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from helpers import (
     decode_rows,
     decode_tokens,
     eager_runner,
-    export_tiny,
     generate,
     random_tokens,
     tiny_config,
@@ -23,8 +23,6 @@ from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
-from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
 from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
@@ -61,20 +59,10 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Artifact]:
-    """By kind of recurrence; with a certificate, for which an export executes all graphs beside the eager step."""
-    made: dict[str, Artifact] = {}
-
-    def export(kind: str) -> Artifact:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("hlo")
-            model(kind).save_pretrained(folder / "checkpoint")
-            path = export_tiny(folder / "checkpoint", folder / "out", target="hlo", certificate=True)
-            made[kind] = Artifact.open(path)
-        return made[kind]
-
-    return export
+@pytest.fixture
+def artifact(recurrent_artifact: Callable[[str], Path]) -> Callable[[str], Artifact]:
+    """By kind of recurrence."""
+    return lambda kind: Artifact.open(recurrent_artifact(kind))
 
 
 def one_graph(artifact: Artifact) -> GraphRunner:
@@ -182,17 +170,3 @@ def test_what_an_earlier_request_left_has_no_effect(kind: str, artifact: Callabl
     for state in states:
         left = runner.executable.read_state(state.name)[0]
         assert bool(left.isnan().all() if state.dtype == "float32" else (left == BLOCK).all()), state.name
-
-
-def test_prompts_that_start_alike_are_computed_whole(artifact: Callable[[str], Artifact]) -> None:
-    """No graph copies state, so there are no snapshots; a slot that another had before starts from nothing."""
-    runner, eager = artifact_runner(artifact(QUICK).path), eager_runner(model(QUICK), tiny_config())
-    engine = Engine(runner, vocab_size=artifact(QUICK).model.vocab_size)
-    for own in (5, 5, 7):
-        prompt = np.concatenate([NEIGHBOR[:20], random_tokens(own, seed=own)])
-        engine.add_request(Request(request_id="a", prompt_token_ids=prompt, max_new_tokens=4))
-        found = [event.token_id for event in engine.run()]
-        assert found == generate(eager, prompt, 4)[0]
-    assert engine.statistics.prefix_hit_tokens == 0
-    with pytest.raises(ValueError, match="snapshot 0 does not exist: there are 0"):
-        runner.keep_state(0, 0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers import python_process
 from moe import CONFIGS, make_checkpoint
+from recurrent import model
 
 
 RANKS = """
@@ -18,7 +19,9 @@ from pathlib import Path
 sys.path[:0] = sys.argv[4:]
 import sharded_programs
 ranks = int(sys.argv[2])
-sharded_programs.check(Path(sys.argv[1]), ranks, **json.loads(sys.argv[3]))
+options = json.loads(sys.argv[3])
+check = getattr(sharded_programs, options.pop("check", "check"))
+check(Path(sys.argv[1]), ranks, **options)
 print("equal", flush=True)
 os._exit(0)  # XLA's threads of several devices do not always end
 """
@@ -72,6 +75,12 @@ def test_ranks_that_split_tokens_and_experts_compute_the_same_bits(tmp_path: Pat
 )
 def test_ranks_compute_their_parts_of_the_chosen_experts(name: str, ranks: int, tmp_path: Path) -> None:
     _run(make_checkpoint(name, tmp_path / "checkpoint"), ranks, FEW_ROWS | {"noise": NOISE})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.full)])
+def test_ranks_go_on_behind_a_snapshot_of_their_parts_of_a_slots_state(kind: str, tmp_path: Path) -> None:
+    model(kind).save_pretrained(tmp_path)
+    _run(tmp_path, 2, {"check": "check_snapshots"})
 
 
 def _run(checkpoint: Path, ranks: int, options: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from optimum_neuron.targets.neuron.sharding import (
     sampling,
     shard_plan,
     sharded_ops,
+    tied_names,
     write_sharded_weights,
 )
 from optimum_neuron.targets.neuron.sharding.heads import PADDING, head_layout
@@ -283,3 +284,11 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lm_head.weight has shape \(301, 144\), and the plan is for \(300, 64\)"):
         tensors = named_tensors(make_model("heads of SmolLM2"))
         write_sharded_weights({"model.lm_head.weight": tensors["model.lm_head.weight"]}, plan, tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_stored_in_another_type_is_tied_to_nothing(device: str) -> None:
+    """It is a copy; with memory or without, the same names are tied."""
+    weight, numbers = torch.ones(4, 4, device=device), torch.ones(4, dtype=torch.int64, device=device)
+    tensors = {"a": weight, "b": weight[:2], "c": weight[2:], "d": weight.detach(), "e": numbers, "f": numbers}
+    assert tied_names(tensors, ShardPlan("tiny", 1, 0, {})) == {"d": "a"}

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ checkpoints of the version "gemm": codes and zero points of 4 bits, eight outputs to a word in an order of their own.
+
+The order is that of AutoAWQ, https://github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .format import SafetensorsFormat
+from .settings import Document, group_size, switch, text, whole
+from .stored import StoredWeight, unpack
+from .tensors import FLOATS, TensorFiles, by_module, check_parts
+
+
+NEEDED = ("qweight", "qzeros", "scales")
+# Where in a word each of its eight outputs is, counted from the lowest bits.
+_PLACES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))
+
+
+class Awq(SafetensorsFormat):
+    """A checkpoint whose config names quant_method "awq"."""
+
+    def __init__(self, document: Document, files: TensorFiles) -> None:
+        """Finds its layers.
+
+        Args:
+            document: the config's quantization_config.
+
+        Raises:
+            ValueError: its settings are of a kind that is not read, or a layer lacks a tensor.
+        """
+        bits, version = whole(document, "bits", whole(document, "w_bit", 4)), text(document, "version", "gemm")
+        version = text(document, "format", version)
+        if bits != 4 or version != "gemm" or not switch(document, "zero_point", default=True):
+            raise ValueError(
+                f"{files.source} is an AWQ checkpoint of {bits} bits, version {version}, zero_point="
+                f"{document.get('zero_point')}; export one of 4 bits, version gemm, with zero points"
+            )
+        self._group_size = group_size(document, whole(document, "q_group_size", 128))
+        found = by_module(files, NEEDED)
+        for module, parts in found.items():
+            check_parts(files, module, parts, NEEDED)
+        super().__init__(files, {f"{module}.weight": parts for module, parts in found.items()})
+
+    def _stored(self, name: str) -> StoredWeight:
+        parts = self._parts[name]
+        words = self._files.read(parts["qweight"], torch.int32)
+        if words.dim() != 2:
+            raise ValueError(
+                f"{self._files.source}: {parts['qweight']} has {words.dim()} dimensions, and is to have 2"
+            )
+        inputs, outputs = words.shape[0], words.shape[1] * 8
+        size = self._group_size or inputs
+        if inputs % size:
+            raise ValueError(
+                f"{self._files.source}: {parts['qweight']} has {inputs} inputs, which are no groups of {size}; correct group_size "
+                f"in config.json"
+            )
+        scale = self._files.read(parts["scales"], *FLOATS, shape=(inputs // size, outputs))
+        zeros = self._files.read(parts["qzeros"], torch.int32, shape=(inputs // size, outputs // 8))
+        codes, zero = _in_order(words), _in_order(zeros)
+        return StoredWeight(f"{self._files.source}: {name}", "int4", codes.T, scale.T, zero.T.short())
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Codes `[rows, 8 * words]` of words `[rows, words]`, in the order of the outputs."""
+    return unpack(words, 4).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)

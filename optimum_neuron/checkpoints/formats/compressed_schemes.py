@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the config of a compressed-tensors checkpoint says: which layers are stored how, and what of that is not read.
+
+Source: https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py, quant_args.py and utils/match.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .settings import Document, begins, group_size, part, switch, text, texts, whole
+
+
+PACKED, WHOLE, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+FORMATS = (PACKED, WHOLE, FLOAT, NAIVE)
+_MIXED = "mixed-precision"
+_PATTERN = "re:"
+# What a checkpoint may ask for beside quantized weights, and cannot be left out.
+_MORE = {
+    "kv_cache_scheme": "a quantized KV cache",
+    "sparsity_config": "sparse weights",
+    "transform_config": "transformed weights",
+}
+_REMEDY = "export a checkpoint without it"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are stored.
+
+    Attributes:
+        format: one of `FORMATS`.
+        kind: "int" or "float".
+        strategy: "tensor", "channel", "group" or "block": what shares a scale.
+        group_size: inputs of a group.
+        block: outputs and inputs of a block.
+        quantized_inputs: whether the layers' inputs or results are to be quantized too.
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    kind: str
+    bits: int
+    symmetric: bool
+    strategy: str
+    group_size: int | None
+    block: tuple[int, int] | None
+    quantized_inputs: bool
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """The schemes of a checkpoint, and which layer has which."""
+
+    source: str
+    schemes: tuple[Scheme, ...]
+    ignore: tuple[str, ...]
+
+    def of(self, module: str) -> Scheme:
+        """The scheme of a layer whose tensors are quantized.
+
+        A class's name as a target, such as Linear, stands for all layers that no other target names: a file tells no classes.
+
+        Raises:
+            ValueError: there is none, or the layer is to be ignored.
+        """
+        ignored = next((target for target in self.ignore if _names(target, module)), None)
+        if ignored is not None:
+            raise ValueError(
+                f"{self.source} holds {module} quantized, and its config ignores it by {ignored!r}; correct config.json"
+            )
+        exact = [scheme for scheme in self.schemes if module in scheme.targets]
+        named = [scheme for scheme in self.schemes if any(_names(target, module) for target in scheme.targets)]
+        by_class = [scheme for scheme in self.schemes if any(_is_class(target) for target in scheme.targets)]
+        for found in (exact, named, by_class):
+            if len(found) > 1 and any(scheme != found[0] for scheme in found):
+                break
+            if found:
+                return found[0]
+        raise ValueError(
+            f"{self.source} holds {module} quantized, and config_groups have {'no' if not by_class + named else 'more than one'} "
+            f"scheme for it; correct config.json"
+        )
+
+
+def read_schemes(document: Document, source: str) -> Schemes:
+    """The schemes of a config.
+
+    Args:
+        document: the config's quantization_config.
+
+    Raises:
+        ValueError: it asks for something that is not read, by name.
+    """
+    for name, what in _MORE.items():
+        asked = document.get(name)
+        if asked and not (name == "sparsity_config" and part(document, name).get("format") == "dense"):
+            raise ValueError(f"{source} asks for {what} ({name}); {_REMEDY}")
+    groups = part(document, "config_groups")
+    if not groups:
+        raise ValueError(f"{source} has no config_groups in its quantization_config; correct config.json")
+    common = text(document, "format", "")
+    schemes = tuple(_scheme(part(groups, name), common, f"{source}: {name}") for name in groups)
+    return Schemes(source, schemes, texts(document, "ignore"))
+
+
+def _scheme(group: Document, common: str, where: str) -> Scheme:
+    weights = part(group, "weights")
+    if not weights:
+        raise ValueError(f"{where} quantizes no weights; {_REMEDY}")
+    named = text(group, "format", common)
+    if named not in FORMATS:
+        told = "no format of its own" if named == _MIXED else f"the format {named!r}"
+        raise ValueError(f"{where} has {told}, which is not read; export a checkpoint in {', '.join(FORMATS)}")
+    kind, bits = text(weights, "type", "int"), whole(weights, "num_bits", 8)
+    read = (4, 8) if kind == "int" else (8,)
+    fits = {PACKED: ("int",), WHOLE: ("int",), FLOAT: ("float",), NAIVE: ("int", "float")}[named]
+    if kind not in fits or bits not in read:
+        raise ValueError(
+            f"{where} has weights of {bits} bits, type {kind}, in the format {named}, which is not read; export one of int with 4 "
+            f"or 8 bits, or of float with 8"
+        )
+    symmetric = switch(weights, "symmetric", default=True)
+    if kind == "float" and not symmetric:
+        raise ValueError(f"{where} has zero points for floats; {_REMEDY}")
+    if weights.get("dynamic"):
+        raise ValueError(f"{where} has dynamic weights; {_REMEDY}")
+    size = None if weights.get("group_size") is None else group_size(weights)
+    guessed = "group" if size else "channel" if weights.get("group_size") == -1 else "tensor"
+    strategy = text(weights, "strategy", guessed)
+    block = weights.get("block_structure")
+    if strategy not in ("tensor", "channel", "group", "block") or (strategy == "group" and size is None):
+        raise ValueError(f"{where} has scales by {strategy} with group_size={size}, which is not read; {_REMEDY}")
+    return Scheme(
+        targets=texts(group, "targets"),
+        format=named,
+        kind=kind,
+        bits=bits,
+        symmetric=symmetric,
+        strategy=strategy,
+        group_size=size,
+        block=_block(block, where) if strategy == "block" else None,
+        quantized_inputs=bool(group.get("input_activations") or group.get("output_activations")),
+    )
+
+
+def _block(block: object, where: str) -> tuple[int, int]:
+    sizes: object = [int(size) for size in block.split("x")] if isinstance(block, str) and _is_pair(block) else block
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and 0 < size <= 2**20 for size in sizes)
+    ):
+        raise ValueError(
+            f"{where} names block_structure={block!r}, and a block has outputs and inputs, such as [128, 128]; correct config.json"
+        )
+    return (sizes[0], sizes[1])
+
+
+def _is_pair(block: str) -> bool:
+    return re.fullmatch(r"\d{1,7}x\d{1,7}", block) is not None
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target is a layer's name, or a pattern that its name begins with."""
+    if not target.startswith(_PATTERN):
+        return target == module
+    return begins(target.removeprefix(_PATTERN), module)
+
+
+def _is_class(target: str) -> bool:
+    return not target.startswith(_PATTERN) and "." not in target
+
+
+def asks_for_inputs(schemes: Collection[Scheme]) -> bool:
+    return any(scheme.quantized_inputs for scheme in schemes)

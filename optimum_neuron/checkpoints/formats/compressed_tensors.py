@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compressed-tensors checkpoints: whole numbers of 4 or 8 bits, packed or not, and e4m3, with scales of four shapes.
+
+Source: https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized, compressors/naive_quantized, and
+quantization/lifecycle/forward_helpers.py (`_dequantize`). The library computes in the type of the scales: what it gives is
+what is read here, rounded to that type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .compressed_schemes import PACKED, Scheme, asks_for_inputs, read_schemes
+from .format import SafetensorsFormat
+from .fp8 import inputs_notice, spread
+from .settings import Document
+from .stored import StoredWeight, check_group, unpack
+from .tensors import DOWNLOAD, FLOATS, TensorFiles, by_module, check_parts
+
+
+_OF_WEIGHTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+_OF_INPUTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_GLOBAL = ("weight_global_scale", "input_global_scale")
+_OF_CACHE = ("k_scale", "v_scale", "k_zero_point", "v_zero_point", "q_scale", "q_zero_point")
+_WHOLE_TYPES = (torch.int8,)
+
+
+class CompressedTensors(SafetensorsFormat):
+    """A checkpoint whose config names quant_method "compressed-tensors"."""
+
+    def __init__(self, document: Document, files: TensorFiles) -> None:
+        """Finds its layers.
+
+        Args:
+            document: the config's quantization_config.
+
+        Raises:
+            ValueError: it asks for something that is not read, or a layer lacks a tensor.
+        """
+        schemes = read_schemes(document, files.source)
+        other = next((name for name in files.names if name.rpartition(".")[2] in (*_GLOBAL, *_OF_CACHE)), None)
+        if other is not None:
+            raise ValueError(
+                f"{files.source} holds {other}, which belongs to a scheme that is not read; export a checkpoint without it"
+            )
+        found = by_module(files, _OF_WEIGHTS)
+        self._schemes = {f"{module}.weight": schemes.of(module) for module in found}
+        for module, parts in found.items():
+            scheme = self._schemes[f"{module}.weight"]
+            if scheme.format != PACKED and f"{module}.weight" in files.names:
+                parts["weight"] = f"{module}.weight"
+            check_parts(files, module, parts, _needed(scheme))
+        left_out = tuple(name for name in files.names if name.rpartition(".")[2] in _OF_INPUTS)
+        asked = asks_for_inputs(self._schemes.values()) or left_out
+        super().__init__(
+            files,
+            {f"{module}.weight": parts for module, parts in found.items()},
+            left_out=left_out,
+            notices=(inputs_notice(files.source),) if asked else (),
+        )
+
+    def _stored(self, name: str) -> StoredWeight:
+        scheme, parts = self._schemes[name], self._parts[name]
+        kind, codes = self._codes(name)
+        scale = self._files.read(parts["weight_scale"], *FLOATS)
+        where = f"{self._files.source}: {parts['weight_scale']}"
+        group = None
+        if "weight_g_idx" in parts:
+            group = self._group(name, codes.shape[1])
+        elif scheme.strategy in ("tensor", "channel") and scale.numel() not in (1, codes.shape[0]):
+            raise ValueError(
+                f"{where} has the shape {list(scale.shape)}, and a weight {list(codes.shape)}; {DOWNLOAD}"
+            )
+        block = self._block(name, codes.shape)
+        zero = self._zero(name, tuple(scale.shape), codes.shape[0])
+        scale, groups = spread(where, scale, codes.shape, block)
+        if zero is not None:
+            zero = spread(where, zero, codes.shape, block)[0]
+        return StoredWeight(
+            f"{self._files.source}: {name}", kind, codes, scale, zero, groups if group is None else group
+        )
+
+    def _codes(self, name: str) -> tuple[str, Tensor]:
+        """The codes `[outputs, inputs]`, and what they are."""
+        scheme, parts = self._schemes[name], self._parts[name]
+        if scheme.format == PACKED:
+            return self._unpacked(name)
+        expected = (torch.float8_e4m3fn,) if scheme.kind == "float" else _WHOLE_TYPES
+        codes = self._files.read(parts["weight"], *expected)
+        if codes.dim() != 2:
+            raise ValueError(f"{self._files.source}: {name} has {codes.dim()} dimensions, and is to have 2")
+        return ("fp8" if scheme.kind == "float" else "int8"), codes
+
+    def _unpacked(self, name: str) -> tuple[str, Tensor]:
+        scheme, parts = self._schemes[name], self._parts[name]
+        shape = self._files.read(parts["weight_shape"], torch.int64, torch.int32, shape=(2,)).tolist()
+        words = self._files.read(parts["weight_packed"], torch.int32)
+        per_word = 32 // scheme.bits
+        if min(shape) < 1 or tuple(words.shape) != (shape[0], -(-shape[1] // per_word)):
+            raise ValueError(
+                f"{self._files.source}: {parts['weight_packed']} has the shape {list(words.shape)}, and by its weight_shape it holds "
+                f"{shape} codes of {scheme.bits} bits; {DOWNLOAD}"
+            )
+        codes = unpack(words, scheme.bits)[:, : shape[1]]
+        return ("int4", codes) if scheme.bits == 4 else ("int8", (codes ^ 0x80).view(torch.int8))
+
+    def _zero(self, name: str, shape: tuple[int, ...], outputs: int) -> Tensor | None:
+        """Zero points as `StoredWeight` counts them, for scales of a shape."""
+        scheme, parts = self._schemes[name], self._parts[name]
+        if "weight_zero_point" not in parts:
+            return None
+        packed = scheme.format == PACKED and not scheme.symmetric and scheme.strategy in ("group", "channel")
+        if not packed:
+            zero = self._files.read(parts["weight_zero_point"], *_WHOLE_TYPES, torch.int64, *FLOATS, shape=shape)
+            if scheme.symmetric and bool(zero.float().any()):
+                raise ValueError(
+                    f"{self._files.source}: {parts['weight_zero_point']} is not zero, and its scheme is symmetric; correct config.json"
+                )
+            return None if scheme.symmetric else zero.short() + (8 if self._kind(name) == "int4" else 0)
+        per_word = 32 // scheme.bits
+        columns = math.prod(shape[1:])
+        words = self._files.read(parts["weight_zero_point"], torch.int32, shape=(-(-outputs // per_word), columns))
+        zero = unpack(words.T, scheme.bits)[:, :outputs].T.short()
+        return zero if scheme.bits == 4 else zero - 128
+
+    def _kind(self, name: str) -> str:
+        scheme = self._schemes[name]
+        return "fp8" if scheme.kind == "float" else "int4" if scheme.format == PACKED and scheme.bits == 4 else "int8"
+
+    def _block(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+        scheme = self._schemes[name]
+        if scheme.strategy != "group" or scheme.group_size is None:
+            return scheme.block
+        if shape[1] % scheme.group_size:
+            raise ValueError(
+                f"{self._files.source}: {name} has {shape[1]} inputs, which are no groups of {scheme.group_size}; correct group_size "
+                f"in config.json"
+            )
+        return (1, scheme.group_size)
+
+    def _group(self, name: str, inputs: int) -> Tensor | None:
+        """The group of each input, where they are in an order of their own."""
+        size, tensor = self._schemes[name].group_size, self._parts[name]["weight_g_idx"]
+        group = self._files.read(tensor, torch.int32, torch.int64, shape=(inputs,))
+        if size is None or bool((group == -1).all()):  # what is stored where there is no such order
+            return None
+        group = check_group(f"{self._files.source}: {tensor}", group, inputs // size)
+        if not bool((group.bincount(minlength=inputs // size) == size).all()):
+            raise ValueError(
+                f"{self._files.source}: {tensor} has groups of more or less than {size} inputs; {DOWNLOAD}"
+            )
+        return group
+
+
+def _needed(scheme: Scheme) -> tuple[str, ...]:
+    zero = () if scheme.symmetric or (scheme.kind == "float") else ("weight_zero_point",)
+    if scheme.format == PACKED:
+        return ("weight_packed", "weight_scale", "weight_shape", *zero)
+    return ("weight", "weight_scale", *zero)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTQ checkpoints: codes of 4 or 8 bits packed along inputs, zero points along outputs, groups that may be out of order.
+
+The layout is that of GPTQModel, by which transformers loads them: https://github.com/ModelCloud/GPTQModel,
+gptqmodel/nn_modules/qlinear/__init__.py (`PackableQuantLinear`) and gptqmodel/utils/model.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .format import SafetensorsFormat
+from .settings import Document, begins, group_size, part, text, whole
+from .stored import StoredWeight, check_group, unpack
+from .tensors import FLOATS, TensorFiles, by_module, check_parts
+
+
+NEEDED = ("qweight", "qzeros", "scales")
+FORMATS = ("gptq", "gptq_v2")
+BITS = (4, 8)
+# In the first format all zero points are stored less one, subtracted from whole words of 32 bits.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+@dataclass(frozen=True)
+class _Settings:
+    bits: int
+    group_size: int | None
+
+
+class Gptq(SafetensorsFormat):
+    """A checkpoint whose config names quant_method "gptq"."""
+
+    def __init__(self, document: Document, files: TensorFiles) -> None:
+        """Finds its layers.
+
+        Args:
+            document: the config's quantization_config.
+
+        Raises:
+            ValueError: its settings are of a kind that is not read, or a layer lacks a tensor.
+        """
+        self._format = text(document, "checkpoint_format", text(document, "format", FORMATS[0]))
+        if self._format not in FORMATS:
+            raise ValueError(
+                f"{files.source} is a GPTQ checkpoint of the format {self._format}; export one of {' or '.join(FORMATS)}"
+            )
+        self._document = document
+        found = by_module(files, (*NEEDED, "g_idx"))
+        for module, parts in found.items():
+            check_parts(files, module, parts, NEEDED)
+        self._settings = {f"{module}.weight": self._settings_of(module, files.source) for module in found}
+        super().__init__(files, {f"{module}.weight": parts for module, parts in found.items()})
+
+    def _settings_of(self, module: str, source: str) -> _Settings:
+        document: Document = self._document
+        patterns = part(document, "dynamic")
+        for pattern in patterns:
+            if begins(pattern.removeprefix("-:").removeprefix("+:"), module):
+                if pattern.startswith("-:"):
+                    raise ValueError(
+                        f"{source} holds {module} quantized, and its config leaves it out by {pattern!r}; correct config.json"
+                    )
+                document = {**document, **part(patterns, pattern)}
+                break
+        bits = whole(document, "bits")
+        if bits not in BITS:
+            raise ValueError(
+                f"{source} has GPTQ weights of {bits} bits ({module}); export one of {' or '.join(map(str, BITS))} bits"
+            )
+        return _Settings(bits, group_size(document, 128))
+
+    def _stored(self, name: str) -> StoredWeight:
+        parts, settings = self._parts[name], self._settings[name]
+        words = self._files.read(parts["qweight"], torch.int32)
+        if words.dim() != 2:
+            raise ValueError(
+                f"{self._files.source}: {parts['qweight']} has {words.dim()} dimensions, and is to have 2"
+            )
+        per_word = 32 // settings.bits
+        inputs, outputs = words.shape[0] * per_word, words.shape[1]
+        size = settings.group_size or inputs
+        groups = -(-inputs // size)
+        scale = self._files.read(parts["scales"], *FLOATS, shape=(groups, outputs))
+        zeros = self._files.read(parts["qzeros"], torch.int32, shape=(groups, -(-outputs // per_word)))
+        if self._format == FORMATS[0]:
+            zeros = zeros + _ONES[settings.bits]
+        zero = unpack(zeros, settings.bits)[:, :outputs].T.short()
+        codes = unpack(words.T, settings.bits)
+        group = torch.arange(inputs) // size
+        if "g_idx" in parts:
+            group = self._files.read(parts["g_idx"], torch.int32, shape=(inputs,))
+            group = check_group(f"{self._files.source}: {parts['g_idx']}", group, groups)
+        kind = "int4"
+        if settings.bits == 8:  # signed codes stand as far from their zero points as unsigned ones
+            kind, codes, zero = "int8", (codes ^ 0x80).view(torch.int8), zero - 128
+        return StoredWeight(f"{self._files.source}: {name}", kind, codes, scale.T, zero, group)

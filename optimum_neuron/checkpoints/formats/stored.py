@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight as a format stores it, unpacked: as a `QuantizedWeight` where that is the same to the bit, and as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...graphs.quantized.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
+
+
+# The largest whole number, or value of a code, that a scale is multiplied by.
+_MOST = {"int4": 15, "int8": 255, "fp8": 448, "fp4": 6}
+# Groups are no smaller in the formats that are read; below that, scales would take more room than codes.
+SMALLEST_GROUP = 16
+_LARGEST = torch.finfo(torch.float32).max
+PLAIN_REMEDY = "pass --dequantize to export its weights as plain numbers"
+
+
+class NotKeptError(ValueError):
+    """A layer's weights stand for numbers that no `QuantizedWeight` stands for to the bit; they can be dequantized."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight `[..., outputs, inputs]`: value = (code - zero) * scale in float32, by the group of an input.
+
+    Attributes:
+        name: for messages: what the weight is called.
+        codes: `[..., outputs, inputs]`, of int4 as uint8 0 to 15, of int8 as int8, of fp8 as float8_e4m3fn; of fp4 packed as
+            `QuantizedWeight` has them.
+        scale: `[..., outputs, groups]` float32, float16 or bfloat16.
+        zero: `[..., outputs, groups]` int16, where whole numbers are counted from others than 8 (int4) or 0 (int8).
+        group: `[inputs]` int64: the number of each input's group; None where groups are equal parts side by side.
+
+    Raises:
+        ValueError: a scale is not finite, or so large that a value would not be; or a code of fp8 is no number.
+    """
+
+    name: str
+    kind: str
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    group: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        largest = self.scale.float().abs().amax().item()
+        if not math.isfinite(largest) or largest * _MOST[self.kind] > _LARGEST:
+            raise ValueError(
+                f"{self.name} has a scale of {largest}, by which its values are no finite numbers; download or copy the checkpoint "
+                f"again"
+            )
+        if self.kind == "fp8" and bool((self.codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ValueError(f"{self.name} holds NaN; download or copy the checkpoint again")
+
+    def quantized(self) -> QuantizedWeight:
+        """The same weight to the bit, in as many bits, or in 8 where zero points and scales of float32 ask for it.
+
+        Raises:
+            NotKeptError: there is none.
+        """
+        scale, zero = self._side_by_side()
+        kind, codes, shift = self.kind, self.codes, None
+        if zero is not None:
+            if _exact_shift(kind, scale):
+                shift = -(zero.float() * scale.float())
+            else:
+                kind, codes = "int8", self._centred(zero)
+        if kind == "int4":
+            if codes.shape[-1] % 2:
+                raise NotKeptError(
+                    f"{self.name} has {codes.shape[-1]} inputs, and codes of 4 bits are kept in pairs; {PLAIN_REMEDY}"
+                )
+            codes = pack_int4(codes)
+        return QuantizedWeight(kind, codes, scale.contiguous(), shift)
+
+    def dequantize(self) -> Tensor:
+        """`[..., outputs, inputs]` float32, by the definition of the format."""
+        values = self._values()
+        group = self.group
+        if group is None:
+            group = torch.arange(values.shape[-1]) // (values.shape[-1] // self.scale.shape[-1])
+        if self.zero is not None:
+            values = values - (self.zero[..., group] - self._middle).float()
+        return values * self.scale[..., group].float()
+
+    @property
+    def _middle(self) -> int:
+        return INT4_MIDDLE if self.kind == "int4" else 0
+
+    def _values(self) -> Tensor:
+        """Codes as numbers `[..., outputs, inputs]` float32, less `_middle`."""
+        if self.kind == "fp4":
+            return QuantizedWeight("fp4", self.codes, torch.ones(*self.codes.shape[:-1], 1)).values()
+        return self.codes.float() - self._middle
+
+    def _side_by_side(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points of groups that are equal parts of the inputs; no zero points where they change nothing."""
+        scale, zero = self.scale, self.zero
+        if zero is not None and bool((zero == self._middle).all()):
+            zero = None
+        if self.group is None:
+            return scale, zero
+        size = _run_length(self.group)
+        if size < min(SMALLEST_GROUP, len(self.group)):
+            raise NotKeptError(
+                f"{self.name} has inputs of one group that do not stand side by side (parts of {size} inputs; at least "
+                f"{SMALLEST_GROUP} can be kept); {PLAIN_REMEDY}"
+            )
+        places = self.group[::size]
+        return scale[..., places], None if zero is None else zero[..., places]
+
+    def _centred(self, zero: Tensor) -> Tensor:
+        """Codes less their zero points, where they have room in int8."""
+        size = self.codes.shape[-1] // zero.shape[-1]
+        codes = (self.codes.short().unflatten(-1, (-1, size)) - zero[..., None]).flatten(-2)
+        if codes.amin() < -128 or codes.amax() > 127:
+            raise NotKeptError(
+                f"{self.name} has codes of 8 bits, zero points and scales of float32, whose values no 8 bits hold to the bit; "
+                f"{PLAIN_REMEDY}"
+            )
+        return codes.to(torch.int8)
+
+
+def _exact_shift(kind: str, scale: Tensor) -> bool:
+    """Whether code * scale - zero * scale is (code - zero) * scale to the bit: all products have room in float32."""
+    if scale.dtype != torch.float32:
+        return True
+    spare = (1 << (4 if kind == "int4" else 8)) - 1
+    return not bool((scale.contiguous().view(torch.int32) & spare).any())
+
+
+def _run_length(group: Tensor) -> int:
+    """The largest number of inputs so that each part of as many has one group."""
+    changes = (torch.nonzero(group[1:] != group[:-1]).flatten() + 1).tolist()
+    return math.gcd(len(group), *changes)
+
+
+def check_group(name: str, group: Tensor, groups: int) -> Tensor:
+    """Numbers of groups `[inputs]`, as int64.
+
+    Raises:
+        ValueError: one is not of 0 to `groups` - 1.
+    """
+    low, high = int(group.amin()), int(group.amax())
+    if low < 0 or high >= groups:
+        raise ValueError(
+            f"{name} names groups {low} to {high}, and there are scales of 0 to {groups - 1}; download or copy the checkpoint again"
+        )
+    return group.long()
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Whole numbers of `bits` bits `[..., 32 / bits * words]` uint8, the first in the lowest bits of int32 words `[..., words]`."""
+    pieces = words.contiguous().view(
+        torch.uint8
+    )  # little-endian: as safetensors stores them, and the machines that this runs on
+    if bits == 8:
+        return pieces
+    return torch.stack((pieces & 15, pieces >> 4), -1).flatten(-2)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized checkpoint's own codes in a model: put in the place of its dequantized weights, and compared with them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .. import progress
+from ..graphs.expert_modules import is_experts
+from ..graphs.one_thread import one_thread
+from ..graphs.quantized.expert_weights import plain_weights, replace_weights
+from ..graphs.quantized.modules import replace_linear
+from ..graphs.quantized.weight import QuantizedWeight
+from .formats.format import CheckpointFormat
+from .read import ReadModel, read_model
+
+
+# A layer of a checkpoint that has each expert's weights by themselves, as transformers' modules before they were joined.
+_OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+# What of those is joined to a parameter of the layer of experts, in order along the outputs.
+_JOINED = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",), ("w1",)),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+
+
+def read_dequantized(
+    form: CheckpointFormat, source: str, attention: str, config: PreTrainedConfig, dtype: torch.dtype
+) -> ReadModel:
+    """A model of a checkpoint that transformers does not dequantize: its plain tensors, and the others dequantized, in a type.
+
+    Raises:
+        ValueError: transformers cannot load it, or the checkpoint is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    with progress.stage("Dequantizing the checkpoint", len(form.layers)) as advance:
+        for name in form.layers:
+            tensors[name] = form.dequantize(name).to(dtype)
+            advance(name)
+    tensors |= {name: form.read_plain(name) for name in form.plain}
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(f"{source} is a {config.model_type} checkpoint, of which quantized weights are not read")
+    options: dict[str, Any] = {"state_dict": tensors, "dtype": dtype}
+    return read_model(mapping[type(config)], None, source, attention, config, options)
+
+
+def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str) -> None:
+    """Replaces the linear layers and experts of a model whose weights a checkpoint has as codes.
+
+    A table of embeddings stays dequantized; a head that shares it gets the codes.
+
+    Raises:
+        ValueError: codes are of no layer of the model, do not stand for the weights that it has, or cannot be kept.
+    """
+    modules = dict(model.named_modules())
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
+    with one_thread(), progress.stage("Keeping the checkpoint's codes", len(form.layers)) as advance:
+        for name in _without_experts(form, modules, of_experts):
+            path = _path(name.removesuffix(".weight"), modules)
+            module = modules[path]
+            if module is table:
+                if isinstance(head, nn.Linear) and head.weight is module.weight:
+                    path, module = next(each for each in modules.items() if each[1] is head)
+                else:
+                    continue
+            if type(module) is not nn.Linear:
+                raise ValueError(
+                    f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes none; "
+                    f"pass --dequantize to export its weights as plain numbers"
+                )
+            replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
+            advance(name)
+        for path, parts in of_experts.items():
+            layer = modules[path]
+            plain = plain_weights(layer)
+            if parts.keys() != plain.keys():
+                raise ValueError(
+                    f"{source} has {', '.join(sorted(parts))} of {path} as codes, and not {', '.join(sorted(plain.keys() - parts.keys()))}; "
+                    f"pass --dequantize to export its weights as plain numbers"
+                )
+            weights = {}
+            for own, read in parts.items():
+                lying = plain[own].transpose(1, 2) if layer.is_transposed else plain[own]
+                weights[own] = _compared(source, f"{path}.{own}", read(), lying)
+                advance(own)
+            replace_weights(layer, weights)
+
+
+def _without_experts(
+    form: CheckpointFormat,
+    modules: Mapping[str, nn.Module],
+    of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]],
+) -> list[str]:
+    """The names of linear layers; what belongs to experts is sorted by their module and parameter."""
+    linear: list[str] = []
+    apart: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    for name in form.layers:
+        layer, _, own = name.rpartition(".")
+        found = _path(layer, modules, needed=False)
+        match = _OF_ONE_EXPERT.fullmatch(name)
+        if found is not None and is_experts(modules[found]):
+            of_experts[found][own] = lambda name=name: form.read(name)  # type: ignore[misc]
+        elif match and _path(match[1], modules, needed=False) and is_experts(modules[_path(match[1], modules)]):
+            apart[_path(match[1], modules)][match[3]][int(match[2])] = name
+        else:
+            linear.append(name)
+    for path, parts in apart.items():
+        for own in plain_weights(modules[path]):
+            names = next((each for each in _JOINED.get(own, ()) if set(each) <= parts.keys()), None)
+            if names is not None:
+                of_experts[path][own] = lambda parts=parts, names=names: _stacked(form, [parts[one] for one in names])  # type: ignore[misc]
+    return linear
+
+
+def _stacked(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWeight:
+    """`[experts, outputs, inputs]`, from the weights of each expert, of which several are joined along the outputs."""
+    experts = [[form.read(part[number]) for part in parts] for number in sorted(parts[0])]
+    forms = {
+        (each.kind, each.scale.dtype, each.group_size, each.shift is None) for expert in experts for each in expert
+    }
+    if len(forms) != 1:
+        raise ValueError(
+            f"{parts[0][0]} and the weights of the other experts have codes of several forms; pass --dequantize to export its weights "
+            f"as plain numbers"
+        )
+
+    def join(part: str) -> Tensor:
+        return torch.stack([torch.cat([getattr(each, part) for each in expert]) for expert in experts])
+
+    first = experts[0][0]
+    return QuantizedWeight(first.kind, join("codes"), join("scale"), None if first.shift is None else join("shift"))
+
+
+def _path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = True) -> Any:
+    """The module of a checkpoint's name, which may have parts before it that a part of a model has not, or lack its own first one."""
+    parts = name.split(".")
+    candidates = [".".join(parts[start:]) for start in range(len(parts))]
+    candidates += [f"model.{each}" for each in candidates]
+    found = next((each for each in candidates if each in modules), None)
+    if found is None and needed:
+        raise ValueError(f"the checkpoint has codes of {name}, and the model no such layer; download or copy it again")
+    return found
+
+
+def _compared(source: str, name: str, weight: QuantizedWeight, plain: Tensor) -> QuantizedWeight:
+    """The weight, where it stands for the plain numbers that the model was loaded with, but for their rounding.
+
+    Raises:
+        ValueError: it does not.
+    """
+    values = weight.dequantize()
+    near = torch.finfo(plain.dtype).eps if plain.dtype != torch.float32 else 0.0
+    if values.shape != plain.shape or not torch.allclose(values, plain.float(), rtol=near, atol=0):
+        raise ValueError(
+            f"{source}: the codes of {name} stand for other numbers than transformers loads; pass --dequantize to export its weights as "
+            f"plain numbers, and report it"
+        )
+    return weight

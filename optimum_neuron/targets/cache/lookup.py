@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the graphs of an export are compiled already: told by the model's config alone, and the names in the cache.
+
+Keys are those under which the target looks while it exports. They depend on which weights are one, and on types: both follow from a
+config, except where a checkpoint contradicts its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from transformers import PreTrainedModel
+
+from ...artifacts.skeleton import empty_model
+from ...artifacts.user_cache import cache_folder, cache_root
+from ...checkpoints.checkpoint import Checkpoint, find_config
+from ...config import NeuronConfig
+from ...graphs.family import check_every_step_has_a_graph
+from ...graphs.spec import graph_specs
+from .. import CacheKeys, KeepsGraphs, get_target, resolve_target
+from .entries import CODE, BrokenError, check_code
+from .hub import shared_entries
+
+
+State = Literal["there", "missing", "broken"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A graph of an export, and where it is compiled.
+
+    Attributes:
+        here: in the user's cache, each file checked by its digest.
+        shared: in a repository, whose files are only listed; None where no one is named.
+    """
+
+    graph: str
+    key: str
+    here: State
+    shared: State | None
+
+    @property
+    def is_there(self) -> bool:
+        return "there" in (self.here, self.shared)
+
+
+def lookup(
+    model: str | Path,
+    config: NeuronConfig,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    repo: str | None = None,
+    repo_revision: str | None = None,
+) -> list[Found]:
+    """Looks for all graphs that an export would compile; compiles nothing, and changes nothing in the cache.
+
+    Args:
+        model: a Hub id, of which no weights are downloaded, or a folder with a config.json, whose weights are not read.
+        config: as for the export.
+        token: of the Hub, for the model and for `repo`.
+        repo, repo_revision: where else to look, as in `hub.sync`.
+
+    Raises:
+        ValueError: the model or the options cannot be exported; only weights tell its graphs; or the target keeps none.
+        FileNotFoundError: there is no such model or repository.
+        RuntimeError: this machine lacks what decides on graphs, such as the compiler, whose version is in keys; or the Hub fails.
+        PermissionError: the cache is not to be trusted.
+    """
+    config = dataclasses.replace(config, target=resolve_target(config.target))
+    target = get_target(config.target)
+    if config.target == "hlo" or not isinstance(target, KeepsGraphs):
+        raise ValueError(
+            f"target={config.target!r} compiles nothing that is kept; name the target that is exported for"
+        )
+    if config.quantization is not None:
+        raise ValueError(
+            f"quantization={config.quantization!r} gives weights types that are not told without them; export, and what the cache has is "
+            f"used"
+        )
+    checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    found = _keys(checkpoint, config, target)
+    shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
+    return [
+        Found(graph, key, _here(found, key), None if shared is None else _shared(found, key, shared))
+        for graph, key in found.keys.items()
+    ]
+
+
+def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> CacheKeys:
+    if checkpoint.gguf_file is not None:
+        raise ValueError(
+            f"{checkpoint.source} has its config in one file with its weights, which are not read here; export it, and what the "
+            f"cache has is used"
+        )
+    model_config = checkpoint.load_config()
+    checkpoint.check_length(model_config, config.sequence_length)
+    dtype = checkpoint.resolve_dtype(model_config, config.dtype)
+    if dtype is None:
+        raise ValueError(
+            f"{checkpoint.source}: its config names no dtype, and its weights are not read; give --dtype (dtype=...)"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        checkpoint.write_config_alone(folder)
+        trusted = checkpoint.trust_remote_code
+        model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
+        _check_ties(checkpoint, model)
+        config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))
+        check_every_step_has_a_graph(config, graph_specs(config))
+        return target.cache_keys(model, config, folder, trust_remote_code=trusted)
+
+
+def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Raises ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
+    names = checkpoint.indexed_names()
+    has = _suffixes(names)
+    for alias, stored in model.all_tied_weights_keys.items():
+        if has(alias) and has(stored):
+            raise ValueError(
+                f"{checkpoint.source}: by its config {alias} is {stored}, and its files hold both; whether they are equal, which "
+                f"decides on graphs, only weights tell, which are not read; correct tie_word_embeddings in its config.json"
+            )
+
+
+def _suffixes(names: frozenset[str]) -> Callable[[str], bool]:
+    """Whether a name, with whatever prefix a multimodal model gives it, is one of some."""
+    return lambda name: any(each == name or each.endswith(f".{name}") for each in names)
+
+
+def _here(found: CacheKeys, key: str) -> State:
+    if not (cache_root() / found.kind).is_dir():
+        return "missing"
+    entry = cache_folder(found.kind) / key
+    if not entry.is_dir():
+        return "missing"
+    try:
+        return "there" if found.suffix in check_code(entry) else "broken"
+    except BrokenError:
+        return "broken" if entry.exists() else "missing"  # else somebody made room meanwhile
+
+
+def _shared(found: CacheKeys, key: str, entries: dict[str, set[str]]) -> State:
+    files = entries.get(f"{found.kind}/{key}")
+    if files is None:
+        return "missing"
+    return "there" if CODE + found.suffix in files else "broken"

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which format a checkpoint has is told by its config, and what its files hold by their headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from optimum_neuron.checkpoints.formats.find import EXACT, find_quantized
+from optimum_neuron.checkpoints.formats.tensors import TensorFiles
+
+
+OTHERS = (
+    "aqlm", "auto-round", "bitnet", "bitsandbytes", "eetq", "fbgemm_fp8", "fp_quant", "higgs", "hqq", "modelopt", "mxfp8", "nvfp4",
+    "quanto", "quark", "spqr", "torchao", "vptq", "gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_formats_are_refused_by_name_before_a_file_is_read(method: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"tiny is quantized by {method}, which is not read; export the checkpoint"
+    ) as caught:
+        find_quantized({"quantization_config": {"quant_method": method}}, tmp_path / "none", "tiny")
+    assert all(name in str(caught.value) for name in EXACT) and "--dequantize" not in str(caught.value)
+
+
+def test_a_checkpoint_that_names_no_quantization_has_no_format(tmp_path: Path) -> None:
+    assert find_quantized({"model_type": "llama", "quantization_config": None}, tmp_path, "tiny") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"quantization_config": "gptq"}, "quantization_config='gptq', which is no object"),
+        ({"quantization_config": {}}, "a method without a name"),
+        ({"quantization_config": {"quant_method": 4}}, "quant_method=4, which is no text"),
+        ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quantized by hqq"),
+        ({"compression_config": {"quant_method": "hqq"}}, "quantized by hqq"),
+    ],
+)
+def test_a_config_that_says_something_else_is_told(config: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        find_quantized(config, tmp_path, "tiny")
+
+
+def _sharded(folder: Path, second: dict[str, torch.Tensor], indexed: list[str]) -> None:
+    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+    save_file(second, folder / "two.safetensors")
+    names = {name: "one.safetensors" if name == "a" else "two.safetensors" for name in indexed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def test_tensors_are_read_from_all_files(tmp_path: Path) -> None:
+    _sharded(tmp_path, {"b": torch.zeros(3, dtype=torch.int8)}, ["a", "b"])
+    files = TensorFiles(tmp_path, "tiny")
+    assert sorted(files.names) == ["a", "b"] and files.dtype("b") == "I8"
+    assert torch.equal(files.read("b", torch.int8, shape=(3,)), torch.zeros(3, dtype=torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("second", "indexed", "told"),
+    [
+        ("a", ["a", "b"], "tiny holds a twice"),
+        ("b", ["a", "b", "c"], "tiny lacks c, which model.safetensors.index.json names"),
+    ],
+)
+def test_files_that_contradict_their_index_are_refused(
+    second: str, indexed: list[str], told: str, tmp_path: Path
+) -> None:
+    _sharded(tmp_path, {second: torch.ones(2)}, indexed)
+    with pytest.raises(ValueError, match=told):
+        TensorFiles(tmp_path, "tiny")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(64)}, path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        find_quantized({"quantization_config": {"quant_method": "gptq", "bits": 4}}, tmp_path, "tiny")
+
+
+def test_a_tensor_lies_in_the_mapped_file(tmp_path: Path) -> None:
+    """Reading it takes no memory of its own: it shares that of the whole file."""
+    save_file({"a": torch.ones(64), "b": torch.ones(1 << 20)}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path, "tiny")
+    one, two = files.read("a"), files.read("b")
+    assert one.untyped_storage().nbytes() >= 256 and two.data_ptr() != one.data_ptr()
+    assert files.read("b").data_ptr() == two.data_ptr()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 weights stand for what transformers and DeepSeek's own code dequantize them to, also where blocks reach over an edge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_files import LAYER, WEIGHT, opened, scales
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from optimum_neuron.checkpoints.formats.stored import NotKeptError
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+SCALE = f"{WEIGHT}_scale_inv"
+
+
+def codes(*shape: int) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 30).to(torch.float8_e4m3fn)
+
+
+def as_transformers(weight: Tensor, scale: Tensor) -> Tensor:
+    dequantized: Tensor = Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=torch.float32)
+    return dequantized
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_dequantized_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight, scale = codes(96, 64), scales(3, 2, dtype=dtype)
+    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
+    read = found.read(WEIGHT)
+    assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",) and not found.notices
+    assert read.kind == "fp8" and read.group_size == 32 and read.scale.dtype == dtype
+    assert torch.equal(read.dequantize(), as_transformers(weight, scale))
+    assert torch.equal(found.dequantize(WEIGHT), as_transformers(weight, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_may_be_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight, scale = codes(64, 64), torch.tensor([[120, 127], [0, 140]], dtype=torch.uint8).view(dtype)
+    read = opened(tmp_path, {WEIGHT: weight, f"{LAYER}.scale": scale}, FP8 | {"scale_fmt": "ue8m0"}).read(WEIGHT)
+    assert torch.equal(read.dequantize(), as_transformers(weight, scale))
+
+
+@pytest.mark.parametrize("shape", [(80, 64), (64, 48), (72, 80), (8, 16)])
+def test_blocks_that_reach_over_an_edge_have_their_scale(shape: tuple[int, int], tmp_path: Path) -> None:
+    weight = codes(*shape)
+    scale = scales(-(-shape[0] // 32), -(-shape[1] // 32), dtype=torch.float32)
+    expected = torch.stack(
+        [
+            torch.stack([weight[row, column].float() * scale[row // 32, column // 32] for column in range(shape[1])])
+            for row in range(shape[0])
+        ]
+    )
+    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
+    assert torch.equal(found.read(WEIGHT).dequantize(), expected)
+    assert torch.equal(found.dequantize(WEIGHT), expected)
+
+
+def test_inputs_in_odd_parts_are_only_dequantized(tmp_path: Path) -> None:
+    weight, scale = codes(32, 40), scales(1, 2, dtype=torch.float32)
+    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
+    with pytest.raises(NotKeptError, match="parts of 8 inputs"):
+        found.read(WEIGHT)
+    expected = torch.cat((weight[:, :32].float() * scale[0, 0], weight[:, 32:].float() * scale[0, 1]), 1)
+    assert torch.equal(found.dequantize(WEIGHT), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (96,), (96, 1)])
+@pytest.mark.parametrize("name", [SCALE, f"{WEIGHT}_scale"])
+def test_one_scale_for_all_or_for_each_output(shape: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    weight, scale = codes(96, 64), scales(*shape, dtype=torch.float32)
+    read = opened(tmp_path, {WEIGHT: weight, name: scale}, FP8 | {"weight_block_size": None}).read(WEIGHT)
+    assert read.group_size == 64
+    assert torch.equal(read.dequantize(), weight.float() * scale.reshape(-1, 1))
+
+
+def test_a_table_may_have_one_scale_beside_layers_in_blocks(tmp_path: Path) -> None:
+    weight, scale = codes(96, 64), scales(1, dtype=torch.float32)
+    read = opened(tmp_path, {WEIGHT: weight, f"{WEIGHT}_scale": scale}, FP8).read(WEIGHT)
+    assert torch.equal(read.dequantize(), weight.float() * scale)
+
+
+@pytest.mark.parametrize(("block", "grid"), [([32, 32], (2, 3)), (None, (2, 1)), (None, (1, 1))])
+def test_experts_are_read_together(block: list[int] | None, grid: tuple[int, int], tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    weight, scale = codes(3, 64, 96), scales(3, *grid, dtype=torch.float32)
+    found = opened(tmp_path, {name: weight, f"{name}_scale_inv": scale}, FP8 | {"weight_block_size": block})
+    assert found.layers == (name,)
+    assert torch.equal(found.read(name).dequantize(), as_transformers(weight, scale))
+
+
+def test_quantized_inputs_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    tensors = {WEIGHT: codes(32, 32), SCALE: scales(1, 1), f"{LAYER}.input_scale": torch.ones(())}
+    found = opened(tmp_path, tensors, FP8 | {"activation_scheme": "static"})
+    assert found.plain == ("model.norm.weight",)
+    assert found.notices == ("tiny also asks for quantized inputs of its layers; they stay as they are",)
+
+
+NAN = torch.full((32, 32), float("nan")).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "told"),
+    [
+        ({SCALE: None}, {}, "in FP8 and no .*weight_scale_inv"),
+        ({f"{WEIGHT}_scale": scales(1, 1)}, {}, "weight_scale_inv and .*weight_scale"),
+        ({WEIGHT: None}, {}, "no FP8 weight that it belongs to"),
+        ({WEIGHT: NAN}, {}, "q_proj.weight holds NaN"),
+        ({WEIGHT: torch.zeros(32, 32, dtype=torch.float8_e5m2), SCALE: None}, {}, "F8_E5M2"),
+        ({WEIGHT: torch.zeros(32, 32, dtype=torch.int8), SCALE: None}, {}, "as I8 without"),
+        ({SCALE: torch.full((1, 1), float("nan"))}, {}, "a scale of nan"),
+        ({SCALE: torch.full((1, 1), 1e37)}, {}, "a scale of"),
+        ({SCALE: torch.full((1, 1), 255, dtype=torch.uint8)}, {}, "scale_inv holds NaN"),
+        ({SCALE: scales(2, 1)}, {}, r"the shape \[2, 1\], and a weight \[32, 32\] in blocks of \[32, 32\] has scales \[1, 1\]"),
+        ({SCALE: scales(2, 16)}, {"weight_block_size": None}, r"the shape \[2, 16\], which fits no weight \[32, 32\]"),
+        ({SCALE: scales(2, 1)}, {"weight_block_size": None}, r"the shape \[2, 1\], which fits no"),
+        ({}, {"weight_block_size": [0, 32]}, r"weight_block_size=\[0, 32\]"),
+        ({}, {"weight_block_size": 32}, "weight_block_size=32"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(
+    tensors: dict[str, Tensor | None], settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    changed: dict[str, Any] = {WEIGHT: codes(32, 32), SCALE: scales(1, 1), **tensors}
+    with pytest.raises(ValueError, match=told) as caught:
+        opened(
+            tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, FP8 | settings
+        ).read(WEIGHT)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized checkpoint's own codes reach the artifact to the bit, or nothing does; and nobody's weights are made plain unasked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import write_gguf
+from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens
+from quantized_files import (
+    change_config,
+    change_weights,
+    dequantized_model,
+    quantize_to_fp8,
+    quantize_to_gptq,
+    quantize_to_mxfp4,
+)
+from torch import Tensor
+
+from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.export import export_model
+
+
+KEEP = {"quantization": "checkpoint"}
+# A model, and what quantizes its checkpoint and tells what the codes stand for, and their kinds.
+CASES: dict[str, tuple[str, Callable[[Path], dict[str, Tensor]], str]] = {
+    "fp8": ("llama", quantize_to_fp8, "fp8"),
+    "fp8 of single experts": ("deepseek_v3", quantize_to_fp8, "fp8"),
+    "mxfp4": ("gpt_oss", quantize_to_mxfp4, "fp4"),
+    "gptq": ("llama", quantize_to_gptq, "int4"),
+}
+
+
+def _checkpoint(folder: Path, tiny: dict[str, Path], name: str) -> tuple[Path, dict[str, Tensor], str]:
+    model, quantize, kind = CASES[name]
+    checkpoint = Path(shutil.copytree(tiny[model], folder / model))
+    return checkpoint, quantize(checkpoint), kind
+
+
+def _check(artifact: Path, exact: dict[str, Tensor], kind: str) -> None:
+    """That codes stand for the weights of a checkpoint, and that steps compute with these."""
+    peer, kinds = dequantized_model(artifact)
+    assert kind in kinds
+    own = peer.state_dict()
+    assert all(torch.equal(own[name], tensor.float()) for name, tensor in exact.items() if name in own)
+    assert any(name in own for name in exact)
+    prompt = random_tokens(21)
+    logits = prefill_pieces(artifact_runner(artifact), 0, prompt, [8, 8, 5])
+    with torch.no_grad():
+        expected = peer(torch.from_numpy(prompt)[None].long()).logits[0, -1]
+    assert (logits - expected).abs().amax() < 1e-5 * (expected.amax() - expected.amin())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_of_safetensors_are_kept(name: str, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, exact, kind = _checkpoint(tmp_path, tiny_checkpoints, name)
+    _check(export_tiny(checkpoint, tmp_path / "out", **KEEP), exact, kind)
+
+
+@pytest.mark.parametrize(("stored", "kind"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
+def test_codes_of_a_gguf_file_are_kept(stored: str, kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", stored)
+    _check(export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **KEEP), exact, kind)
+
+
+def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, exact, _ = _checkpoint(tmp_path, tiny_checkpoints, "fp8")
+    peer, _ = dequantized_model(export_tiny(checkpoint, tmp_path / "out", dtype="bfloat16", **KEEP))
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(peer.state_dict()[name], exact[name])
+
+
+def test_gptq_is_dequantized_where_that_is_asked_for(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, exact, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
+    with pytest.raises(ValueError, match=r"\(gptq\); pass --quantization checkpoint .* or --dequantize"):
+        export_tiny(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
+    artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
+    assert not (artifact / QUANTIZATION_NAME).exists()
+    weight = artifact_runner(artifact).executable._steps["chunked_prefill_chunk8_context64"]  # type: ignore[attr-defined]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(weight.model.state_dict()[name], exact[name])
+
+
+def _nan_scale(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = torch.nan
+
+
+def _renamed(tensors: dict[str, Tensor]) -> None:
+    for part in ("qweight", "qzeros", "scales"):
+        tensors[f"model.layers.7.mlp.up_proj.{part}"] = tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_nan_scale, "up_proj"),
+        (_renamed, r"layers.1.mlp.up_proj"),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"), "up_proj"),
+    ],
+)
+def test_damaged_checkpoints_leave_nothing(
+    change: Callable[[dict[str, Tensor]], Any], told: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
+    change_weights(checkpoint, change)
+    with pytest.raises(ValueError, match=told):
+        export_tiny(checkpoint, tmp_path / "out", **KEEP)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_has_no_codes_keeps_none(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not quantized, and is to keep"):
+        export_tiny(tiny_checkpoint, tmp_path / "out", **KEEP)
+    with pytest.raises(ValueError, match="is not quantized, and is to dequantize"):
+        export_model(
+            tiny_checkpoint, tmp_path / "out", config=NeuronConfig(target="eager", sequence_length=64), dequantize=True
+        )
+    with pytest.raises(ValueError, match="leave out one of them"):
+        config = NeuronConfig(target="eager", quantization="checkpoint")
+        export_model(tiny_checkpoint, tmp_path / "out", config=config, dequantize=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_may_not_be_of_another_model_than_its_codes(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
+    change_config(checkpoint, intermediate_size=128)
+    with pytest.raises(ValueError, match="has the shape"):
+        export_tiny(checkpoint, tmp_path / "out", **KEEP)
