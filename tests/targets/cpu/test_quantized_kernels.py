@@ -124,6 +124,21 @@ def test_of_float_codes_and_whole_scales_nothing_is_rounded(kernels: Kernels, dt
         assert torch.equal(result.nan_to_num(0).float(), wanted.nan_to_num(0)), kind
 
 
+@with_dtypes
+def test_few_and_many_rows_round_each_sum_alike(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Where the terms cancel, what is left is the rounding of sums, and no rounding of the result hides it."""
+    for kind, shifted, scale in FORMS:
+        half = quantized(kind, 33, 480, group=48, shifted=shifted, scale=scale)
+        shift = None if half.shift is None else torch.cat([half.shift, -half.shift], -1)
+        codes = torch.cat([half.codes.view(torch.uint8)] * 2, -1).view(half.codes.dtype)
+        weight = QuantizedWeight(kind, codes, torch.cat([half.scale, -half.scale], -1), shift)
+        x = random(40, 480, dtype=dtype).repeat(1, 2)
+        (whole,) = kernels.quantized_linears(x, [weight], [None])
+        assert whole.any()
+        for rows in (1, 2, 3, 4, 5, 17):
+            assert same_bits(kernels.quantized_linears(x[:rows], [weight], [None])[0], whole[:rows]), (kind, rows)
+
+
 @examples(100)
 @given(st.sampled_from(FORMS), st.sampled_from(DTYPES), st.data())
 def test_no_size_place_or_thread_changes_a_row(
