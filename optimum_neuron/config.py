@@ -75,6 +75,8 @@ class NeuronConfig:
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
         on_device_sampling: the graphs return tokens; otherwise logits only.
         output_logits: the graphs return the logits of every row beside the tokens.
+        prompt_logits: beside the other graphs there is one of each chunk size that returns the logits of all its tokens, for who scores
+            texts; nothing else runs in it.
         top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
             tokens with theirs. Default: they cannot.
         quantization: the weights of linear layers become codes of so many bits: "int8" and "fp8" with a scale for each output, "int4" with
@@ -111,6 +113,7 @@ class NeuronConfig:
     dtype: str = "auto"
     on_device_sampling: bool = True
     output_logits: bool = False
+    prompt_logits: bool = False
     top_logprobs: int | None = None
     quantization: str | None = None
     quantization_group_size: int | None = None
@@ -131,6 +134,7 @@ class NeuronConfig:
             "mixed_step",
             "on_device_sampling",
             "output_logits",
+            "prompt_logits",
             "float32_reduce",
             "long_frequencies",
             "quantization_zero_point",

@@ -84,6 +84,7 @@ class Driver:
 
     Attributes:
         tokens: what each request got so far.
+        prompt_tables: log-probabilities of prompts, as they were handed out.
     """
 
     def __init__(self, vllm_config: VllmConfig, prompts: dict[str, list[int]], **sizes: int | bool) -> None:
@@ -95,6 +96,7 @@ class Driver:
         self.params: dict[str, dict[str, Any]] = {}
         self.computed: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {name: [] for name in prompts}
+        self.prompt_tables: dict[str, Any] = {}
 
     def step(
         self,
@@ -144,4 +146,6 @@ class Driver:
         result = self.runner.sample(None)()
         for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
+        assert not self.prompt_tables.keys() & result.prompt_logprobs_dict.keys()
+        self.prompt_tables |= result.prompt_logprobs_dict
         return result
