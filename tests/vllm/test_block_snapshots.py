@@ -166,8 +166,17 @@ def test_blocks_without_a_snapshot_are_computed_again(serve: Callable[..., Serve
     assert blocks[1] == 2 * BLOCK
     engine.run()
     engine.check_answers()
-    assert hits(engine) == {}
+    assert hits(engine) == {} and chunks(engine, "again")[:5] == [32, 32, 32, 32, 17]
     assert ask(engine, "last", PREFIX + other(2)) == 2 * BLOCK  # which the one before left
+
+
+def test_one_place_has_the_last_border_that_was_worth_it(serve: Callable[..., Served]) -> None:
+    """Chunks that end elsewhere leave nothing there, nor does one that goes on behind it."""
+    engine = serve(state_snapshots=1)
+    ask(engine, "a", PREFIX)
+    assert ask(engine, "shorter", PREFIX[:100]) == 0
+    assert ask(engine, "between", PREFIX + other(1)) == BLOCK
+    assert ask(engine, "last", PREFIX + other(2)) == 2 * BLOCK
 
 
 def test_a_snapshot_without_its_blocks_is_no_hit_until_they_are_computed_again(serve: Callable[..., Served]) -> None:
@@ -263,6 +272,7 @@ def test_all_requests_get_their_tokens_whatever_is_restored_and_preempted(
     engine = Served(config)
     play(engine, actions)
     check_all_is_free(engine)
+    assert not engine.scheduler._snapshots._texts
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
     if budget <= CHUNK * engine.sizes.ctx_batch_size + ROWS:
