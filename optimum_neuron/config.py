@@ -59,7 +59,8 @@ class NeuronConfig:
             nothing. Default: two for each row, as a text parts from others in one place and its prompt ends in another; on Neuron
             targets, where they take device memory, 0.
         state_snapshot_interval: tokens of a long prompt behind which its state is kept again, where a chunk ends anyway. Default: it is
-            kept only where the prompt ends, where its rest fits a step, and where it parts from others.
+            kept only where the prompt ends, where its rest fits a step, and where it parts from others. In vLLM's blocks all these
+            places are borders of blocks.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short

@@ -27,7 +27,7 @@ from .logprobs import join_logprobs
 from .requests import RequestTable, SlotRequest
 from .rows import cache_rows
 from .sampling import RAW_LOGPROBS
-from .slot_connector import SlotPlan
+from .step_plan import StepPlan
 
 
 @dataclass
@@ -90,8 +90,7 @@ class ModelRunner:
             self._run((), group)
         for group in self._group(scored):
             self._run((), group, scores=True)
-        plan = scheduler_output.kv_connector_metadata
-        for request_id, place in plan.keep.items() if isinstance(plan, SlotPlan) else ():
+        for request_id, place in _plan(scheduler_output).keep.items():
             self.runner.keep_state(self._requests[request_id].slot, place)
 
     def sample(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
@@ -158,13 +157,12 @@ class ModelRunner:
                 starting[request_id] = (state, blocks[0], computed)
             elif blocks is not None:
                 self._cache.extend(state, blocks[0])
-        plan = scheduler_output.kv_connector_metadata
-        reuse = plan.reuse if isinstance(plan, SlotPlan) else {}
+        plan = _plan(scheduler_output)
         # In the order of vLLM's decisions: a copy may take what an earlier one brought, and a later one takes its slot.
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
                 state, blocks, computed = starting[request_id]
-                self._cache.start(state, blocks, computed, reuse.get(request_id))
+                self._cache.start(state, blocks, computed, plan.reuse.get(request_id), plan.restore.get(request_id))
                 self._check_length(state, computed)
 
     def _release(self, scheduler_output: Any) -> None:
@@ -272,3 +270,9 @@ class ModelRunner:
             if scores is not None and scores.ends_before(int(self.runner.lengths[state.slot])):
                 self._computed.prompts[state.request_id] = scores.table
                 state.prompt_scores = None
+
+
+def _plan(scheduler_output: Any) -> StepPlan:
+    """What the scheduler's process plans beside the step; where it plans nothing, that."""
+    plan = scheduler_output.kv_connector_metadata
+    return plan if isinstance(plan, StepPlan) else StepPlan()

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import ModelRunnerOutput
 
 from optimum_neuron.vllm.model_runner import ModelRunner
-from optimum_neuron.vllm.slot_connector import SlotPlan
+from optimum_neuron.vllm.step_plan import StepPlan
 
 
 GREEDY = {"temperature": 0.0}
@@ -75,7 +75,7 @@ def step_output(
     output.num_scheduled_tokens = dict(counts)
     output.total_num_scheduled_tokens = sum(counts.values())
     output.finished_req_ids = set(finished)
-    output.kv_connector_metadata = SlotPlan(reuse=reuse or {})
+    output.kv_connector_metadata = StepPlan(reuse=reuse or {})
     return output
 
 
