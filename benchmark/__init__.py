@@ -8,6 +8,8 @@
     python -m benchmark.generate.host          what generate() and the engine take beside the graph of a step
     python -m benchmark.recurrent              models with recurrences against transformers, and their states' share of a step
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own
+    python -m benchmark.quality                perplexity and KL divergence of exports beside the float32 model
+    python -m benchmark.quality.harness        lm-evaluation-harness on an artifact
     python -m benchmark.serving.stall          the engine: how long decoding pauses when a long prompt comes
     python -m benchmark.serving.blocks         engine and vLLM: blocks against slots of the same memory
     python -m benchmark.http.serve             servers, driven by vLLM's own client

@@ -235,6 +235,15 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
     )
     add_option(
         group,
+        "--prompt-logits",
+        action="store_true",
+        default=NeuronConfig.prompt_logits,
+        help="compile one more graph of each chunk size, which returns the logits of all tokens of a prompt: for model(input_ids), "
+        "the loss of labels, and vLLM's prompt_logprobs. Only these run it, and pay: the head computes every token, and "
+        "a chunk's logits take ctx-batch-size x chunk size x vocabulary x 4 bytes, twice on the host CPU",
+    )
+    add_option(
+        group,
         "--top-logprobs",
         type=int,
         default=NeuronConfig.top_logprobs,

@@ -127,6 +127,13 @@ def add_size_options(group: Any) -> None:
     )
     add_option(group, "--output-logits", action="store_true", default=None, help="graphs return logits beside tokens")
     add_option(
+        group,
+        "--prompt-logits",
+        action="store_true",
+        default=None,
+        help="add the graphs that return the logits of all tokens of a chunk",
+    )
+    add_option(
         group, "--dtype", choices=DTYPES, help="of weights, activations and KV cache (default: the checkpoint's)"
     )
 

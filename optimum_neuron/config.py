@@ -59,7 +59,8 @@ class NeuronConfig:
             nothing. Default: two for each row, as a text parts from others in one place and its prompt ends in another; on Neuron
             targets, where they take device memory, 0.
         state_snapshot_interval: tokens of a long prompt behind which its state is kept again, where a chunk ends anyway. Default: it is
-            kept only where the prompt ends, where its rest fits a step, and where it parts from others.
+            kept only where the prompt ends, where its rest fits a step, and where it parts from others. In vLLM's blocks all these
+            places are borders of blocks.
         prefill_chunk_size: prompt tokens that one chunk step advances. Default: the largest power of two up to 512
             that the sizes allow.
         prefill_chunk_buckets: smaller chunk sizes, ascending, compiled beside `prefill_chunk_size`, so that a short
@@ -75,6 +76,8 @@ class NeuronConfig:
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
         on_device_sampling: the graphs return tokens; otherwise logits only.
         output_logits: the graphs return the logits of every row beside the tokens.
+        prompt_logits: beside the other graphs there is one of each chunk size that returns the logits of all its tokens, for who scores
+            texts; nothing else runs in it.
         top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
             tokens with theirs. Default: they cannot.
         quantization: the weights of linear layers become codes of so many bits: "int8" and "fp8" with a scale for each output, "int4" with
@@ -111,6 +114,7 @@ class NeuronConfig:
     dtype: str = "auto"
     on_device_sampling: bool = True
     output_logits: bool = False
+    prompt_logits: bool = False
     top_logprobs: int | None = None
     quantization: str | None = None
     quantization_group_size: int | None = None
@@ -131,6 +135,7 @@ class NeuronConfig:
             "mixed_step",
             "on_device_sampling",
             "output_logits",
+            "prompt_logits",
             "float32_reduce",
             "long_frequencies",
             "quantization_zero_point",

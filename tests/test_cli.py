@@ -189,7 +189,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
         "--adapter first --adapter org/second --sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
         "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --output-logits "
-        "--float32-reduce --long-frequencies --no-certificate"
+        "--float32-reduce --long-frequencies --dequantize --no-certificate"
     )
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "folder", *options.split())
@@ -218,6 +218,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "token": "secret",
         "trust_remote_code": True,
         "adapter": ["first", "org/second"],
+        "dequantize": True,
         "certificate": False,
         "overwrite": True,
     }

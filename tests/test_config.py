@@ -54,6 +54,7 @@ def valid_options(draw: st.DrawFn) -> dict[str, Any]:
             "dtype": draw(st.sampled_from(DTYPES)),
             "on_device_sampling": draw(st.booleans()),
             "output_logits": draw(st.booleans()),
+            "prompt_logits": draw(st.booleans()),
             "tensor_parallel_size": draw(st.integers(1, 64)),
             "target": draw(st.sampled_from(TARGETS)),
         }
@@ -77,6 +78,7 @@ def test_defaults_are_complete() -> None:
         "dtype": "auto",
         "on_device_sampling": True,
         "output_logits": False,
+        "prompt_logits": False,
         "top_logprobs": None,
         "quantization": None,
         "quantization_group_size": None,
@@ -253,7 +255,9 @@ def test_on_the_host_they_are_told_from_logits(target: str, returned: bool) -> N
     assert not NeuronConfig(target=target).returns_decode_logits
 
 
-@pytest.mark.parametrize("name", ["on_device_sampling", "output_logits", "float32_reduce", "long_frequencies"])
+@pytest.mark.parametrize(
+    "name", ["on_device_sampling", "output_logits", "prompt_logits", "float32_reduce", "long_frequencies"]
+)
 @pytest.mark.parametrize("value", [1, "true", None])
 def test_switches_that_are_no_booleans_are_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):

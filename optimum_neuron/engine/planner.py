@@ -73,7 +73,8 @@ def _smallest_chunk(count: int, limits: ChunkLimits) -> int:
 
 
 def _let_pass(due: RequestState, others: Sequence[RequestState], draft: _Draft) -> None:
-    """Takes prompts of the same priority that end in this step. One slot is kept for the prompt that is due."""
+    """Takes prompts of the same priority that end in this step, or would but for a cut. One slot is kept for the prompt that is due; as long as it
+    has none, no prompt that is cut passes it: having begun, that one would be due in the next step."""
     kept = 1 if due.slot is None else 0
     for state in others:
         if draft.is_full:
@@ -82,7 +83,7 @@ def _let_pass(due: RequestState, others: Sequence[RequestState], draft: _Draft) 
         has_slot = state.slot is not None or draft.open_slots > kept
         if same_priority and has_slot and draft.may_end(state):
             place = draft.place(state)
-            if draft.ends(place):
+            if draft.ends(place) and not (kept and place.is_cut):
                 draft.take(place)
 
 
@@ -124,9 +125,14 @@ class _Place(NamedTuple):
     parts_at: int
 
     @property
+    def is_cut(self) -> bool:
+        """Whether there is a cut before the prompt's end."""
+        return self.start < self.parts_at < self.start + self.left
+
+    @property
     def most(self) -> int:
         """Tokens to the prompt's end, or to a cut before it."""
-        return self.parts_at - self.start if self.start < self.parts_at else self.left
+        return self.parts_at - self.start if self.is_cut else self.left
 
 
 class _Draft:
@@ -152,7 +158,7 @@ class _Draft:
         at = self.cache.place(state, self._may_reuse(state))
         start = state.computed if state.slot is not None or at is None else at.start
         room = min(self._room(state), self.cache.room(state, at))
-        parts_at = state.parts_at if state.slot is not None or at is None else at.parts_at
+        parts_at = max(state.parts_at, 0 if at is None else at.parts_at)
         return _Place(state, at, start, len(state.tokens) - start, room, parts_at)
 
     def may_end(self, state: RequestState) -> bool:
@@ -164,11 +170,11 @@ class _Draft:
 
     def fits(self, place: _Place) -> bool:
         """Whether as much of the prompt as has to be taken at once, or else the rest of it, fits into what is left."""
-        return place.most == place.left and place.room >= (place.state.atomic_tokens or place.left)
+        return not place.is_cut and place.room >= (place.state.atomic_tokens or place.left)
 
     def ends(self, place: _Place) -> bool:
-        """Whether the prompt would end in this step."""
-        return self.fits(place) and place.state.atomic_tokens in (0, place.left)
+        """Whether the prompt would end in this step, or would but for a cut."""
+        return place.room >= place.left and place.state.atomic_tokens in (0, place.left)
 
     def take(self, place: _Place) -> None:
         """Gives a prompt what fits, where anything does."""

@@ -10,7 +10,7 @@ Knows nothing of requests or devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +115,25 @@ class SnapshotTable:
             seen.add(text.tobytes())
             found.append(next(free, None) if is_new else None)
         return found
+
+    def keep(self, texts: Mapping[str, np.ndarray], used: Collection[int]) -> dict[str, int]:
+        """Gives places to snapshots that a step takes, and notes them at once: for who makes steps before the one ahead has run.
+
+        Args:
+            texts: by any name, what a snapshot would be of.
+            used: places behind which the step's requests go on.
+
+        Returns:
+            By name, the place of each that is taken.
+        """
+        for place in used:
+            self.touch(place)
+        kept = {}
+        for (name, text), free in zip(texts.items(), self.places(list(texts.values()), used), strict=True):
+            if free is not None:
+                self.set(free, text)
+                kept[name] = free
+        return kept
 
     def plan(self, step: Step, find: Callable[[str], RequestState]) -> tuple[KeptState, ...]:
         """What is kept of the slots whose prompts a step advances; no snapshot that the step itself needs gives its place.

@@ -26,7 +26,7 @@ class GraphFamily:
     """Finds the graph of a step: of the kind that the step needs, the smallest that fits.
 
     Args:
-        deterministic: it is the largest mixed graph, whatever the step needs.
+        deterministic: it is the largest mixed graph, whatever the step needs; of those that score prompts, the largest.
 
     Attributes:
         has_mixed: whether a step can decode and take in a prompt at once.
@@ -62,7 +62,7 @@ class GraphFamily:
 
     def chunk_sizes(self, kind: GraphKind) -> tuple[int, ...]:
         """Tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
-        return tuple(sorted({graph.chunk_size for graph in self._only or self.kind(kind)}))
+        return tuple(sorted({graph.chunk_size for graph in self._usable(kind)}))
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
         """The smallest graph of a kind that holds a step.
@@ -75,13 +75,18 @@ class GraphFamily:
         Raises:
             ValueError: no graph holds the step.
         """
-        for graph in self._only or self.kind(kind):
+        for graph in self._usable(kind):
             if holds(graph, context_length, counts, blocks):
                 return graph
         raise ValueError(
             f"no {kind} graph holds prompt chunks of {list(counts)} tokens at a context of {context_length}; the artifact "
             f"has {[graph.name for graph in self.kind(kind)]}"
         )
+
+    def _usable(self, kind: GraphKind) -> Sequence[GraphSpec]:
+        if self._only is None:
+            return self.kind(kind)
+        return self.kind(kind)[-1:] if kind == "scoring" else self._only
 
 
 def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
@@ -93,7 +98,12 @@ def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpe
     family = GraphFamily(graphs)
     longest = config.ctx_batch_size * config.prefill_chunk_size
     contexts = [1, *(bucket + 1 for bucket in config.context_buckets[:-1]), config.sequence_length]
-    kinds: list[GraphKind] = ["chunked_prefill", "mixed"] if config.mixed_step else ["chunked_prefill"]
+    asked: dict[GraphKind, bool] = {
+        "chunked_prefill": True,
+        "mixed": config.mixed_step,
+        "scoring": config.prompt_logits,
+    }
+    kinds = [kind for kind, there_is in asked.items() if there_is]
     try:
         for context in contexts:
             family.select("token_generation", context, (), config.kv_blocks)

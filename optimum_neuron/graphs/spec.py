@@ -11,7 +11,8 @@ from ..config import NeuronConfig
 from .block_owners import OwnerSizes
 
 
-GraphKind = Literal["token_generation", "chunked_prefill", "mixed"]
+# "scoring" is chunked prefill that also returns the logits of all its tokens: only who asks for those runs it.
+GraphKind = Literal["token_generation", "chunked_prefill", "mixed", "scoring"]
 DECODE, CHUNK = "decode", "chunk"
 # Of a cache of blocks: the blocks of each row, in order, and the one that each token is written to.
 BLOCK_TABLE, WRITE_BLOCKS = "block_table", "write_blocks"
@@ -19,6 +20,9 @@ BLOCK_TABLE, WRITE_BLOCKS = "block_table", "write_blocks"
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
 # How the names of outputs end that have a number for each token of the vocabulary.
 LOGITS = ".logits"
+# What a scoring graph returns of all tokens of its chunk rows, one row behind another; of padding it is undefined.
+PROMPT = "prompt"
+PROMPT_LOGITS = PROMPT + LOGITS
 # The graph that tells log-probabilities of decode rows, where a step returns no logits of them. Of chunk rows it always does.
 LOGPROBS = "logprobs_decode"
 
@@ -87,11 +91,16 @@ class GraphSpec:
 
     @property
     def has_decode(self) -> bool:
-        return self.kind != "chunked_prefill"
+        return self.kind in ("token_generation", "mixed")
 
     @property
     def has_chunk(self) -> bool:
         return self.kind != "token_generation"
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether it returns the logits of all tokens of its chunk rows."""
+        return self.kind == "scoring"
 
     @property
     def tokens(self) -> int:
@@ -140,6 +149,8 @@ class GraphSpec:
                 specs.append(TensorSpec(f"{group}.tokens", (rows,), "int32"))
             if present and self.returns_logits(group):
                 specs.append(TensorSpec(group + LOGITS, (rows, vocab_size), "float32"))
+        if self.scores_prompts:
+            specs.append(TensorSpec(PROMPT_LOGITS, (self.tokens, vocab_size), "float32"))
         return tuple(specs)
 
     def returns_logits(self, group: str) -> bool:
@@ -162,7 +173,8 @@ def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
 
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
     """All graphs of an artifact: token generation per context bucket; chunked prefill, and with `mixed_step` mixed
-    steps, per chunk size and context bucket.
+    steps, per chunk size and context bucket; with `prompt_logits` scoring per chunk size, whose head costs more than
+    attention to the whole context.
 
     A context bucket shorter than the chunk it would serve is left out: such a chunk could not fill it.
     """
@@ -173,6 +185,8 @@ def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
         for chunk in config.chunk_sizes:
             if context >= chunk:
                 specs += [_spec(config, kind, chunk, context) for kind in with_chunks]
+    if config.prompt_logits:
+        specs += [_spec(config, "scoring", chunk, config.sequence_length) for chunk in config.chunk_sizes]
     return tuple(specs)
 
 
@@ -189,13 +203,13 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
         kv_block_size=config.kv_block_size,
         kv_blocks=config.kv_blocks if config.kv_block_size else 0,
         blocks_in_place=_blocks_in_place(config, kind, context_length),
-        shared_blocks=config.shared_blocks if kind != "chunked_prefill" else 0,
+        shared_blocks=config.shared_blocks if kind in ("token_generation", "mixed") else 0,
     )
 
 
 def _blocks_in_place(config: NeuronConfig, kind: GraphKind, context_length: int) -> int:
     """Of all blocks, the part that a context is of the longest; beside chunks, all of them, whatever the chunks' context is."""
-    if not config.blocks_in_place or kind == "chunked_prefill":
+    if not config.blocks_in_place or kind not in ("token_generation", "mixed"):
         return 0
     if kind == "mixed":
         return config.kv_blocks

@@ -92,13 +92,14 @@ class StepModule(nn.Module):
         """Runs the step on the inputs of `GraphSpec.inputs`; returns `GraphSpec.outputs`; both in their order."""
         groups = row_groups(self.spec, inputs)
         backends, output_rows, actual = self._plan(groups)
-        logits = self._logits(
+        scored = self._logits(
             torch.cat([self._ids(name, group).flatten() for name, group in groups]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
-            output_rows,
+            None if self.spec.scores_prompts else output_rows,
             backends,
             actual,
         )
+        logits = scored[output_rows] if self.spec.scores_prompts else scored
         outputs, start = [], 0
         for name, group in groups:
             rows = group.input_ids.shape[0]
@@ -107,6 +108,8 @@ class StepModule(nn.Module):
         if self.chosen is not None:
             slots = [slots_of_rows(group.position_ids, group.seq_ids) for _, group in groups]
             self.chosen.keep(torch.cat([tokens for tokens, *_ in outputs]), torch.cat(slots))
+        if self.spec.scores_prompts:
+            outputs.append([self.ops.full_logits(scored)])
         return tuple(tensor for tensors in outputs for tensor in tensors)
 
     def _ids(self, name: str, group: RowGroup) -> Tensor:
@@ -183,18 +186,22 @@ class StepModule(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        output_rows: Tensor,
+        output_rows: Tensor | None,
         backends: Backends,
         actual: Tensor,
     ) -> Tensor:
-        """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it."""
+        """`[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it.
+
+        Args:
+            output_rows: the tokens that reach the head; None: all.
+        """
         # An idle row's position is -1: a learned position table has no such row, and nobody reads the result.
         position_ids = position_ids.clamp(min=0)
         kwargs: dict[str, Any] = {"use_cache": False}
         if accepts(self.model, "attention_backend"):
             kwargs["attention_backend"] = backends.attention
         keeps = accepts(self.model, "logits_to_keep", by_name=True)
-        if keeps:
+        if keeps and output_rows is not None:
             kwargs["logits_to_keep"] = output_rows
         kwargs |= self._needs.arguments(position_ids, backends, self.spec.sequence_length)
         with (
@@ -203,7 +210,7 @@ class StepModule(nn.Module):
             multiplying(self.ops.quantized_linear),
         ):
             logits = self.model(input_ids=input_ids[None], **kwargs).logits[0]
-        return (logits if keeps else logits[output_rows]).float()
+        return (logits if keeps or output_rows is None else logits[output_rows]).float()
 
     def _outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
         outputs = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generate and forward over the graphs: transformers prepares and chooses, the graphs compute."""
+"""generate over the graphs: transformers prepares and chooses, the graphs compute."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.modeling_outputs import CausalLMOutput
 
 from ..artifacts.artifact import Artifact
 from ..config import NeuronConfig
 from ..runtime.arguments import check_model_arguments, check_options, checked_prefix
 from ..runtime.generation import GenerationLoop
 from ..runtime.limits import check_fits, check_pad_token, refuse_unsupported
-from ..runtime.prefill import prefill
-from ..runtime.prompts import check_prompts, unpack, unpad
+from ..runtime.prompts import check_prompts, unpad
 from ..runtime.runner import GraphRunner
 from ..runtime.token_choice import HostChoice, choose_how
 
@@ -67,49 +65,6 @@ class Generation(GenerationMixin):
         return super().generate(
             inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, *args, **kwargs
         )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutput:
-        return self.forward(*args, **kwargs)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 1,
-        cu_seq_lens_q: Tensor | None = None,
-    ) -> CausalLMOutput:
-        """Logits of each prompt's last real token, `[prompts, 1, vocab]` float32: the graphs compute no others.
-
-        Args:
-            input_ids: `[rows, tokens]`, or `[1, tokens]` with prompts packed one behind another.
-            attention_mask: which tokens of padded rows are real.
-            cu_seq_lens_q: where each packed prompt starts, and the number of tokens, as transformers names it.
-
-        Raises:
-            ValueError: `logits_to_keep` is not 1, `cu_seq_lens_q` or `attention_mask` does not fit, the prompts do not fit
-                the compiled sizes, or the model does not take a token id.
-            TypeError: token ids are no tensor of whole numbers.
-        """
-        if isinstance(logits_to_keep, Tensor) or logits_to_keep != 1:
-            raise ValueError(
-                f"logits_to_keep={logits_to_keep}: the compiled graphs return the last token's logits only; use 1"
-            )
-        if cu_seq_lens_q is not None and attention_mask is not None:
-            raise ValueError("attention_mask has no meaning for packed prompts; leave it or cu_seq_lens_q out")
-        known = self.artifact.model.num_embeddings
-        if cu_seq_lens_q is None:
-            prompts = unpad(input_ids, attention_mask, known)
-        else:
-            prompts = unpack(input_ids, cu_seq_lens_q, known)
-        check_fits(prompts, 1, self.neuron_config)
-        with self._slots():
-            self.runner.reserve([len(prompt) for prompt in prompts])
-            try:
-                _, logits = prefill(self.runner, prompts)
-            finally:
-                self.runner.reset_all()
-        assert logits is not None
-        return CausalLMOutput(logits=logits[:, None])
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
         """Names the inputs of `generate`."""

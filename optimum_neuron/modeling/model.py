@@ -31,11 +31,12 @@ from ..runtime.threads import end_idle_workers
 from ..runtime.traced_runner import open_runner
 from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
+from .forward import Forward
 from .generation import Generation
-from .module import Module, make_known
+from .module import make_known
 
 
-class NeuronModelForCausalLM(Module, ContinuousBatching, Generation, PushToHubMixin):
+class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubMixin):
     """A causal language model whose step graphs were compiled ahead of time.
 
     Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to

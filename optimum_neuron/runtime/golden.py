@@ -71,6 +71,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         mixed_step=False,
         context_buckets=tuple(config.context_buckets),
         output_logits=True,
+        prompt_logits=False,
         tensor_parallel_size=1,
         float32_reduce=False,
         state_snapshots=0,

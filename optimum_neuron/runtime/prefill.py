@@ -46,7 +46,7 @@ def prefill(
     started: list[tuple[Callable[[], StepOutput], dict[int, int]]] = []
     unfinished = list(range(len(prompts)))
     while unfinished:
-        chunks = _next_chunks(runner, prompts, unfinished, sampling, uniforms)
+        chunks = next_chunks(runner, prompts, unfinished, sampling, uniforms)
         ends = {
             index: chunk.slot
             for index, chunk in enumerate(chunks)
@@ -84,14 +84,20 @@ def _in_order(rows: Mapping[int, Tensor]) -> Tensor | None:
     return torch.stack([rows[row] for row in range(len(rows))]) if rows else None
 
 
-def _next_chunks(
+def next_chunks(
     runner: GraphRunner,
     prompts: Sequence[np.ndarray],
     unfinished: Sequence[int],
-    sampling: SamplingParams,
-    uniforms: np.ndarray | None,
+    sampling: SamplingParams = GREEDY,
+    uniforms: np.ndarray | None = None,
 ) -> list[Chunk]:
-    """Fills the rows of one step in the order of the prompts; a long prompt takes as many rows as are left."""
+    """Fills the rows of one step in the order of the prompts; a long prompt takes as many rows as are left.
+
+    Args:
+        prompts: prompt i is slot i's, of which the runner knows how much is written.
+        unfinished: those of which tokens are left.
+        uniforms: as `prefill`.
+    """
     size, rows = runner.config.prefill_chunk_size, runner.config.ctx_batch_size
     chunks = []
     for row in unfinished:

@@ -37,6 +37,7 @@ class StepGraph:
         # StepOutput's fields are called as a graph's outputs. Behind these there is one more: None.
         names = [each.name.replace(".", "_") for each in graph.outputs(1)]
         self._count = len(names)
+        self._chunk_size = graph.chunk_size
         self._places = [names.index(name) if name in names else len(names) for name in StepOutput._fields]
 
     def fill(
@@ -66,9 +67,12 @@ class StepGraph:
         """
         if len(outputs) != self._count:
             raise ValueError(f"graph {self.name} returned {len(outputs)} outputs, and has {self._count}")
-        decode_tokens, decode_logits, chunk_tokens, chunk_logits = self._places
+        decode_tokens, decode_logits, chunk_tokens, chunk_logits, prompt_logits = self._places
         every = (*outputs, None)
         output = StepOutput(every[decode_tokens], every[decode_logits], every[chunk_tokens], every[chunk_logits])
+        scored = every[prompt_logits]
+        if scored is not None:
+            output = output._replace(prompt_logits=scored.unflatten(0, (-1, self._chunk_size)))
         if last_rows and last_rows != list(range(len(last_rows))):
             tokens, logits = (each if each is None else each[last_rows] for each in output.of(CHUNK))
             return output._replace(chunk_tokens=tokens, chunk_logits=logits)

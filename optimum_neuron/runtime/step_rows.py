@@ -95,11 +95,13 @@ class StepRows(Generic[R]):
 
     Attributes:
         told: by slot, what the graphs told of the last run's tokens, where somebody wants it: a row of `Logprobs` each.
+        scored: of a run of a graph that scores, logits `[tokens, vocab]` of each of its parts, in memory that the next run may use again.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
         self._runner = runner
         self.told: dict[int, Logprobs] = {}
+        self.scored: list[Tensor] = []
         slots = runner.config.batch_size
         self._decode = DecodeRows(
             token_ids=np.zeros(slots, np.int32),
@@ -142,8 +144,10 @@ class StepRows(Generic[R]):
             from with logits `[vocab]` float32, in memory that the next run may use again.
         """
         chunks, rows, due, ended = self._fill(decodes, parts)
-        wants_logits = self._wants_logits(due, ended)
-        output = self._runner.step(chunks, rows, graph, logits=wants_logits, outputs=bool(due or ended))
+        scores = graph is not None and graph.scores_prompts
+        wants_logits = scores or self._wants_logits(due, ended)
+        output = self._runner.step(chunks, rows, graph, logits=wants_logits, outputs=scores or bool(due or ended))
+        self.scored = output.of_prompts(chunks) if scores else []
         self.told = self._tell(DECODE, due, output) | self._tell(CHUNK, ended, output)
         return self._chosen(due, ended, output)
 

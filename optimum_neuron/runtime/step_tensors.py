@@ -53,19 +53,29 @@ class DecodeRows(NamedTuple):
 class StepOutput(NamedTuple):
     """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them, or nobody asked.
 
-    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. Who keeps any of it
-    copies it: the next run, of whichever graph, may use its memory again.
+    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. `prompt_logits`
+    `[rows, tokens, vocab]` are of a scoring graph's chunk rows. Who keeps any of it copies it: the next run, of whichever graph, may use its memory again.
     """
 
     decode_tokens: Tensor | None = None
     decode_logits: Tensor | None = None
     chunk_tokens: Tensor | None = None
     chunk_logits: Tensor | None = None
+    prompt_logits: Tensor | None = None
 
     def of(self, group: str) -> tuple[Tensor | None, Tensor | None]:
         """Tokens and logits of a group of rows."""
         decodes = self.decode_tokens, self.decode_logits
         return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
+
+    def of_prompts(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Of a scoring graph, the logits of all tokens of each of its step's chunks, `[tokens, vocab]`."""
+        assert self.prompt_logits is not None
+        size = self.prompt_logits.shape[1]
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        rows = [-(-count // size) for count in counts]
+        parts = self.prompt_logits[: sum(rows)].split(rows)
+        return [part.flatten(0, 1)[:count] for part, count in zip(parts, counts, strict=True)]
 
 
 class TokenReader:

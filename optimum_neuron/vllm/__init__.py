@@ -23,7 +23,8 @@ def general_plugin() -> None:
 
     if current_platform.device_name == PLUGIN_NAME:
         from .engine_args import watch_engine_args
-        from .models import register_architectures
+        from .models import register_architectures, restore_configs
 
         register_architectures()
+        restore_configs()
         watch_engine_args()

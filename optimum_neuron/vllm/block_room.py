@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from ..engine.slots import SlotTable
+from .block_snapshots import BlockSnapshots
 
 
 class CacheRoom(Protocol):
@@ -29,13 +30,18 @@ class CacheRoom(Protocol):
 
 
 class BlockRoom:
-    """Of vLLM's own block manager; a slot is a block of a whole sequence."""
+    """Of vLLM's own block manager; a slot is a block of a whole sequence.
+
+    Args:
+        snapshots: without which nobody goes on behind a prefix, where rows keep state.
+    """
 
     reuses = False  # vLLM's prefix cache tells
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, snapshots: BlockSnapshots | None) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
+        self._snapshots = snapshots
 
     def admissible(self, waiting: Sequence[Request]) -> Mapping[str, int]:
         scheduler, size = self._scheduler, self._scheduler.block_size
@@ -67,10 +73,13 @@ class BlockRoom:
         return manager.block_pool.get_num_free_blocks() - grown - kept
 
     def _cached(self, request: Request) -> tuple[Sequence[Any], int]:
-        """Blocks that hold the start of a prompt, and how many tokens."""
-        if not self._manager.prefix_cache_lookup_enabled(request):
-            return (), 0
-        blocks, tokens, _ = self._manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
-        )
-        return blocks[0], tokens
+        """Blocks that hold the start of a prompt and that it starts with, and how many tokens."""
+        blocks: Sequence[Any] = ()
+        tokens = 0
+        if self._manager.prefix_cache_lookup_enabled(request):
+            (blocks,), tokens, _ = self._manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+        if self._snapshots is not None:
+            tokens = self._snapshots.start(request, tokens)
+        return blocks[: tokens // self._scheduler.block_size], tokens

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from ..graphs.family import rows_needed
 from ..graphs.logprobs import Logprobs
 from ..graphs.model_spec import ModelSpec
+from ..runtime.prompt_logits import scoring_graph
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import PromptPart, StepRows
 from .host_sampler import HostSampler
@@ -26,7 +27,7 @@ from .logprobs import join_logprobs
 from .requests import RequestTable, SlotRequest
 from .rows import cache_rows
 from .sampling import RAW_LOGPROBS
-from .slot_connector import SlotPlan
+from .step_plan import StepPlan
 
 
 @dataclass
@@ -37,12 +38,14 @@ class _Computed:
         on_device: requests that got a token from the graphs, with it and what the graphs tell of it.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
         started: what waits for runs that have not ended, and gives their requests' tokens.
+        prompts: by request, log-probabilities of prompts that are all in the cache now.
     """
 
     scheduler_output: Any
     on_device: list[tuple[SlotRequest, int, Logprobs | None]] = field(default_factory=list)
     on_host: list[tuple[SlotRequest, Tensor]] = field(default_factory=list)
     started: list[Callable[[], list[tuple[SlotRequest, int | Tensor]]]] = field(default_factory=list)
+    prompts: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -62,6 +65,8 @@ class ModelRunner:
             self._sizes if told else replace(self._sizes, top_logprobs=None),
             vllm_config.model_config.seed,
             all_on_host=bool(self._sampler.processors),
+            mode=vllm_config.model_config.logprobs_mode,
+            vocab_size=model.vocab_size,
         )
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)
@@ -76,14 +81,16 @@ class ModelRunner:
         self._update(scheduler_output)
         self._computed = _Computed(scheduler_output)
         decodes, chunks = self._rows_of(scheduler_output)
-        groups = list(self._group(chunks))
+        scored = [each for each in chunks if self._scores(each[0])]
+        groups = list(self._group([each for each in chunks if not self._scores(each[0])]))
         together = self.runner.family.has_mixed and decodes and groups
         if decodes:
             self._run(decodes, groups.pop(0) if together else ())
         for group in groups:
             self._run((), group)
-        plan = scheduler_output.kv_connector_metadata
-        for request_id, place in plan.keep.items() if isinstance(plan, SlotPlan) else ():
+        for group in self._group(scored):
+            self._run((), group, scores=True)
+        for request_id, place in _plan(scheduler_output).keep.items():
             self.runner.keep_state(self._requests[request_id].slot, place)
 
     def sample(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
@@ -112,6 +119,7 @@ class ModelRunner:
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=[tokens.get(request_id, []) for request_id in ids],
             logprobs=logprobs,
+            prompt_logprobs_dict=step.prompts,
         )
 
     def _sample_on_host(
@@ -149,13 +157,12 @@ class ModelRunner:
                 starting[request_id] = (state, blocks[0], computed)
             elif blocks is not None:
                 self._cache.extend(state, blocks[0])
-        plan = scheduler_output.kv_connector_metadata
-        reuse = plan.reuse if isinstance(plan, SlotPlan) else {}
+        plan = _plan(scheduler_output)
         # In the order of vLLM's decisions: a copy may take what an earlier one brought, and a later one takes its slot.
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
                 state, blocks, computed = starting[request_id]
-                self._cache.start(state, blocks, computed, reuse.get(request_id))
+                self._cache.start(state, blocks, computed, plan.reuse.get(request_id), plan.restore.get(request_id))
                 self._check_length(state, computed)
 
     def _release(self, scheduler_output: Any) -> None:
@@ -215,20 +222,57 @@ class ModelRunner:
         if group:
             yield group
 
-    def _run(self, decodes: Sequence[SlotRequest], group: Sequence[tuple[SlotRequest, int]]) -> None:
-        """One run of one graph; keeps what it gave to requests whose slots are now up to date."""
+    def _scores(self, state: SlotRequest) -> bool:
+        """Whether somebody reads logits of all tokens of its next chunk."""
+        return state.prompt_scores is not None and state.prompt_scores.wants(int(self.runner.lengths[state.slot]))
+
+    def _run(
+        self,
+        decodes: Sequence[SlotRequest],
+        group: Sequence[tuple[SlotRequest, int]],
+        *,
+        scores: bool = False,
+    ) -> None:
+        """One run of one graph; keeps what it gave to requests whose slots are now up to date.
+
+        Args:
+            scores: the graph is one that returns the logits of all tokens of the group.
+        """
         assert self._computed is not None
-        parts = []
+        parts, starts = [], []
         for state, count in group:
             start = int(self.runner.lengths[state.slot])
             end = start + count
+            starts.append(start)
             parts.append(PromptPart(state, state.prefill_token_ids[start:end], end == len(state.prefill_token_ids)))
-        if self._rows.may_run_ahead(decodes, parts):
+        if not scores and self._rows.may_run_ahead(decodes, parts):
             self._computed.started.append(self._rows.run_ahead(decodes, parts))
+            self._end_prompts(parts)
             return
-        for state, choice in self._rows.run(decodes, parts):
+        graph = scoring_graph(self.runner, [(state.slot, count) for state, count in group]) if scores else None
+        chosen = self._rows.run(decodes, parts, graph)
+        for part, start, logits in zip(parts, starts, self._rows.scored, strict=scores):
+            if part.request.prompt_scores is not None:
+                part.request.prompt_scores.add(start, logits)
+        self._end_prompts(parts)
+        for state, choice in chosen:
             if isinstance(choice, Tensor):
                 self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
             else:
                 self._rows.feed(state.slot, choice)
                 self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))
+
+    def _end_prompts(self, parts: Sequence[PromptPart[SlotRequest]]) -> None:
+        """Hands out what is told of prompts of which nothing is missing any more."""
+        assert self._computed is not None
+        for state in (part.request for part in parts):
+            scores = state.prompt_scores
+            if scores is not None and scores.ends_before(int(self.runner.lengths[state.slot])):
+                self._computed.prompts[state.request_id] = scores.table
+                state.prompt_scores = None
+
+
+def _plan(scheduler_output: Any) -> StepPlan:
+    """What the scheduler's process plans beside the step; where it plans nothing, that."""
+    plan = scheduler_output.kv_connector_metadata
+    return plan if isinstance(plan, StepPlan) else StepPlan()

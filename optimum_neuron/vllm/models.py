@@ -37,3 +37,22 @@ def register_architectures() -> None:
 
     for architecture in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
         ModelRegistry.register_model(architecture, f"{__name__}:NeuronCausalLM")
+
+
+def restore_configs() -> None:
+    """Has vLLM read configs of transformers' causal language models as transformers does, which wrote the artifact's: classes that vLLM has
+    for its own modelling code refuse some, and it looks for several sets of rotary parameters under types of layers alone.
+    DeepSeek-V4's fails either way."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.transformers_utils import config
+
+    for model_type in config._CONFIG_REGISTRY.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        del config._CONFIG_REGISTRY[model_type]
+    config.is_rope_parameters_nested = _has_sets_by_name
+
+
+def _has_sets_by_name(rope_parameters: dict[str, Any]) -> bool:
+    """Whether rotary parameters are several sets, each under a name."""
+    return bool(rope_parameters) and all(
+        value is None or isinstance(value, dict) for value in rope_parameters.values()
+    )

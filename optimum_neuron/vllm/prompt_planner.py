@@ -54,6 +54,7 @@ class PromptPlanner:
         tokens: int,
         tokens_per_prompt: int,
         *,
+        cuts: Mapping[str, int],
         decodes_first: bool,
     ) -> dict[str, int]:
         """How many tokens of which prompt the next step takes in; to be called once for each step.
@@ -63,28 +64,33 @@ class PromptPlanner:
             cached: of those that have not begun, tokens that vLLM's prefix cache holds.
             slots: what slots hold, and which are free for those that have none.
             tokens, tokens_per_prompt: prompt tokens that the step has room for, and that one prompt may take of it.
-            decodes_first: where no prompt would end in the step, none gets a token of it, as often as one may be passed over.
+            cuts: where in requests chunks are to end, beside those that `slots` tells; 0: nowhere.
+            decodes_first: where no prompt would end in the step, or come to a cut, none gets a token of it, as often as one may be passed over.
         """
-        states = [self._state(request, cached.get(request.request_id, 0)) for request in requests]
+        states = [
+            self._state(request, cached.get(request.request_id, 0), cuts.get(request.request_id, 0))
+            for request in requests
+        ]
         if self._by_priority:
             states.sort(key=lambda state: state.request.priority)
         limits = dataclasses.replace(
             self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
         )
         plan = plan_chunks(states, slots.draft(), limits)
-        if decodes_first and states[0].bypassed < MAX_BYPASS and not any(chunk.is_last for chunk in plan.chunks):
+        ends = any(chunk.is_last or chunk.start + chunk.count == chunk.parts_at for chunk in plan.chunks)
+        if decodes_first and states[0].bypassed < MAX_BYPASS and not ends:
             states[0].bypassed += 1
             return {}
         planned = {chunk.request_id: chunk.count for chunk in plan.chunks}
-        cuts = {chunk.request_id: chunk.parts_at for chunk in plan.chunks}
+        parts = {chunk.request_id: chunk.parts_at for chunk in plan.chunks}
         for state in states:
             if state.request.request_id in planned:
-                state.bypassed, state.parts_at = 0, cuts[state.request.request_id]
+                state.bypassed, state.parts_at = 0, parts[state.request.request_id]
         if plan.passed_over is not None:
             states[0].bypassed += 1
         return planned
 
-    def _state(self, request: VllmRequest, cached: int) -> RequestState:
+    def _state(self, request: VllmRequest, cached: int, cut: int) -> RequestState:
         """A request as the planner sees it: what is cached of one that has not begun is no part of its prompt. One that was
         preempted has a longer prompt than before, as has a session."""
         state = self._states.get(request)
@@ -96,6 +102,8 @@ class PromptPlanner:
         state.computed = request.num_computed_tokens
         # A request has a slot as soon as something of it is computed; vLLM knows which.
         state.slot = 0 if request.num_computed_tokens else None
+        if cut or state.slot is None:
+            state.parts_at = max(0, cut - begin)
         return state
 
     def _prompt(self, request: VllmRequest, begin: int) -> Request:

@@ -15,6 +15,7 @@ from ..graphs.spec import GREEDY
 from ..graphs.spec import SamplingParams as OnDeviceParams
 from ..runtime.step_rows import UniformStream
 from .host_sampler import HostRequest
+from .prompt_scores import PromptScores
 from .sampling import host_reason, on_device_params
 
 
@@ -33,6 +34,7 @@ class SlotRequest:
         uniforms: its random numbers where the graphs draw with them.
         host: its part in vLLM's sampler where the graphs cannot sample for it.
         logprobs: whether it wants log-probabilities.
+        prompt_scores: log-probabilities of its prompt, until vLLM has them; None where it wants none.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class SlotRequest:
     uniforms: UniformStream | None = None
     host: HostRequest | None = None
     logprobs: bool = False
+    prompt_scores: PromptScores | None = None
     output_token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -69,10 +72,12 @@ class RequestTable:
     Args:
         seed: of the engine; requests that bring no seed of their own draw from it, in the order of their arrival.
         all_on_host: whether the engine has processors of its own, which want every request's logits.
+        mode: vLLM's logprobs_mode.
     """
 
-    def __init__(self, config: NeuronConfig, seed: int, *, all_on_host: bool) -> None:
+    def __init__(self, config: NeuronConfig, seed: int, *, all_on_host: bool, mode: str, vocab_size: int) -> None:
         self._config = config
+        self._mode, self._vocab_size = mode, vocab_size
         self._seeds = np.random.SeedSequence(seed)
         self._all_on_host = all_on_host
         self._states: dict[str, SlotRequest] = {}
@@ -110,6 +115,8 @@ class RequestTable:
         params: SamplingParams = new.sampling_params
         prompt = list(new.prompt_token_ids)
         state = SlotRequest(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
+        if params.prompt_logprobs is not None:
+            state.prompt_scores = PromptScores(prompt, params.prompt_logprobs, self._mode, self._vocab_size)
         if self._all_on_host or host_reason(params, self._config) is not None:
             state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
             return state

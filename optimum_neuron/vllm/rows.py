@@ -19,11 +19,14 @@ from .requests import NO_ROW, SlotRequest
 class CacheRows(Protocol):
     """Follows what vLLM decided; `blocks` are vLLM's."""
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
+    def start(
+        self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None, snapshot: int | None
+    ) -> None:
         """Gives a request a row that holds its first `computed` tokens.
 
         Args:
             source: what to take them from, where it is another slot.
+            snapshot: of the state behind them, where they are in its blocks.
         """
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
@@ -39,7 +42,9 @@ class SlotRows:
     def __init__(self, rows: StepRows[SlotRequest], runner: GraphRunner) -> None:
         self._rows, self._runner = rows, runner
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
+    def start(
+        self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None, snapshot: int | None
+    ) -> None:
         held, state.slot = state.slot, blocks[0] - 1
         continues = source is None and computed > 0 and held == state.slot  # the next turn of a session
         if continues and self._runner.kept.needed and self._runner.lengths[held] != computed:
@@ -66,15 +71,17 @@ class BlockRows:
         self._rows, self._runner, self._tables = rows, runner, runner.tables
         self._free = list(range(runner.config.batch_size))
 
-    def start(self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None) -> None:
+    def start(
+        self, state: SlotRequest, blocks: Sequence[int], computed: int, source: Prefix | None, snapshot: int | None
+    ) -> None:
         if state.slot == NO_ROW:
             state.slot = heappop(self._free)
         self._rows.start(state, None)
         self.extend(state, blocks)
-        if computed and self._runner.kept.needed:
+        if computed and self._runner.kept.needed and snapshot is None:  # the next turn of a session
             _compute(self._runner, state, computed)
         elif computed:
-            self._runner.resume(state.slot, computed)
+            self._runner.resume(state.slot, computed, snapshot)
 
     def extend(self, state: SlotRequest, blocks: Sequence[int]) -> None:
         self._runner.assign(state.slot, int(self._tables.counts[state.slot]), [block - 1 for block in blocks])

@@ -20,9 +20,14 @@ RAW_LOGPROBS = "raw_logprobs"
 
 def check_request(params: SamplingParams, config: NeuronConfig) -> None:
     """Raises ValueError where the artifact cannot honour a request's parameters."""
-    if params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None:
+    if params.prompt_logprobs is not None and not config.prompt_logits:
         raise ValueError(
-            "prompt_logprobs is not supported: the compiled graphs compute logits for the last prompt token only; leave it out"
+            "prompt_logprobs needs the logits of all tokens of a prompt, and no graph of this artifact returns them; export it with "
+            "--prompt-logits, or leave it out"
+        )
+    if getattr(params, "prompt_logprob_token_ids", None) is not None:
+        raise ValueError(
+            "prompt_logprob_token_ids is not supported by this runner; ask for prompt_logprobs, or leave it out"
         )
     if getattr(params, "watermarking", None):
         raise ValueError("watermarking is not supported by this runner; leave it out")

@@ -7,10 +7,11 @@ places of chunk rows empty, or prompts take more than one run holds, and short p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,13 +23,47 @@ from vllm.v1.request import Request, RequestStatus
 
 from ..engine.scheduler import WAITING_WINDOW
 from .block_room import BlockRoom, CacheRoom
+from .block_snapshots import BlockSnapshots
 from .prompt_planner import PromptPlanner
 from .settings import chunk_tokens, find_served
 from .slot_connector import SlotConnector
 
 
 class SlotScheduler(Scheduler):
-    """vLLM's own, which counts what prompts reuse of slots where it counts the hits of its own prefix cache."""
+    """vLLM's own, for slots and for what rows keep beside blocks.
+
+    It counts what prompts reuse of slots where it counts the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
+    where a snapshot is, and chunks end where one is due.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        served = find_served(self.vllm_config)
+        assert served is not None, "the platform exports a checkpoint before an engine starts"
+        self._sizes = served.artifact.config
+        self._snapshots: BlockSnapshots | None = None
+        if self.cache_config.enable_prefix_caching and not served.artifact.model.reuses_prefixes:
+            self._snapshots = BlockSnapshots(self._sizes)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        if self._snapshots is not None:
+            output.kv_connector_metadata = self._snapshots.plan(output, self.requests)
+        return output
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """What of its prefix cache vLLM takes for a request."""
+        blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        if self._snapshots is not None:
+            tokens = self._snapshots.start(request, tokens)
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, tokens)
+        return blocks, tokens, boundary, diverged
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """The last that vLLM asks before it gives a request tokens of a step."""
+        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        cut = 0 if self._snapshots is None else self._snapshots.next_cut(request, num_computed_tokens)
+        return min(tokens, cut - num_computed_tokens) if cut else tokens
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
@@ -50,14 +85,11 @@ class StepScheduler(SlotScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        served = find_served(self.vllm_config)
-        assert served is not None, "the platform exports a checkpoint before an engine starts"
-        config = served.artifact.config
-        self._room: CacheRoom = self.connector if isinstance(self.connector, SlotConnector) else BlockRoom(self)
-        self._planner = PromptPlanner(
-            config, by_priority=self.policy == SchedulingPolicy.PRIORITY, reuse=self._room.reuses
-        )
-        self._chunk_tokens = chunk_tokens(config)
+        over_slots = isinstance(self.connector, SlotConnector)
+        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._snapshots)
+        by_priority = self.policy == SchedulingPolicy.PRIORITY
+        self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
+        self._chunk_tokens = chunk_tokens(self._sizes)
         self._most: int = self.max_num_scheduled_tokens
         self._planned: dict[str, int] = {}
         self._was_refused = False
@@ -90,7 +122,14 @@ class StepScheduler(SlotScheduler):
         if not prompts:
             return {}
         slots, most = self._room.table(places), self._tokens_per_prompt()
-        return self._planner.plan(prompts, cached, slots, tokens, most, decodes_first=decodes_first)
+        cuts = {} if self._snapshots is None else self._cuts(self._snapshots, prompts, cached)
+        return self._planner.plan(prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first)
+
+    @staticmethod
+    def _cuts(snapshots: BlockSnapshots, prompts: Sequence[Request], cached: Mapping[str, int]) -> dict[str, int]:
+        """Where the next chunk of each prompt is to end."""
+        starts = {request: request.num_computed_tokens or cached.get(request.request_id, 0) for request in prompts}
+        return {request.request_id: snapshots.next_cut(request, start) for request, start in starts.items()}
 
     def _places(self) -> int:
         """Requests that may start or go on beside those that run."""
@@ -127,7 +166,7 @@ class StepScheduler(SlotScheduler):
         return threshold
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """The last that vLLM asks before it gives a request tokens of a step: a prompt gets what was planned."""
+        """A prompt gets what was planned."""
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
             return tokens

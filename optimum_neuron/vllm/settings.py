@@ -56,7 +56,7 @@ def configure(vllm_config: VllmConfig) -> None:
     if not fitted:
         _check_cache(vllm_config, artifact)
         _fit_prefix_caching(vllm_config, artifact)
-        _fit_scheduler(vllm_config, artifact.config)
+        _fit_scheduler(vllm_config, artifact)
         _fit_executor(vllm_config.parallel_config)
         # Whoever looks again finds the artifact, also where a checkpoint was named.
         vllm_config.additional_config = {FITTED: str(artifact.path)}
@@ -133,8 +133,8 @@ def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
         model.dtype = compiled
 
 
-def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
-    scheduler = vllm_config.scheduler_config
+def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:
+    scheduler, config = vllm_config.scheduler_config, artifact.config
     if scheduler.max_num_seqs > config.batch_size:
         if given().max_num_seqs:
             logger.warning(
@@ -158,8 +158,9 @@ def _fit_scheduler(vllm_config: VllmConfig, config: NeuronConfig) -> None:
         )
     if scheduler.scheduler_cls is None:
         copied = vllm_config.kv_transfer_config is not None
+        restored = vllm_config.cache_config.enable_prefix_caching and not artifact.model.reuses_prefixes
         one_run = scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens <= budget
-        if one_run or copied:  # otherwise vLLM's own
+        if one_run or copied or restored:  # otherwise vLLM's own
             scheduler.scheduler_cls = SCHEDULERS[one_run, bool(scheduler.async_scheduling)]
 
 
@@ -199,31 +200,38 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
             "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out, or "
             "export with --kv-block-size 128"
         )
-    if given().prefix_caching and not _reuses_prefixes(artifact):
+    if given().prefix_caching and not _reuses_prefixes(vllm_config, artifact):
         state = "this model keeps state of all tokens of a request together"
-        if compiled is None:
+        if not artifact.config.snapshot_places:
             raise ValueError(
-                f"--enable-prefix-caching is not supported: {state}, and the artifact keeps state_snapshots="
-                f"{artifact.config.snapshot_places} of it; leave it out, or export with --state-snapshots 4"
+                f"--enable-prefix-caching is not supported: {state}, and the artifact keeps state_snapshots=0 of it; leave it out, or "
+                f"export with --state-snapshots 4"
             )
         raise ValueError(
-            f"--enable-prefix-caching is not supported: {state}, which vLLM's cache of blocks does not look for; leave it out, or "
-            f"export without --kv-block-size"
+            f"--enable-prefix-caching is not supported: {state}, which --scheduler-cls {_scheduler_name(vllm_config)} does not look for "
+            f"beside blocks; leave one of them out"
         )
 
 
-def _reuses_prefixes(artifact: Artifact) -> bool:
-    """Over slots, state is copied with their rows; vLLM's own cache of blocks would take blocks alone for a prefix."""
-    over_slots = artifact.config.kv_block_size is None and artifact.config.snapshot_places > 0
-    return artifact.model.reuses_prefixes or over_slots
+def _reuses_prefixes(vllm_config: VllmConfig, artifact: Artifact) -> bool:
+    """Where rows keep state, behind snapshots of it alone. Another scheduler would take blocks alone for a prefix."""
+    if artifact.model.reuses_prefixes:
+        return True
+    of_ours = artifact.config.kv_block_size is None or vllm_config.scheduler_config.scheduler_cls is None
+    return artifact.config.snapshot_places > 0 and of_ours
+
+
+def _scheduler_name(vllm_config: VllmConfig) -> str:
+    name = vllm_config.scheduler_config.scheduler_cls
+    return name if isinstance(name, str) else getattr(name, "__qualname__", str(name))
 
 
 def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
-    """On where the model allows it and nobody turned it off: vLLM's own over blocks. Its own looks for whole blocks, and no prompt
-    fills a slot: over slots the connector reuses prefixes of any length."""
+    """On where the model allows it and nobody turned it off: vLLM's own over blocks, with snapshots where rows keep state. Its own looks
+    for whole blocks, and no prompt fills a slot: over slots the connector reuses prefixes of any length."""
     cache = vllm_config.cache_config
     wanted = given().prefix_caching
-    reuses = _reuses_prefixes(artifact) and (cache.enable_prefix_caching if wanted is None else wanted)
+    reuses = _reuses_prefixes(vllm_config, artifact) and (cache.enable_prefix_caching if wanted is None else wanted)
     has_blocks = artifact.config.kv_block_size is not None
     cache.enable_prefix_caching = reuses and has_blocks
     if reuses and not has_blocks:

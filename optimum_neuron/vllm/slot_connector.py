@@ -9,14 +9,12 @@ along with the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -25,19 +23,7 @@ from ..engine.slots import MIN_REUSE, SlotTable
 from ..engine.snapshots import Resumption, SnapshotTable
 from ..runtime.step_rows import Prefix
 from .settings import chunk_tokens, find_served
-
-
-@dataclass
-class SlotPlan(KVConnectorMetadata):
-    """What a step does beside what it computes.
-
-    Attributes:
-        reuse: before it, by request id: the slot whose first rows a request takes over, and how many.
-        keep: behind it, by request id: the place of a snapshot of what its slot keeps beside rows.
-    """
-
-    reuse: dict[str, Prefix] = field(default_factory=dict)
-    keep: dict[str, int] = field(default_factory=dict)
+from .step_plan import StepPlan, advances
 
 
 class SlotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -59,7 +45,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         self._slot_of: dict[str, int] = {}
         self._matched: dict[str, tuple[int, Resumption]] = {}  # source slots of prompts that this step may admit
         self._prompts: dict[str, tuple[int, int]] = {}  # how many tokens are no decode's, and where a chunk is cut
-        self._plan = SlotPlan()
+        self._plan = StepPlan()
         self._pool: Any | None = None
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -113,33 +99,23 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         self._prompts[request.request_id] = request.num_tokens, found.parts_at
         self._slots.write(slot, 0, np.asarray(request.all_token_ids[:num_external_tokens], dtype=np.int32))
 
-    def build_connector_meta(self, scheduler_output: Any) -> SlotPlan:
-        plan, self._plan = self._plan, SlotPlan()
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        plan, self._plan = self._plan, StepPlan()
         self._matched.clear()
         if self._slots.snapshots is not None:
             self._plan_snapshots(self._slots.snapshots, plan, scheduler_output)
         return plan
 
-    def _plan_snapshots(self, snapshots: SnapshotTable, plan: SlotPlan, scheduler_output: Any) -> None:
+    def _plan_snapshots(self, snapshots: SnapshotTable, plan: StepPlan, scheduler_output: Any) -> None:
         """Steps run in the order in which they are made: the next one finds what this one keeps."""
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         texts: dict[str, np.ndarray] = {}
-        for request_id, start in computed.items():
-            end = start + scheduler_output.num_scheduled_tokens[request_id]
+        for request_id, start, end in advances(scheduler_output):
             prompt, parts_at = self._prompts[request_id]
             if end <= prompt and snapshots.is_worth(start, end, prompt - end, parts_at):
                 tokens = self._holders[self._slot_of[request_id]].all_token_ids[:end]
                 texts[request_id] = np.asarray(tokens, dtype=np.int32)
-        needed = [prefix.snapshot for prefix in plan.reuse.values() if prefix.snapshot is not None]
-        for used in needed:
-            snapshots.touch(used)
-        places = snapshots.places(list(texts.values()), needed)
-        for (request_id, text), place in zip(texts.items(), places, strict=True):
-            if place is not None:
-                snapshots.set(place, text)
-                plan.keep[request_id] = place
+        used = [prefix.snapshot for prefix in plan.reuse.values() if prefix.snapshot is not None]
+        plan.keep = snapshots.keep(texts, used)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._read_contents()

@@ -113,7 +113,7 @@ def test_log_probabilities_are_those_of_the_chosen_tokens(
     for output in model.generate_batch(prompts, GREEDY, batching).values():
         for index, logprob in enumerate(output.logprobs[:2]):
             ids = output.prompt_ids + output.generated_tokens[:index]
-            logits = model(torch.tensor([ids])).logits[0, 0]
+            logits = model(torch.tensor([ids]), logits_to_keep=1).logits[0, 0]
             expected = torch.log_softmax(logits, -1)[output.generated_tokens[index]]
             assert abs(logprob - expected) < 1e-4
         assert len(output.logprobs) == 8
@@ -143,7 +143,7 @@ def test_graphs_tell_the_log_probabilities_that_the_host_would_compute(
         assert one.generated_tokens == other.generated_tokens and one.logprobs == other.logprobs
         assert len(one.logprobs) == 6
         ids = torch.tensor([one.prompt_ids + one.generated_tokens[:-1]])
-        logits = model(ids).logits[0, -1] / (temperature or 1.0)
+        logits = model(ids, logits_to_keep=1).logits[0, -1] / (temperature or 1.0)
         assert abs(one.logprobs[-1] - torch.log_softmax(logits, -1)[one.generated_tokens[-1]]) < 1e-4
 
 

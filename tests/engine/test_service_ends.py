@@ -148,7 +148,7 @@ def fork():
 prompt = torch.tensor([[5, 6, 7]])
 computing = [
     lambda: model.generate(prompt, max_new_tokens=2),
-    lambda: model(prompt),
+    lambda: model(prompt, logits_to_keep=1),
     lambda: model.generate_batch([[5]], max_new_tokens=2),
     lambda: model.runner.warm_up(),
     lambda: model.runner.reuse(1, 0, 1),

@@ -204,9 +204,16 @@ def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused(
     scheduler.slots.check()
 
 
-def test_a_prompt_that_is_cut_does_not_pass_another() -> None:
+def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:
     scheduler = make(chunk=32, slots=6)
     add(scheduler, request("a", [*TEXT[:20], 90, 91, 92], new=1))
     advance(scheduler)
     add(scheduler, request("long", 70, new=1), request("b", [*TEXT[:20], 80, 81], new=1), request("short", 5, new=1))
     assert counts(next_step(scheduler)) == {"short": 5}
+    advance(scheduler, 2)
+    assert scheduler.state("long").computed == 32
+    order = []
+    for _ in range(3):
+        order.append(counts(next_step(scheduler)))
+        advance(scheduler)
+    assert order == [{"b": 20}, {"b": 2}, {"long": 32}]

@@ -225,15 +225,6 @@ def test_a_prompt_fills_the_whole_cache(model: Any, reference: Any) -> None:
     assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
 
 
-def test_forward_returns_the_last_tokens_logits(model: Any, reference: Any, tokenizer: Any) -> None:
-    batch = padded(tokenizer, "left")
-    torch.testing.assert_close(
-        model(**batch).logits, reference(**batch, logits_to_keep=1).logits.detach(), rtol=0, atol=1e-5
-    )
-    with pytest.raises(ValueError, match="logits_to_keep=3"):
-        model(**batch, logits_to_keep=3)
-
-
 def test_pipelines_take_strings_lists_and_chats(model: Any, tokenizer: Any) -> None:
     generator = pipeline("text-generation", model=model, tokenizer=copy.deepcopy(tokenizer))
     options = {"max_new_tokens": 5, "do_sample": False}

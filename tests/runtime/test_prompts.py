@@ -45,11 +45,11 @@ def test_bounds_that_do_not_fit_are_refused(bounds: list[int], words: str) -> No
 def test_a_model_takes_packed_prompts_as_transformers_names_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = NeuronModelForCausalLM.from_pretrained(export_tiny(tiny_checkpoint, tmp_path / "artifact"))
     prompts = [torch.from_numpy(random_tokens(length)).long()[None] for length in (5, 17, 2)]
-    logits = model(torch.cat(prompts, dim=1), cu_seq_lens_q=torch.tensor([0, 5, 22, 24])).logits
+    logits = model(torch.cat(prompts, dim=1), cu_seq_lens_q=torch.tensor([0, 5, 22, 24]), logits_to_keep=1).logits
     assert logits.shape[:2] == (3, 1)
     # Two short prompts and a long one share steps, whose rows no two of them share.
     assert sum(model.runner.graph_calls.values()) == 3
     for row, prompt in enumerate(prompts):
-        assert torch.equal(logits[row], model(prompt).logits[0])
+        assert torch.equal(logits[row], model(prompt, logits_to_keep=1).logits[0])
     with pytest.raises(ValueError, match="attention_mask has no meaning for packed prompts"):
         model(prompts[0], attention_mask=torch.ones(1, 5), cu_seq_lens_q=torch.tensor([0, 5]))

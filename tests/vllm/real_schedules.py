@@ -25,7 +25,7 @@ from optimum_neuron.graphs.spec import GREEDY as GREEDILY
 from optimum_neuron.graphs.spec import SamplingParams as SampledOnDevice
 from optimum_neuron.vllm.model_runner import ModelRunner
 from optimum_neuron.vllm.settings import find_served
-from optimum_neuron.vllm.slot_connector import SlotPlan
+from optimum_neuron.vllm.step_plan import StepPlan
 
 
 class Served:
@@ -143,8 +143,8 @@ class Served:
 
     def _replay(self, output: SchedulerOutput) -> None:
         """Follows what slots hold by what vLLM was told alone, and checks every plan against it."""
-        plan = output.kv_connector_metadata or SlotPlan()
-        assert isinstance(plan, SlotPlan)
+        plan = output.kv_connector_metadata or StepPlan()
+        assert isinstance(plan, StepPlan)
         if output.total_num_scheduled_tokens:
             self.reused.append({name: length for name, (_, length, *_) in plan.reuse.items()})
         cached = output.scheduled_cached_reqs
@@ -197,3 +197,13 @@ class Served:
         for counts in self.steps:
             seen.update(dict.fromkeys(counts))
         return iter(seen)
+
+
+def check_all_is_free(engine: Served) -> None:
+    """No block is anybody's, and every row is free."""
+    engine.worker.execute(engine.scheduler.schedule())  # tells the worker who ended last
+    manager = engine.scheduler.kv_cache_manager
+    assert manager.block_pool.get_num_free_blocks() == engine.sizes.kv_blocks
+    assert manager.usage == 0
+    runner = engine.worker.runner
+    assert runner.tables is not None and not runner.tables.counts.any() and not runner.lengths.any()

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import ModelRunnerOutput
 
 from optimum_neuron.vllm.model_runner import ModelRunner
-from optimum_neuron.vllm.slot_connector import SlotPlan
+from optimum_neuron.vllm.step_plan import StepPlan
 
 
 GREEDY = {"temperature": 0.0}
@@ -75,7 +75,7 @@ def step_output(
     output.num_scheduled_tokens = dict(counts)
     output.total_num_scheduled_tokens = sum(counts.values())
     output.finished_req_ids = set(finished)
-    output.kv_connector_metadata = SlotPlan(reuse=reuse or {})
+    output.kv_connector_metadata = StepPlan(reuse=reuse or {})
     return output
 
 
@@ -84,6 +84,7 @@ class Driver:
 
     Attributes:
         tokens: what each request got so far.
+        prompt_tables: log-probabilities of prompts, as they were handed out.
     """
 
     def __init__(self, vllm_config: VllmConfig, prompts: dict[str, list[int]], **sizes: int | bool) -> None:
@@ -95,6 +96,7 @@ class Driver:
         self.params: dict[str, dict[str, Any]] = {}
         self.computed: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {name: [] for name in prompts}
+        self.prompt_tables: dict[str, Any] = {}
 
     def step(
         self,
@@ -144,4 +146,6 @@ class Driver:
         result = self.runner.sample(None)()
         for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
+        assert not self.prompt_tables.keys() & result.prompt_logprobs_dict.keys()
+        self.prompt_tables |= result.prompt_logprobs_dict
         return result

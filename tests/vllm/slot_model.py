@@ -15,7 +15,7 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.model_spec import ConvolutionState, ModelSpec
 from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
+from optimum_neuron.graphs.spec import GREEDY, PROMPT_LOGITS, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -97,6 +97,10 @@ class SlotModel:
             tokens = self._cache[blocks].flatten()[: last + 1]
             if f"{group}.logits" in outputs:
                 outputs[f"{group}.logits"][row] = next_logits(tokens)
+            if PROMPT_LOGITS in outputs:
+                whole, first = self._cache[blocks].flatten(), int(arrays["chunk.position_ids"][row, 0])
+                for place, position in enumerate(range(first, last + 1), row * spec.chunk_size):
+                    outputs[PROMPT_LOGITS][place] = next_logits(whole[: position + 1])
             if f"{group}.tokens" in outputs:
                 params, uniform = arrays[f"{group}.sampling_params"][row], arrays[f"{group}.uniforms"][row]
                 sampling = SamplingParams(*params.tolist())

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compressing
 import pytest
+import recurrent
 import torch
 import vllm.platforms
 from helpers import python_process
 from llm_answers import ask, greedy, random_prompt
-from transformers import AutoModelForCausalLM, BioGptConfig
+from transformers import AutoModelForCausalLM, BioGptConfig, DeepseekV4Config, PreTrainedConfig
 from vllm import LLM, ModelRegistry
+from vllm.config import ModelConfig
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 
 from optimum_neuron import NeuronConfig, export_model
@@ -142,6 +146,26 @@ def test_another_platforms_registry_is_left_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(vllm.platforms, "current_platform", types.SimpleNamespace(device_name="cuda"))
     general_plugin()
     assert not ModelRegistry.models
+
+
+@pytest.mark.parametrize(
+    ("architecture", "make"),
+    [
+        ("DeepseekV4ForCausalLM", lambda: DeepseekV4Config(**copy.deepcopy(compressing.OPTIONS))),
+        ("KimiLinearForCausalLM", recurrent.CONFIGS["by channel"]),
+    ],
+)
+def test_configs_for_which_vllm_has_classes_are_read_as_transformers_does(
+    tmp_path: Path, architecture: str, make: Callable[[], PreTrainedConfig]
+) -> None:
+    config = make()
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    general_plugin()
+    read = ModelConfig(str(tmp_path), skip_tokenizer_init=True)
+    assert type(read.hf_config) is type(config) and read.max_model_len == config.max_position_embeddings
+    ignored = {"dtype": None, "_name_or_path": None, "transformers_version": None}
+    assert read.hf_config.to_dict() | ignored == config.to_dict() | ignored
 
 
 def test_a_model_that_vllm_has_no_code_for_is_served(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
 from random_workloads import HOST, SEEDED, play, workloads
-from real_schedules import Served
+from real_schedules import Served, check_all_is_free
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -63,16 +63,6 @@ def preemptions(engine: Served) -> int:
 
 def hits(engine: Served) -> dict[str, int]:
     return {name: length for step in engine.reused for name, length in step.items()}
-
-
-def check_all_is_free(engine: Served) -> None:
-    """No block is anybody's, and every row is free."""
-    engine.worker.execute(engine.scheduler.schedule())  # tells the worker who ended last
-    manager = engine.scheduler.kv_cache_manager
-    assert manager.block_pool.get_num_free_blocks() == engine.sizes.kv_blocks
-    assert manager.usage == 0
-    runner = engine.worker.runner
-    assert runner.tables is not None and not runner.tables.counts.any() and not runner.lengths.any()
 
 
 @ASYNC

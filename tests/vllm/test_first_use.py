@@ -286,7 +286,7 @@ def test_a_server_of_a_checkpoint_says_what_it_compiles_and_needs_the_artifact_n
         assert list((cache / "vllm").glob("*/neuron_config.json"))
         shutil.rmtree(cache)
         assert complete(server, max_tokens=12).choices[0].token_ids == reference(text_checkpoint)
-        with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs is not supported: the compiled graphs"):
+        with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs needs the logits of all tokens"):
             complete(server, max_tokens=1, prompt_logprobs=1)
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
         assert server.client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices

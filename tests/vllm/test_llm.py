@@ -162,7 +162,7 @@ def test_an_engine_that_serves_needs_its_artifact_no_more(
     llm = open_llm(folder)
     shutil.rmtree(folder)
     assert ask(llm, PROMPTS[:2], 8) == [reference(prompt, 8) for prompt in PROMPTS[:2]]
-    with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is not supported"):
+    with pytest.raises(VLLMValidationError, match=r"prompt_logprobs needs .* --prompt-logits, or leave it out"):
         ask(llm, PROMPTS[:1], 8, prompt_logprobs=1)
 
 

@@ -191,11 +191,6 @@ def test_what_an_artifact_without_logits_cannot_honour_is_refused_and_others_are
     assert len(ask(llm, [PROMPTS[0]], 5, temperature=1.0)[0]) == 5
 
 
-def test_what_no_artifact_can_honour_is_refused(llm: LLM) -> None:
-    with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is not supported.*only; leave it out"):
-        ask(llm, [PROMPTS[1]], 5, prompt_logprobs=1)
-
-
 def test_an_artifact_without_a_sampler_leaves_all_choices_to_vllm(
     export_text: Callable[..., Path], open_llm: Callable[..., LLM], llm: LLM, model: Any
 ) -> None:

@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(text_server: Server) -> 
 def test_prompt_logprobs_are_refused_with_the_reason(text_server: Server) -> None:
     message = refusal(text_server, extra_body={"prompt_logprobs": 1})
     assert (
-        "prompt_logprobs is not supported: the compiled graphs compute logits for the last prompt token only"
+        "prompt_logprobs needs the logits of all tokens of a prompt, and no graph of this artifact returns them"
         in message
     )
 

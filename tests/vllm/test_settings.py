@@ -322,9 +322,12 @@ def test_another_block_size_than_the_compiled_one_is_refused(block_artifact: Pat
     ("changes", "remedy"),
     [
         ({"state_snapshots": 0}, "keeps state_snapshots=0 of it; leave it out, or export with --state-snapshots 4"),
-        ({"kv_block_size": 64}, "which vLLM's cache of blocks does not look for; leave it out, or export without"),
+        (
+            {"state_snapshots": 0, "kv_block_size": 64},
+            "keeps state_snapshots=0 of it; leave it out, or export with --state-snapshots 4",
+        ),
     ],
-    ids=["slots without snapshots", "blocks"],
+    ids=["slots", "blocks"],
 )
 def test_prefix_caching_is_refused_where_no_prefix_can_be_reused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, changes: dict[str, int], remedy: str
@@ -339,6 +342,27 @@ def test_prefix_caching_is_refused_where_no_prefix_can_be_reused(
     for options in ({}, {"enable_prefix_caching": False}):
         config = config_of(path, **options)
         assert config.cache_config.enable_prefix_caching is False and config.kv_transfer_config is None
+
+
+def test_over_blocks_our_scheduler_alone_finds_the_state_behind_a_prefix(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also where steps are several runs. Another scheduler would start rows behind blocks alone."""
+    sizes = NeuronConfig(
+        batch_size=2, sequence_length=128, prefill_chunk_size=16, target="eager", kv_block_size=64, kv_cache_tokens=256
+    )
+    path = export_model(tiny_checkpoints["lfm2"], tmp_path / "lfm2", config=sizes)
+    for options, scheduler in (({}, StepScheduler), ({"max_num_batched_tokens": 100}, SlotScheduler)):
+        config = config_of(path, **options)
+        assert config.cache_config.enable_prefix_caching is True and config.kv_transfer_config is None
+        assert issubclass(config.scheduler_config.get_scheduler_cls(), scheduler)
+    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "async_scheduling": False}
+    with pytest.raises(
+        ValueError,
+        match=r"--scheduler-cls vllm\.v1\.core\.sched\.scheduler\.Scheduler does not look for beside blocks; leave one",
+    ):
+        config_of(path, enable_prefix_caching=True, **own)
+    assert config_of(path, **own).cache_config.enable_prefix_caching is False
 
 
 def test_the_folder_of_the_artifact_is_no_option(artifact: Path) -> None:

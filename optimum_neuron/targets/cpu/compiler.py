@@ -22,7 +22,7 @@ from ...artifacts.tensor_file import stored_tensors
 from ...graphs.kv_cache import KVCache
 from ...graphs.one_thread import one_thread
 from ...graphs.program import export_layers_once
-from ...graphs.spec import GraphSpec
+from ...graphs.spec import PROMPT_LOGITS, GraphSpec
 from ...graphs.state_specs import state_specs
 from .. import CompileJob
 from ..cache.entries import About
@@ -83,7 +83,7 @@ def _compile(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob
     try:
         program = export_layers_once(model, states, spec, OPS)
         plan, constants = lower(program)
-        plan = leave_out_dead(plan, spec.tokens, rows_are_tokens=not spec.has_chunk)
+        plan = leave_out_dead(plan, spec.tokens, _by_token(spec, job.model.vocab_size))
     except Exception as error:  # of whatever the model's code does
         raise RuntimeError(f"graph {spec.name} could not be compiled: {type(error).__name__}: {error}") from error
     known: dict[str, Tensor] = {**program.state_dict, **program.constants}
@@ -92,6 +92,12 @@ def _compile(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob
     write_plan(scratch / (spec.name + PLAN_SUFFIX), plan, spec, Facts.of(job.config, job.model), tensors)
     if constants:
         save_file(constants, scratch / (spec.name + CONSTANTS_SUFFIX))
+
+
+def _by_token(spec: GraphSpec, vocab_size: int) -> list[str]:
+    """A plan's outputs that have a row per token, by their numbers."""
+    names = [each.name for each in spec.outputs(vocab_size)]
+    return [str(number) for number, name in enumerate(names) if not spec.has_chunk or name == PROMPT_LOGITS]
 
 
 @contextmanager

@@ -354,7 +354,9 @@ class Planned:
             program = torch.export.export(module, tuple(inputs), strict=False)
         self.plan: Plan
         self.plan, constants = lower(program)
-        self.plan = leave_out_dead(self.plan, tokens, rows_are_tokens=True)
+        self.plan = leave_out_dead(
+            self.plan, tokens, [each.name for each in self.plan.buffers if each.kind == "output"]
+        )
         output = next(node for node in program.graph_module.graph.nodes if node.op == "output")
         interface = _Interface([_spec(each) for each in inputs], [_spec(node.meta["val"]) for node in output.args[0]])
         tensors = constants | {name: each.detach() for name, each in module.state_dict().items()}

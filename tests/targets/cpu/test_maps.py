@@ -422,3 +422,16 @@ def test_every_operator_of_a_map_is_tested() -> None:
         "round_float16",
     }
     assert tested == {*OPS}
+
+
+def test_parts_without_elements_are_left_out(kernels: Kernels) -> None:
+    """As a Qwen3.5 of few rotary dimensions has them: what of an axis of positions is none of its frequencies."""
+
+    def function(x: Tensor) -> Tensor:
+        mixed = x * 2
+        mixed[..., 4:4] = (x + 1)[..., 4:4]
+        return mixed * 3
+
+    x = torch.randn(3, 4)
+    planned = Planned(kernels, function, [x])
+    assert same_bits(planned(x)[0], function(x))

@@ -153,10 +153,10 @@ class Group:
         return register
 
     def close(self) -> Map | None:
-        """The Map; None where nothing that it computes is needed."""
+        """The Map; None where nothing that it computes is needed, or has elements."""
         self.closed = True
         items = _live(self._items)
-        if not items:
+        if not items or 0 in self.domain:
             return None
         inner = self.inner or 0
         rows = math.prod(self.outer) if inner else 1

@@ -9,7 +9,7 @@ buffer, whether all of it is needed, or the part of live tokens, and how tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,16 +59,16 @@ _WHOLE = _Conflict()
 _Demand = _Layout | _Conflict
 
 
-def leave_out_dead(plan: Plan, count: int, *, rows_are_tokens: bool) -> Plan:
+def leave_out_dead(plan: Plan, count: int, by_token: Collection[str]) -> Plan:
     """The plan with `tokens` at the steps that compute each token by itself.
 
     Args:
         count: the graph's tokens.
-        rows_are_tokens: whether its outputs have a row per token; else all of them is needed.
+        by_token: the outputs that have a row per token; of the others all is needed.
     """
     if count < 2:
         return plan
-    demands = _Demands(plan.buffers, count, rows_are_tokens=rows_are_tokens)
+    demands = _Demands(plan.buffers, count, by_token)
     steps = [demands.follow(step) for step in reversed(plan.steps)]
     return replace(plan, steps=tuple(steps[::-1]))
 
@@ -76,14 +76,14 @@ def leave_out_dead(plan: Plan, count: int, *, rows_are_tokens: bool) -> Plan:
 class _Demands:
     """What is needed of each buffer by the steps that were followed so far."""
 
-    def __init__(self, buffers: Sequence[Buffer], count: int, *, rows_are_tokens: bool) -> None:
+    def __init__(self, buffers: Sequence[Buffer], count: int, by_token: Collection[str]) -> None:
         self._buffers = buffers
         self._count = count
         self._of: dict[int, _Demand] = {}
         for index, buffer in enumerate(buffers):
             if buffer.kind == "output":
                 each = buffer.bytes // count
-                self._of[index] = _Layout(each, None, 0) if rows_are_tokens and each else _WHOLE
+                self._of[index] = _Layout(each, None, 0) if buffer.name in by_token and each else _WHOLE
 
     def follow(self, step: Step) -> Step:
         """A step with what it can leave out; adds what it needs to the demands."""

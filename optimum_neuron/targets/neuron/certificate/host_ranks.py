@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ....graphs.spec import PROMPT_LOGITS
 from ...processes import TiedProcess
 from ..graph_io import CHOSEN, GraphIO
 from ..lowering import hlo
@@ -200,7 +201,7 @@ class Ranks:
         for index, (each, result) in enumerate(zip(io.outputs, results, strict=True)):
             if index in aliases:
                 bound[aliases[index]] = result
-            else:
+            elif rank == 0 or each.name != PROMPT_LOGITS:  # which nobody reads of others, and are large
                 outputs[each.name] = result.cpu()
         if CHOSEN in outputs or CHOSEN in aliases.values():
             outputs[CHOSEN] = bound[CHOSEN].cpu()  # what is kept, whatever the module returns

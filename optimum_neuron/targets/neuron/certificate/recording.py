@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....graphs.spec import CHUNK, DECODE, GREEDY, GraphSpec, SamplingParams, TensorSpec
+from ....graphs.spec import CHUNK, DECODE, GREEDY, PROMPT, GraphSpec, SamplingParams, TensorSpec
 from ..copy_graphs import COPY_INPUTS
 from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 from .random_blocks import RandomBlocks, gathered
@@ -34,7 +34,7 @@ class Step:
 
     Attributes:
         inputs: by name, in the graph's order.
-        rows: by group of rows, those whose results are somebody's.
+        rows: by group of rows, those whose results are somebody's; as PROMPT, tokens of all chunk rows, numbered through.
         written: slot and column of each token that the step writes; of a cache of blocks, block and column.
         by_table: inputs of the same step where rows gather the blocks of their tables; None: as they are.
         kept: `[slots]` int32, what slots chose before, as far as the graph is told; None where the host chooses tokens.
@@ -240,7 +240,7 @@ class _Writer:
                 inputs[f"{CHUNK}.seq_ids"][row] = slot
                 written += [(slot, position) for position in range(start, start + count)]
                 self._lengths[slot] = start + count
-        rows = {DECODE: tuple(decode), CHUNK: tuple(chunks)}
+        rows = {DECODE: tuple(decode), CHUNK: tuple(chunks), PROMPT: _tokens(spec.chunk_size, chunks)}
         kept = self._kept(inputs) if spec.on_device_sampling else None
         if blocks is None:
             return Step(spec.name, inputs, rows, tuple(written), kept)
@@ -266,6 +266,11 @@ class _Writer:
             rows = [_SAMPLED if (row + self._turn) % 2 else GREEDY for row in range(spec.shape[0])]
             return torch.tensor(rows, dtype=torch.float32)
         return torch.from_numpy(self._random.integers(0, self._token_ids, spec.shape, dtype=np.int32))
+
+
+def _tokens(size: int, chunks: Mapping[int, tuple[int, int, int]]) -> tuple[int, ...]:
+    """The numbers of those that are no padding, in chunk rows of a size; `chunks` are as in `_Writer.step`."""
+    return tuple(row * size + place for row, (_, _, count) in chunks.items() for place in range(count))
 
 
 def _ends(pieces: Sequence[tuple[int, int, int]]) -> dict[int, int]:

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from .model_sizes import ModelSizes
 
 # What an artifact passes on to an estimate of it; without a size of one's own, also what followed from its sizes.
-_INHERITED = ("batch_size", "sequence_length", "state_snapshots", "dtype", "on_device_sampling", "output_logits")
+_INHERITED = (
+    "batch_size",
+    "sequence_length",
+    "state_snapshots",
+    "dtype",
+    "on_device_sampling",
+    "output_logits",
+    "prompt_logits",
+)
 _FOLLOWING = (
     "kv_block_size",
     "kv_cache_tokens",

@@ -171,6 +171,7 @@ def _recurrence_bytes(sizes: CoreSizes, groups: list[_Rows], block: int) -> int:
 
 def _logits_bytes(sizes: CoreSizes, graph: GraphSpec, tokens: int) -> int:
     """The head's result, once more in float32, and once more for the whole vocabulary where graphs return that."""
-    rows = sum(group.rows for group in _row_groups(graph)) if sizes.keeps_logits else tokens
+    few = sizes.keeps_logits and not graph.scores_prompts
+    rows = sum(group.rows for group in _row_groups(graph)) if few else tokens
     local = rows * sizes.local_vocab * (sizes.itemsize + 4)
     return local + sum(math.prod(spec.shape) * 4 for spec in graph.outputs(sizes.spec.vocab_size))

