@@ -135,13 +135,15 @@ def test_what_the_groups_do_not_divide_and_the_head_are_int8(
     )
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_table_that_the_head_shares_stays_shared(kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "target"), [("int8", "eager"), ("int8", "cpu"), ("int4", "cpu")])
+def test_a_table_that_the_head_shares_stays_shared(
+    kind: str, target: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     config = AutoConfig.from_pretrained(tiny_checkpoint, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "tied")
     shutil.copytree(tiny_checkpoint, tmp_path / "tied", dirs_exist_ok=True, ignore=lambda *_: TIED_FILES)
-    artifact = _export(tmp_path / "tied", tmp_path / "out", target="eager", quantization=kind)
+    artifact = _export(tmp_path / "tied", tmp_path / "out", target=target, quantization=kind)
     tensors = load_file(artifact / WEIGHTS_NAME)
     tables = [name for name, each in tensors.items() if len(each) == 300 and each.dim() == 2]
     assert sorted(name.rpartition(".")[2] for name in tables) == ["codes", "scale"]

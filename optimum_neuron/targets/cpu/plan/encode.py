@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .fusion import reduces
@@ -34,6 +34,7 @@ TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "boo
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
 # What calls of torch and quantized weights have beside them.
 _OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+_COPIED = SIZES | {"int8": 1}  # rows of codes are looked up as they are
 _FLOATS = ("float32", "bfloat16", "float16")
 # Kinds of codes, as numbered in native/kernels.h: each with its number and the type that holds codes, of 4 bits two at a time.
 _CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn"), "fp4": (4, "uint8")}
@@ -162,19 +163,21 @@ class _Encoder:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
 
-    def _place(self, operand: Operand | None) -> Iterator[int]:
+    def _place(self, operand: Operand | None, sizes: Mapping[str, int] = SIZES) -> Iterator[int]:
         if operand is None:
             yield from (-1, 0)
         else:
             check_operand(operand, self._buffers)
-            _require(0 not in operand.shape and operand.dtype in TYPES, "it has an operand that no kernel takes")
-            yield from (operand.buffer, operand.offset * SIZES[operand.dtype])
+            _require(0 not in operand.shape and operand.dtype in sizes, "it has an operand that no kernel takes")
+            yield from (operand.buffer, operand.offset * sizes[operand.dtype])
 
-    def _contiguous(self, operand: Operand | None, dtype: str, shape: tuple[int, ...]) -> Iterator[int]:
+    def _contiguous(
+        self, operand: Operand | None, dtype: str, shape: tuple[int, ...], sizes: Mapping[str, int] = SIZES
+    ) -> Iterator[int]:
         if operand is not None:
             fits = operand.dtype == dtype and tuple(operand.shape) == shape and _is_contiguous(operand)
             _require(fits, f"it takes {operand.dtype} {list(operand.shape)} where {dtype} {list(shape)} belongs")
-        yield from self._place(operand)
+        yield from self._place(operand, sizes)
 
     def map(self, step: Map) -> Iterator[int]:
         _require(step.rows > 0 and step.columns > 0, "it has a map without elements")
@@ -340,14 +343,14 @@ class _Encoder:
         _require(0 <= dim < len(source.shape) and index.dtype in ("int32", "int64"), "it selects from no dimension")
         before, size, after = source.shape[:dim], source.shape[dim], source.shape[dim + 1 :]
         yield TYPES[index.dtype]
-        yield from self._contiguous(source, source.dtype, source.shape)
-        yield from self._contiguous(step.output, source.dtype, (*before, *index.shape, *after))
+        yield from self._contiguous(source, source.dtype, source.shape, _COPIED)
+        yield from self._contiguous(step.output, source.dtype, (*before, *index.shape, *after), _COPIED)
         yield from self._contiguous(index, index.dtype, index.shape)
         yield from (
             math.prod(before),
             size,
             math.prod(index.shape),
-            math.prod(after) * SIZES[source.dtype],
+            math.prod(after) * _COPIED[source.dtype],
             step.wraps,
         )
 
