@@ -18,7 +18,7 @@ from ..graphs.one_thread import one_thread
 from ..graphs.quantized.expert_weights import plain_weights, replace_weights
 from ..graphs.quantized.modules import replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
-from .rounding import round_fp8, round_int4, round_int8
+from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class _Rounding:
             )
         kind, group = self._config.quantization, self._config.int4_group_size
         if kind == "fp8":
-            return round_fp8(weight)
+            return round_fp8(weight, FP8_LARGEST_ON.get(self._config.target, FP8_LARGEST))
         if kind == "int8" or finest:
             return round_int8(weight)
         if weight.shape[-1] % group:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....graphs.experts import Experts, ExpertsCall, dense_experts
+from ....graphs.quantized.weight import QuantizedWeight
 from ..expert_forms import ExpertForm, ExpertLayer, choose, resized
 from ..kernels.registry import experts_with_kernels
 from ..sdk.hardware import Chip
@@ -38,7 +39,16 @@ def experts_for(chip: Chip, like: int | None = None, kernels: Sequence[str] = ()
 
 
 def expert_layer(call: ExpertsCall) -> ExpertLayer:
-    """What the cost model is told of a layer."""
+    """What the cost model is told of a layer.
+
+    Raises:
+        ValueError: its weights are quantized.
+    """
+    if isinstance(call.up_weight, QuantizedWeight):
+        raise ValueError(
+            f"{call.experts} experts have weights of {call.up_weight.kind}, which are not lowered to HLO yet; leave them plain by "
+            f"--quantization-exclude '*.experts' (quantization_exclude), or use target='cpu'"
+        )
     hidden, weight = call.hidden_states.shape[-1], call.up
     return ExpertLayer(
         experts=call.experts,
