@@ -121,7 +121,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     sizes_of: dict[Kind, int] = defaultdict(int)
     for weight in local:
         size = math.prod(weight.shape) * weight.itemsize
-        params[weight.kind] += math.prod(weight.shape)
+        params[weight.kind] += weight.count
         sizes_of[weight.kind] += size
         sizes_of["table"] += size * weight.also_table
     alike = Counter(
@@ -176,7 +176,7 @@ def _block_width(weights: list[Weight]) -> int:
     widths: dict[str, int] = defaultdict(int)
     for weight in weights:
         if weight.kind == "linear":
-            widths[weight.block] += sum(weight.shape)
+            widths[weight.block] += sum(weight.shape) + (weight.values - 1) * weight.shape[-1]
     return max(widths.values(), default=0)
 
 
