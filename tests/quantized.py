@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
 from optimum_neuron.checkpoints.rounding import round_fp8, round_int4, round_int8
+from optimum_neuron.graphs.quantized.expert_weights import plain_weights, replace_weights
 from optimum_neuron.graphs.quantized.modules import replace_linear
 from optimum_neuron.graphs.quantized.weight import FP4_VALUES, QuantizedWeight
 
@@ -91,3 +92,18 @@ def quantize_mixed(model: PreTrainedModel, config: Any) -> None:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         replace_linear(model, name, ROUNDINGS[form](linear.weight.detach()))
+
+
+_EXPERTS = {
+    "0": {"gate_up_proj": "int4 with a zero point", "down_proj": "int8"},
+    "1": {"gate_up_proj": "int4", "down_proj": "int4 of one group"},
+}
+
+
+def quantize_experts(model: PreTrainedModel, config: Any) -> None:
+    """The same of a Qwen3Moe of two layers: its experts alone."""
+    for number, forms in _EXPERTS.items():
+        layer = model.get_submodule(f"model.layers.{number}.mlp.experts")
+        replace_weights(
+            layer, {name: ROUNDINGS[forms[name]](each.detach()) for name, each in plain_weights(layer).items()}
+        )

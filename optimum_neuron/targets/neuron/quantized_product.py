@@ -61,10 +61,37 @@ def quantized_linear_like(like: int | None = None) -> QuantizedProduct:
     return multiply
 
 
+@library.custom_op("optimum_neuron::quantized_experts", mutates_args=())
+def quantized_experts(
+    x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, index: Tensor | None, kind: str, tokens: int
+) -> Tensor:
+    """Products of x `[blocks, rows, inputs]` with the weights of experts, which are the parts of a `QuantizedWeight`.
+
+    Args:
+        index: `[blocks]`, the expert of each block; None: block e is expert e's.
+        tokens: rows whose form is to be had.
+
+    Returns:
+        `[blocks, rows, outputs]` float32.
+    """
+    weight = QuantizedWeight(kind, codes, scale, shift).dequantize()
+    return x.float() @ (weight if index is None else weight[index]).transpose(1, 2)
+
+
+@quantized_experts.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, index: Tensor | None, kind: str, tokens: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[1]), dtype=torch.float32)
+
+
+QUANTIZED_EXPERTS = torch.ops.optimum_neuron.quantized_experts.default
+
+
 @library.custom_op("optimum_neuron::stored_product", mutates_args=())
 def stored_product(x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, kind: str, tokens: int) -> Tensor:
     """The product of x `[rows, inputs]` and a weight as it is stored: codes `[inputs, outputs]`, of two in a byte half as many rows;
-    scale and shift `[groups, outputs]`.
+    scale and shift `[groups, outputs]`. Or as many as all of them have in a first dimension.
 
     Returns:
         `[rows, outputs]` float32.
@@ -74,7 +101,7 @@ def stored_product(x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None
 
 @stored_product.register_fake
 def _(x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, kind: str, tokens: int) -> Tensor:
-    return x.new_empty((x.shape[0], codes.shape[1]), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-1], codes.shape[-1]), dtype=torch.float32)
 
 
 STORED_PRODUCT = torch.ops.optimum_neuron.stored_product.default
@@ -92,39 +119,39 @@ def written_out(
     every row (of 512 rows and groups of 32, 32 times). The second rounds a weight once to x's type, as transformers has one that was
     dequantized; in float32 that is exact. A shift is a product of its own, with the sums of the groups: nothing is added to a code.
     """
-    groups = scale.shape[0]
-    scaled = groups > 1 and 2 * tokens > x.shape[1] // groups
+    groups = scale.shape[-2]
+    scaled = groups > 1 and 2 * tokens > x.shape[-1] // groups
     total: Tensor | None = None
     for inputs, values, scales in _parts(x, codes, scale.float(), kind, has_shift=shift is not None):
         if scaled:
-            weight = (values.float() * scales[:, None]).to(x.dtype).flatten(0, 1)
-            product = dot(inputs.flatten(1), weight)
+            weight = (values.float() * scales[..., None, :]).to(x.dtype).flatten(-3, -2)
+            product = dot(inputs.flatten(-2), weight)
         else:
-            product = dot(inputs.transpose(0, 1), values) * scales[:, None]
-            product = product[0] if groups == 1 else product.sum(0)
+            product = dot(inputs.transpose(-3, -2), values) * scales[..., None, :]
+            product = product.squeeze(-3) if groups == 1 else product.sum(-3)
         total = product if total is None else total + product
     assert total is not None
     if shift is None:
         return total
-    return total + dot(x.float().unflatten(1, (groups, -1)).sum(-1), shift)
+    return total + dot(x.float().unflatten(-1, (groups, -1)).sum(-1), shift)
 
 
 def _parts(
     x: Tensor, codes: Tensor, scale: Tensor, kind: str, *, has_shift: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Inputs `[rows, groups, n]`, values `[groups, n, outputs]` of x's type and scales `[groups, outputs]`, whose products add up."""
-    groups, outputs = scale.shape
+    groups = scale.shape[-2]
     if kind not in PACKED:
-        values = codes.to(x.dtype)
-        yield x.unflatten(1, (groups, -1)), values.view(groups, -1, outputs), scale
+        yield x.unflatten(-1, (groups, -1)), codes.to(x.dtype).unflatten(-2, (groups, -1)), scale
         return
     blocks = blocks_of(groups)
-    by_half = x.view(len(x), blocks, 2, -1)
+    by_half = x.unflatten(-1, (blocks, 2, -1))
     for half in range(2):
-        inputs = by_half[:, :, half].reshape(len(x), -1)
+        inputs = by_half.select(-2, half).flatten(-2)
         values, factor = _half_values(codes, half, kind, x.dtype, has_shift=has_shift)
-        own = scale.unflatten(0, (2, -1))[half] if blocks == 1 and groups > 1 else scale
-        yield inputs.unflatten(1, (len(own), -1)), values.view(len(own), -1, outputs), own * (1 / factor)
+        own = scale.unflatten(-2, (2, -1)).select(-3, half) if blocks == 1 and groups > 1 else scale
+        count = own.shape[-2]
+        yield inputs.unflatten(-1, (count, -1)), values.unflatten(-2, (count, -1)), own * (1 / factor)
 
 
 def blocks_of(groups: int) -> int:

@@ -19,7 +19,7 @@ class StoredWeight:
     Attributes:
         parts: names of the model's tensors, which are side by side along the last dimension.
         order: of each part's dimensions, as `Tensor.permute` takes it.
-        blocks: of codes of 4 bits `[outputs, inputs / 2]`: a byte holds one of an input in the first half of a block, and one of the input
+        blocks: of codes of 4 bits `[..., outputs, inputs / 2]`: a byte holds one of an input in the first half of a block, and one of the input
             as far into the second half; so many blocks there are. 0: of all else.
     """
 
@@ -64,9 +64,10 @@ class WeightLayout:
 
 
 def _in_halves(codes: Tensor, blocks: int) -> Tensor:
-    """Codes of 4 bits `[outputs, inputs / 2]`, of neighbours in a byte, with those of a block's halves in one."""
-    first, second = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), blocks, 2, -1).unbind(2)
-    return pack_int4(torch.stack((first, second), -1).view(len(codes), -1))
+    """Codes of 4 bits `[..., outputs, inputs / 2]`, of neighbours in a byte, with those of a block's halves in one."""
+    pairs = torch.stack((codes & 15, codes >> 4), -1)
+    first, second = pairs.view(*codes.shape[:-1], blocks, 2, -1).unbind(-2)
+    return pack_int4(torch.stack((first, second), -1).view(*codes.shape[:-1], -1))
 
 
 def _common(lists: list[list[str]]) -> list[str]:

@@ -39,7 +39,7 @@ class Weight:
         block: the module whose weights work on the same tokens one after the other.
         experts, per_token: of a weight of routed experts: how many there are, and how many see a token.
         also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
-        values: numbers of the model in one of the tensor: two in a byte of codes of 4 bits.
+        values: numbers of the model in one of the tensor: two in a byte of codes of 4 bits, none in a scale.
     """
 
     name: str
@@ -228,16 +228,20 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.M
                 experts=count if routed else 1,
                 per_token=per_token.get(module, count) if routed else 1,
                 also_table=kind == "head" and isinstance(module, nn.Embedding),
-                values=2 if _is_packed(module, name.rpartition(".")[2]) else 1,
+                values=_values(module, tensor),
             )
 
 
-def _is_packed(module: nn.Module, name: str) -> bool:
-    """Whether a module's tensor has two codes in a byte."""
-    if isinstance(module, QuantizedLinear):
-        return name == "codes" and module.kind in PACKED
-    weight = quantized_weights(module).get(name.removesuffix("_codes"))
-    return name.endswith("_codes") and weight is not None and weight.kind in PACKED
+def _values(module: nn.Module, tensor: Tensor) -> int:
+    weights = list(quantized_weights(module).values())
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        weights.append(module.quantized_weight)
+    for weight in weights:
+        if tensor is weight.codes:
+            return 2 if weight.kind in PACKED else 1
+        if tensor is weight.scale or tensor is weight.shift:
+            return 0
+    return 1
 
 
 def _kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) -> Kind:

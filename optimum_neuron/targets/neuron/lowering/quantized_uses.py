@@ -11,14 +11,13 @@ import torch
 from torch.fx import Graph, Node
 
 from ....graphs.quantized.weight import PACKED
-from ..quantized_product import QUANTIZED_LINEAR, STORED_PRODUCT, blocks_of
+from ..quantized_product import QUANTIZED_EXPERTS, QUANTIZED_LINEAR, STORED_PRODUCT, blocks_of
 from ..weight_layout import StoredWeight
 
 
 _ATEN = torch.ops.aten
-_ORDER = (1, 0)
-# Where the node of a quantized layer has codes, scales and, if any, shifts.
-_TENSORS = slice(1, 4)
+# Where the node of a quantized layer has codes, scales and, if any, shifts; and then a bias, or the numbers of experts, and the kind.
+_TENSORS, _OTHER, _KIND = slice(1, 4), 4, 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,9 @@ class QuantizedGroup:
         x, *_, kind, tokens = first.args
         assert isinstance(x, Node)
         given = [None if each is None else placeholders[each[0]] for each in self.stored]
+        if first.target == QUANTIZED_EXPERTS:
+            self._rewrite_experts(graph, x, given)
+            return
         with graph.inserting_before(first):
             flat = call_like(graph, first, _ATEN.view.default, (x, [-1, x.meta["val"].shape[-1]]))
             product = call_like(graph, first, STORED_PRODUCT, (flat, *given, kind, tokens))
@@ -54,12 +56,24 @@ class QuantizedGroup:
                 if len(self.layers) > 1:
                     part = call_like(graph, layer, _ATEN.slice.Tensor, (part, 1, start, stop))
                 part = call_like(graph, layer, _ATEN.view.default, (part, list(value.shape)))
-                bias = layer.args[4]
+                bias = layer.args[_OTHER]
                 if bias is not None:
                     part = call_like(graph, layer, _ATEN.add.Tensor, (part, bias))  # in float32, as the sum is
                 part = call_like(graph, layer, _ATEN._to_copy.default, (part,), {"dtype": value.dtype})
             layer.replace_all_uses_with(part)
             start = stop
+
+    def _rewrite_experts(self, graph: Graph, x: Node, given: list[Node | None]) -> None:
+        (layer,) = self.layers
+        with graph.inserting_before(layer):
+            index = layer.args[_OTHER]
+            if index is not None:  # codes are gathered, not numbers
+                given = [
+                    None if each is None else call_like(graph, layer, _ATEN.index_select.default, (each, 0, index))
+                    for each in given
+                ]
+            product = call_like(graph, layer, STORED_PRODUCT, (x, *given, *layer.args[_KIND:]))
+        layer.replace_all_uses_with(product)
 
 
 def quantized_groups(graph: Graph, weights: Mapping[Node, str]) -> list[QuantizedGroup]:
@@ -70,10 +84,10 @@ def quantized_groups(graph: Graph, weights: Mapping[Node, str]) -> list[Quantize
     """
     groups: dict[object, list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target == QUANTIZED_LINEAR:
+        if node.op == "call_function" and node.target in (QUANTIZED_LINEAR, QUANTIZED_EXPERTS):
             codes, scale, shift = node.args[_TENSORS]
-            shared = sum(user.target == QUANTIZED_LINEAR for user in codes.users) > 1
-            form = (node.args[5], scale.meta["val"].dtype, scale.meta["val"].shape[1], shift is None)
+            shared = node.target == QUANTIZED_EXPERTS or sum(user.target == node.target for user in codes.users) > 1
+            form = (node.args[_KIND], scale.meta["val"].dtype, scale.meta["val"].shape[1], shift is None)
             groups[node if shared else (node.args[0], form)].append(node)
     return [_group(tuple(layers), weights) for layers in groups.values()]
 
@@ -84,10 +98,12 @@ def _group(layers: tuple[Node, ...], weights: Mapping[Node, str]) -> QuantizedGr
         if nodes[0] is None:
             stored.append(None)
             continue
-        scale, kind = layers[0].args[2], layers[0].args[5]
+        scale, kind = layers[0].args[2], layers[0].args[_KIND]
         assert isinstance(scale, Node)
-        blocks = blocks_of(scale.meta["val"].shape[1]) if not place and kind in PACKED else 0
-        stored.append((StoredWeight(tuple(weights[node] for node in nodes), _ORDER, blocks), list(nodes)))
+        shape = scale.meta["val"].shape
+        blocks = blocks_of(shape[-1]) if not place and kind in PACKED else 0
+        order = (1, 0) if len(shape) == 2 else (0, 2, 1)
+        stored.append((StoredWeight(tuple(weights[node] for node in nodes), order, blocks), list(nodes)))
     return QuantizedGroup(layers, tuple(stored))
 
 

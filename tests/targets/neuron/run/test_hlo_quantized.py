@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import artifact_runner, prefill_pieces
-from quantized import dequantized, quantize_mixed
+from helpers import artifact_runner, generate, prefill_pieces
+from moe import make_checkpoint
+from quantized import dequantized, quantize_experts, quantize_mixed
 from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM, export
@@ -21,7 +22,8 @@ from optimum_neuron.artifacts.weights import rank_weights_name
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.runtime.step_tensors import Chunk
-from optimum_neuron.targets.neuron.lint.lint import lint_artifact
+from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
+from optimum_neuron.targets.neuron.lowering import hlo
 
 
 # Groups of 16: a decode step of 2 rows adds up their products, a chunk step scales the weight.
@@ -63,16 +65,43 @@ def test_logits_are_those_of_the_dequantized_weights_and_tokens_those_of_the_eag
     ids = torch.from_numpy(PROMPT)[None].long()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    hlo, eager = (
+    lowered, eager = (
         NeuronModelForCausalLM.from_pretrained(mixed(each)).generate(ids, **options) for each in ("hlo", "eager")
     )
-    assert torch.equal(hlo.sequences, eager.sequences)
+    assert torch.equal(lowered.sequences, eager.sequences)
     peer, kinds = dequantized(sharp_checkpoints["llama"], mixed("eager"))
     assert kinds == {"int8", "int4", "fp8", "fp4"}
     with torch.no_grad():
-        expected = peer(hlo.sequences[:, :-1]).logits[:, -6:]
-    difference = (torch.stack(hlo.logits, 1) - expected).abs().amax()
+        expected = peer(lowered.sequences[:, :-1]).logits[:, -6:]
+    difference = (torch.stack(lowered.logits, 1) - expected).abs().amax()
     assert difference < 1e-5 * (expected.amax() - expected.amin())
+
+
+def test_experts_compute_with_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode row gathers codes of its experts; in a chunk all experts compute all tokens, and weights of groups are scaled."""
+    checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    monkeypatch.setattr(export, "quantize", quantize_experts)
+    sizes = {**SIZES, "batch_size": 1, "ctx_batch_size": 1, "sequence_length": 256, "prefill_chunk_size": 128}
+    found = {}
+    for target in ("eager", "hlo"):
+        config = NeuronConfig.from_dict({**sizes, "target": target})
+        export_model(checkpoint, tmp_path / target, config=config, certificate=target == "eager")
+        found[target] = generate(artifact_runner(tmp_path / target), PROMPT, 6)
+    assert found["hlo"][0] == found["eager"][0]
+    assert (found["hlo"][1] - found["eager"][1]).abs().amax() < 2e-5
+    artifact = Artifact.open(tmp_path / "hlo")
+    assert lint_artifact(artifact) == []
+    names = stored_tensors(artifact.file(WEIGHTS_NAME)).keys()
+    assert "model.model.layers.0.mlp.experts.gate_up_proj_codes.order_0_2_1_halves_1" in names
+    assert "model.model.layers.1.mlp.experts.down_proj_scale.order_0_2_1" in names
+    gathered = [
+        each
+        for name, data, _ in artifact_graphs(artifact)
+        if name.startswith("token")
+        for _, each in hlo.instructions(hlo.parse(data))
+        if each.opcode == "gather" and hlo.dtype_name(each.shape) in ("int8", "uint8")
+    ]
+    assert len(gathered) == 4
 
 
 def test_cuts_slots_and_neighbours_change_no_bit(mixed: Callable[..., Path]) -> None:
