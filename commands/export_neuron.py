@@ -254,7 +254,7 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
 
 
 def add_quantization_options(parser: ArgumentParser) -> None:
-    """Of which form weights are; shared by the commands that ask what an export would make."""
+    """Options of the form of weights; shared by the commands that ask what an export would make."""
     group = parser.add_argument_group(
         "quantization",
         "Weights of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",

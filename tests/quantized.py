@@ -1,41 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with quantized weights for the tests of several targets, and what their codes stand for, written out once more."""
+"""Models with quantized weights of all forms, and what their codes stand for, written out once more."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
 from optimum_neuron.checkpoints.rounding import round_fp8, round_int4, round_int8
 from optimum_neuron.graphs.quantized.expert_weights import plain_weights, replace_weights
 from optimum_neuron.graphs.quantized.modules import replace_linear
 from optimum_neuron.graphs.quantized.weight import FP4_VALUES, QuantizedWeight
-
-
-def dequantized(checkpoint: Path, artifact: Path) -> tuple[PreTrainedModel, set[str]]:
-    """transformers' model with the weights that the codes of an artifact of target eager or cpu stand for, and the kinds of codes."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tensors = load_file(artifact / WEIGHTS_NAME)
-    modules = json.loads((artifact / QUANTIZATION_NAME).read_text())["weights"]
-    for name, form in modules.items():
-        of_experts = f"model.{name}_codes" in tensors
-        join = f"model.{name}{'_' if of_experts else '.'}"
-        parts = {part: tensors.get(_stored(artifact, join + part)) for part in ("codes", "scale", "shift")}
-        weight = values_of(form["kind"], **parts)
-        path, _, own = (name if of_experts else f"{name}.weight").rpartition(".")
-        module = model.get_submodule(path)
-        as_the_module = weight if weight.shape == getattr(module, own).shape else weight.transpose(1, 2)
-        setattr(module, own, torch.nn.Parameter(as_the_module.contiguous()))
-    return model, {form["kind"] for form in modules.values()}
 
 
 def values_of(kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -47,10 +25,6 @@ def values_of(kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None) -> 
     each = values.shape[-1] // scale.shape[-1]
     weight = values * scale.float().repeat_interleave(each, -1)
     return weight if shift is None else weight + shift.repeat_interleave(each, -1)
-
-
-def _stored(artifact: Path, name: str) -> str:
-    return Artifact.open(artifact).tied_weights.get(name, name)
 
 
 def int8_in_groups(weight: Tensor) -> QuantizedWeight:

@@ -76,6 +76,11 @@ def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, Weight
     """
     if config.quantization is None:
         return {}
+    if config.quantization == "checkpoint":
+        raise ValueError(
+            "quantization='checkpoint' keeps what a checkpoint's files hold, and its config alone is read here; give the kind of codes, as "
+            "quantization='int8', or an artifact"
+        )
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     found = {}
     for name, module in _chosen(model, config).items():

@@ -206,7 +206,8 @@ def _measure(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, 
         notes.append("The checkpoint names no dtype, so float32 is assumed; --dtype bfloat16 needs half of it.")
 
     def formats(model: PreTrainedModel) -> Mapping[str, WeightFormat]:
-        return read_formats(checkpoint.folder) if config.quantization is None else formats_of(model, config)
+        kept = read_formats(checkpoint.folder) if config.quantization == "checkpoint" else {}
+        return kept or formats_of(model, config)
 
     return measure(
         model_config, checkpoint.source, dtype, trust_remote_code=checkpoint.trust_remote_code, formats=formats

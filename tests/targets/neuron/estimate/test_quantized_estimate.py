@@ -11,6 +11,7 @@ import torch
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from optimum_neuron.artifacts.quantization import write_formats
 from optimum_neuron.artifacts.weights import named_tensors
 from optimum_neuron.checkpoints.quantize import formats_of, quantize
 from optimum_neuron.config import NeuronConfig
@@ -72,3 +73,18 @@ def test_a_target_without_the_type_is_left_out_with_a_reason(tmp_path: Path) -> 
     assert "inf2 has no fp8." in report.notes
     with pytest.raises(ValueError, match="quantization='fp8' needs a type that target='inf2' lacks"):
         estimate_model(str(tmp_path), options, ["inf2"], tensor_parallel_size=1)
+
+
+def test_codes_of_a_checkpoint_are_not_known_from_its_config(tmp_path: Path) -> None:
+    LlamaConfig(**TINY_SIZES, dtype="bfloat16").save_pretrained(tmp_path)
+    options = {"sequence_length": 64, "quantization": "checkpoint"}
+    with pytest.raises(ValueError, match="its config alone is read here; give the kind of codes"):
+        estimate_model(str(tmp_path), options, ["trn2"], tensor_parallel_size=1)
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
+    formats = formats_of(model, NeuronConfig.from_dict({"quantization": "int4"}))
+    write_formats(formats, tmp_path)  # as an artifact's folder has them
+    found, expected = (
+        estimate_model(str(tmp_path), options | {"quantization": kind}, ["trn2"], tensor_parallel_size=1)
+        for kind in ("checkpoint", "int4")
+    )
+    assert found.estimates[0].memory == expected.estimates[0].memory

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import artifact_runner, generate, prefill_pieces
 from moe import make_checkpoint
-from quantized import dequantized, quantize_experts, quantize_mixed
+from quantized import quantize_experts, quantize_mixed
+from quantized_files import dequantized_model
 from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM, export
@@ -60,7 +61,7 @@ def mixed(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 def test_logits_are_those_of_the_dequantized_weights_and_tokens_those_of_the_eager_target(
-    mixed: Callable[..., Path], sharp_checkpoints: dict[str, Path]
+    mixed: Callable[..., Path],
 ) -> None:
     ids = torch.from_numpy(PROMPT)[None].long()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -69,7 +70,7 @@ def test_logits_are_those_of_the_dequantized_weights_and_tokens_those_of_the_eag
         NeuronModelForCausalLM.from_pretrained(mixed(each)).generate(ids, **options) for each in ("hlo", "eager")
     )
     assert torch.equal(lowered.sequences, eager.sequences)
-    peer, kinds = dequantized(sharp_checkpoints["llama"], mixed("eager"))
+    peer, kinds = dequantized_model(mixed("eager"))
     assert kinds == {"int8", "int4", "fp8", "fp4"}
     with torch.no_grad():
         expected = peer(lowered.sequences[:, :-1]).logits[:, -6:]
