@@ -112,7 +112,7 @@ def add_graph_options(parser: ArgumentParser) -> None:
     """Options that make a NeuronConfig; shared by the commands that tell of an export before it is done."""
     _add_size_options(parser)
     _add_sampling_options(parser)
-    _add_quantization_options(parser)
+    add_quantization_options(parser)
     _add_target_options(parser)
 
 
@@ -253,7 +253,8 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
     )
 
 
-def _add_quantization_options(parser: ArgumentParser) -> None:
+def add_quantization_options(parser: ArgumentParser) -> None:
+    """Options of the form of weights; shared by the commands that ask what an export would make."""
     group = parser.add_argument_group(
         "quantization",
         "Weights of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",

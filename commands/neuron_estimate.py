@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.export_neuron import add_quantization_options
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors, size_list, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig
@@ -71,6 +72,7 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
         _add_context_option(group)
+        add_quantization_options(parser)
         group = parser.add_argument_group("files")
         group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the estimates; needs matplotlib")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
@@ -153,6 +155,8 @@ def given_options(args: Namespace) -> dict[str, Any]:
     """What was given of a NeuronConfig."""
     names = set(NeuronConfig.option_names()) - {"target", "tensor_parallel_size"}
     options = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    # What is off where it is not given.
+    options = {name: value for name, value in options.items() if name != "quantization_zero_point" or value}
     for name in ("prefill_chunk_buckets", "context_buckets"):
         if name in options:
             options[name] = tuple(size for sizes in options[name] for size in sizes)

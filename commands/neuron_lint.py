@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.export_neuron import add_quantization_options
 from optimum.commands.register.neuron_estimate import add_model_options, add_size_options, given_options
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors
@@ -72,6 +73,7 @@ class NeuronLintCommand(BaseOptimumCLICommand):
         add_option(
             group, "--top-logprobs", type=int, metavar="COUNT", help="graphs tell log-probabilities, as in export"
         )
+        add_quantization_options(parser)
         parser.add_argument(
             "--target",
             choices=("auto", *HLO_TARGETS),

@@ -17,6 +17,8 @@ TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 # Kernels of the SDK by name, and where they may stand for operators: they need a Trainium 2 or later; on hlo their references run.
 KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
+# Their compiler takes no number of 8 bits as the Open Compute Project has it (e4m3); error code EVRF051 of the SDK.
+TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
 WALKING_TARGETS: tuple[str, ...] = ("cpu",)
@@ -149,9 +151,9 @@ class NeuronConfig:
             self.quantization, self.quantization_group_size, self.quantization_zero_point, self.quantization_exclude
         )
         object.__setattr__(self, "quantization_exclude", exclude)
-        if self.quantization is not None and self.target in HLO_TARGETS:
+        if self.quantization == "fp8" and self.target in TARGETS_WITHOUT_FP8:
             raise ValueError(
-                f"quantization={self.quantization!r} is not lowered for target={self.target!r} yet; leave it out, or use target='cpu'"
+                f"quantization='fp8' needs a type that target={self.target!r} lacks; use quantization='int8', or target='trn2' or later"
             )
         check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
         self._check_snapshots()

@@ -31,6 +31,7 @@ from .graphs.checks.rope_length import check_text_length, keep_frequencies, take
 from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
 from .graphs.model_spec import ModelSpec
+from .graphs.quantized.formats import weight_formats
 from .graphs.spec import GraphSpec, graph_specs
 from .runtime import golden
 from .targets import CompileJob, Target, get_target, resolve_target
@@ -163,7 +164,7 @@ def _write(
 ) -> Path:
     with write_artifact(output, overwrite=overwrite) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
-        write_formats(model, writer.path)
+        write_formats(weight_formats(model), writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..graphs.quantized.formats import WeightFormat, make_room, weight_formats
+from ..graphs.quantized.formats import WeightFormat, make_room
 from ..graphs.quantized.weight import CODE_DTYPES, SCALE_DTYPES
 from .schema import choice, flag, named, read_object, record, whole
 
@@ -34,9 +34,8 @@ _DOCUMENT = record(
 )
 
 
-def write_formats(model: nn.Module, folder: Path) -> None:
-    """Writes the file where a model has quantized weights."""
-    formats = weight_formats(model)
+def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
+    """Writes the file where a model has quantized weights, which are these by name."""
     if formats:
         document = {"weights": {name: asdict(each) for name, each in formats.items()}}
         (folder / QUANTIZATION_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

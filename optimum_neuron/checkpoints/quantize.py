@@ -15,10 +15,11 @@ from .. import progress
 from ..config import NeuronConfig
 from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
-from ..graphs.quantized.expert_weights import plain_weights, replace_weights
+from ..graphs.quantized.expert_weights import natural_shape, plain_weights, replace_weights
+from ..graphs.quantized.formats import WeightFormat
 from ..graphs.quantized.modules import replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
-from .rounding import round_fp8, round_int4, round_int8
+from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
 
 logger = logging.getLogger(__name__)
@@ -42,18 +43,13 @@ def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
     """
     if config.quantization in (None, "checkpoint"):
         return
-    layers = {
-        name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
-    }
-    patterns = DEFAULT_EXCLUDE if config.quantization_exclude is None else config.quantization_exclude
-    chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
-    _check(model, config, layers, chosen)
+    chosen = _chosen(model, config)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     rounding = _Rounding(config)
     with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
             if isinstance(module, nn.Linear):
-                is_shared = module is head and type(table) is nn.Embedding and table.weight is module.weight
+                is_shared = _is_shared(module, head, table)
                 weight = rounding.of(f"{name}.weight", module.weight.detach(), finest=module is head)
                 replace_linear(model, name, weight)
                 if is_shared and weight.kind == "int8":
@@ -70,6 +66,54 @@ def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
             inputs,
             config.int4_group_size,
         )
+
+
+def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, WeightFormat]:
+    """How `quantize` would store the weights of a model, by name: as `graphs.quantized.formats.weight_formats` gives it. No weight is read.
+
+    Raises:
+        ValueError: as `quantize`, where that follows from names and sizes.
+    """
+    if config.quantization is None:
+        return {}
+    if config.quantization == "checkpoint":
+        raise ValueError(
+            "quantization='checkpoint' keeps what a checkpoint's files hold, and its config alone is read here; give the kind of codes, as "
+            "quantization='int8', or an artifact"
+        )
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    found = {}
+    for name, module in _chosen(model, config).items():
+        if isinstance(module, nn.Linear):
+            found[name] = _format(config, module.in_features, finest=module is head)
+            if _is_shared(module, head, table) and found[name].kind == "int8":
+                found[_name_of(model, table)] = found[name]
+        else:
+            for own, weight in plain_weights(module).items():
+                found[f"{name}.{own}"] = _format(config, natural_shape(module, weight)[-1])
+    return found
+
+
+def _chosen(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:
+    layers = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
+    }
+    patterns = DEFAULT_EXCLUDE if config.quantization_exclude is None else config.quantization_exclude
+    chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
+    _check(model, config, layers, chosen)
+    return chosen
+
+
+def _is_shared(module: nn.Linear, head: nn.Module | None, table: nn.Module) -> bool:
+    return module is head and type(table) is nn.Embedding and table.weight is module.weight
+
+
+def _format(config: NeuronConfig, inputs: int, *, finest: bool = False) -> WeightFormat:
+    """Of a weight with so many inputs; `finest`: as many bits as there are."""
+    group = config.int4_group_size
+    if config.quantization == "int4" and not finest and inputs % group == 0:
+        return WeightFormat("int4", inputs // group, "float16", config.quantization_zero_point)
+    return WeightFormat("fp8" if config.quantization == "fp8" else "int8", 1, "float32", False)
 
 
 def _rounded_experts(name: str, layer: Any, rounding: _Rounding) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -116,16 +160,15 @@ class _Rounding:
             raise ValueError(
                 f"{name} holds NaN or infinity in {count:,} of {weight.numel():,} places; repair it, or download it again"
             )
-        kind, group = self._config.quantization, self._config.int4_group_size
+        kind = _format(self._config, weight.shape[-1], finest=finest).kind
         if kind == "fp8":
-            return round_fp8(weight)
-        if kind == "int8" or finest:
-            return round_int8(weight)
-        if weight.shape[-1] % group:
-            self.undivided.append((name, weight.shape[-1]))
+            return round_fp8(weight, FP8_LARGEST_ON.get(self._config.target, FP8_LARGEST))
+        if kind == "int8":
+            if self._config.quantization == "int4" and not finest:
+                self.undivided.append((name, weight.shape[-1]))
             return round_int8(weight)
         try:
-            return round_int4(weight, group, zero_point=self._config.quantization_zero_point)
+            return round_int4(weight, self._config.int4_group_size, zero_point=self._config.quantization_zero_point)
         except ValueError as error:
             raise ValueError(
                 f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)"

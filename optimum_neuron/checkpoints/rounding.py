@@ -11,7 +11,9 @@ from torch import Tensor
 from ..graphs.quantized.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
 
 
-FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it; Trainium 2 has 240
+FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it
+# Where the largest number is another one: the bits above stand for infinity and NaN there.
+FP8_LARGEST_ON = {"trn2": 240.0}
 _INT8_LARGEST, _INT4_CODES = 127, 15
 # Parts of the scale that just holds a group's largest value: a smaller one clips that, and rounds the others finer.
 _SHRUNK = tuple(1 - step / 40 for step in range(9))

@@ -114,30 +114,48 @@ def _plain(weight: Tensor | QuantizedWeight) -> Tensor:
     return weight
 
 
+# From `[experts, tokens, in]` and a weight of experts to `[experts, tokens, out]` float32.
+QuantizedExpertsProduct = Callable[[Tensor, QuantizedWeight], Tensor]
+
+
+def dequantized_experts(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The reference."""
+    return x.float() @ weight.dequantize().transpose(1, 2)
+
+
 # From a call to `[tokens, hidden]`.
 Experts = Callable[[ExpertsCall], Tensor]
 
 
-def dense_experts(call: ExpertsCall) -> Tensor:
+def dense_experts(call: ExpertsCall, product: QuantizedExpertsProduct = dequantized_experts) -> Tensor:
     """Every expert computes every token, and a token takes those that it was routed to.
 
     No shape depends on the routing and no weight is gathered, so every target can lower it; what it costs is the other
     experts' arithmetic.
+
+    Args:
+        product: with quantized weights.
     """
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
     routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
     inputs = call.hidden_states.to(call.dtype).expand(call.experts, *call.hidden_states.shape)
-    up = call.activate(_every(call, inputs, call.up_weight, call.up_bias))
-    outputs = call.normalize(_every(call, up, call.down_weight, call.down_bias))
+    up = call.activate(_every(call, inputs, call.up_weight, call.up_bias, product))
+    outputs = call.normalize(_every(call, up, call.down_weight, call.down_bias, product))
     # Not only times 0: an expert may overflow on a token that is not its own.
     outputs = torch.where(chosen.any(1).t()[:, :, None], outputs * routing, 0.0)
     return outputs.sum(0).to(call.hidden_states.dtype)
 
 
-def _every(call: ExpertsCall, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
+def _every(
+    call: ExpertsCall,
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    product: QuantizedExpertsProduct,
+) -> Tensor:
     """`[experts, tokens, in]` to `[experts, tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
-        wide = x.float() @ weight.dequantize().transpose(1, 2)
+        wide = product(x, weight)
         return (wide if bias is None else wide + bias[:, None].float()).to(x.dtype)
     output = x @ (weight if call.layer.is_transposed else weight.transpose(1, 2))
     return output if bias is None else output + bias[:, None]

@@ -178,7 +178,7 @@ def test_an_artifact_takes_as_little_as_its_codes(tiny_checkpoint: Path, tmp_pat
         ({"quantization_exclude": ["lm_head"]}, "there is no quantization"),
         ({"quantization": "int8", "quantization_exclude": ["*.qproj"]}, "'\\*.qproj' is the name of none of"),
         ({"quantization": "int8", "quantization_exclude": ["*"]}, "finds nothing to quantize"),
-        ({"quantization": "int8", "target": "hlo"}, "is not lowered for target='hlo'"),
+        ({"quantization": "fp8", "target": "trn1"}, "needs a type that target='trn1' lacks"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_anything_is_written(

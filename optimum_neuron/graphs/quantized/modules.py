@@ -61,8 +61,12 @@ class QuantizedLinear(nn.Module):
     def quantized_weight(self) -> QuantizedWeight:
         return QuantizedWeight(self.kind, self.codes, self.scale, self.shift)
 
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`[..., outputs]` of x `[..., inputs]`, without the layer's own bias."""
+        return _product.get()(x, self.quantized_weight, bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        return _product.get()(x, self.quantized_weight, self.bias)
+        return self.product(x, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"

@@ -41,6 +41,7 @@ class ExpertLayer:
         up: values that an expert's first projection gives.
         down: values that its last one takes.
         dtype, itemsize: of weights and products.
+        code_bits: of weights that are codes, without their scales; 0 of others.
     """
 
     experts: int
@@ -50,6 +51,11 @@ class ExpertLayer:
     down: int
     dtype: str
     itemsize: int
+    code_bits: int = 0
+
+    def weight_bytes(self, count: int) -> int:
+        """Of so many numbers of a weight."""
+        return count * (self.code_bits or 8 * self.itemsize) // 8
 
     @property
     def expert_params(self) -> int:
@@ -126,7 +132,7 @@ def blocks(layer: ExpertLayer, tokens: int, rows: int, chip: Chip) -> ExpertForm
 
 def _part(layer: ExpertLayer, gathered: int, chip: Chip) -> int:
     """As many as leave half of the core's memory to the next part, in parts of about one size."""
-    largest = layer.hidden * max(layer.up, layer.down) * layer.itemsize
+    largest = layer.weight_bytes(layer.hidden * max(layer.up, layer.down))
     fitting = max(1, chip.core_sbuf // 2 // largest)
     parts = min(-(-gathered // fitting), MOST_PARTS)
     return -(-gathered // parts) if gathered else 0
@@ -148,10 +154,14 @@ def work(layer: ExpertLayer, tokens: int, form: ExpertForm, chip: Chip) -> Exper
         size = elements * layer.itemsize
         return size + (elements if read is None else read) * layer.itemsize if size > chip.core_sbuf else 0
 
+    def gathered_weight(elements: int) -> int:
+        size = layer.weight_bytes(elements)
+        return 2 * size if size > chip.core_sbuf else 0
+
     entries, hidden = tokens * layer.per_token, layer.hidden
     own, gathered = layer.experts * form.own_rows, form.gathered * form.rows
     own_weights = layer.experts * layer.expert_params if own else 0
-    moved = (own_weights + form.gathered * layer.expert_params) * layer.itemsize
+    moved = layer.weight_bytes(own_weights + form.gathered * layer.expert_params)
     taken = entries if form.gathered else own
     moved += through_memory(own * layer.up) + through_memory(own * hidden, min(taken, own) * hidden)
     if own and gathered:
@@ -159,7 +169,7 @@ def work(layer: ExpertLayer, tokens: int, form: ExpertForm, chip: Chip) -> Exper
     largest = 0
     for start, end in form.parts:
         count, rows = end - start, (end - start) * form.rows
-        through = through_memory(count * hidden * layer.up), through_memory(count * hidden * layer.down)
+        through = gathered_weight(count * hidden * layer.up), gathered_weight(count * hidden * layer.down)
         moved += sum(through) + through_memory(rows * layer.up)
         moved += through_memory(rows * hidden, min(entries, rows) * hidden)
         largest = max(largest, sum(through) // (2 * layer.itemsize))

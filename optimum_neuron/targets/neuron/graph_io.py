@@ -14,6 +14,7 @@ from ...graphs.spec import CHUNK, DECODE
 Role = Literal["weight", "state", "input"]
 DTYPES = (
     "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn",
 )  # fmt: skip
 # What devices have in place of other types. A gather's indices are made unsigned; that does not outlast further operators on
 # every way to a device.

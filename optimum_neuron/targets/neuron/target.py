@@ -66,7 +66,9 @@ class NeuronTarget:
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         from .lowering.rank_model import trace_first
         from .sharding import write_sharded_weights
+        from .weight_types import check_weight_types
 
+        check_weight_types(model, config.target)
         plan = _plan(model, config)
         first = trace_first(model, plan, config)
         self._first = first.program

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...graphs.quantized.weight import pack_int4
+
 
 @dataclass(frozen=True)
 class StoredWeight:
@@ -17,10 +19,13 @@ class StoredWeight:
     Attributes:
         parts: names of the model's tensors, which are side by side along the last dimension.
         order: of each part's dimensions, as `Tensor.permute` takes it.
+        blocks: of codes of 4 bits `[..., outputs, inputs / 2]`: a byte holds one of an input in the first half of a block, and one of the input
+            as far into the second half; so many blocks there are. 0: of all else.
     """
 
     parts: tuple[str, ...]
     order: tuple[int, ...]
+    blocks: int = 0
 
     @property
     def name(self) -> str:
@@ -30,7 +35,8 @@ class StoredWeight:
         tail = _common([part[: len(head) - 1 if head else None : -1] for part in split])[::-1]
         middles = [".".join(part[len(head) : len(part) - len(tail)]) for part in split]
         joined = [*head, *filter(None, ["-".join(middles)]), *tail]
-        return ".".join([*joined, "_".join(["order", *map(str, self.order)])])
+        halves = ["halves", str(self.blocks)] if self.blocks else []
+        return ".".join([*joined, "_".join(["order", *map(str, self.order), *halves])])
 
     def shape(self, part: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
         """The shape, from those of the parts by name."""
@@ -39,7 +45,8 @@ class StoredWeight:
 
     def tensor(self, part: Callable[[str], Tensor]) -> Tensor:
         """The tensor, from the parts by name; a view of a single part."""
-        tensors = [part(name).permute(self.order) for name in self.parts]
+        parts = (part(name) for name in self.parts)
+        tensors = [(_in_halves(each, self.blocks) if self.blocks else each).permute(self.order) for each in parts]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
 
 
@@ -54,6 +61,13 @@ class WeightLayout:
 
     stored: tuple[StoredWeight, ...] = ()
     replaced: frozenset[str] = frozenset()
+
+
+def _in_halves(codes: Tensor, blocks: int) -> Tensor:
+    """Codes of 4 bits `[..., outputs, inputs / 2]`, of neighbours in a byte, with those of a block's halves in one."""
+    pairs = torch.stack((codes & 15, codes >> 4), -1)
+    first, second = pairs.view(*codes.shape[:-1], blocks, 2, -1).unbind(-2)
+    return pack_int4(torch.stack((first, second), -1).view(*codes.shape[:-1], -1))
 
 
 def _common(lists: list[list[str]]) -> list[str]:

@@ -15,7 +15,9 @@ from helpers import export_tiny
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.graphs.quantized.formats import weight_formats
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 
@@ -57,13 +59,15 @@ def lowered_once() -> Iterator[None]:
     def lower_once(
         folder: Path, config: NeuronConfig, tied: Mapping[str, str], *, first: Any = None, **options: bool
     ) -> Iterator[Any]:
-        found = key((folder / "config.json").read_text(), config, tuple(tied.items()), *options.values())
+        quantized = folder / QUANTIZATION_NAME
+        formats = quantized.read_text() if quantized.exists() else None
+        found = key((folder / "config.json").read_text(), config, formats, tuple(tied.items()), *options.values())
         if found not in graphs:
             graphs[found] = list(lower(folder, config, tied, first=first, **options))
         return iter(graphs[found])
 
     def trace_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
-        found = key(model.config.to_json_string(), config, str(model.dtype))
+        found = key(model.config.to_json_string(), config, str(model.dtype), str(weight_formats(model)))
         if found in layouts:  # and its graphs are lowered, or are traced anew: a program is lowered once
             return rank_model.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
         first = trace_first(model, plan, config)

@@ -110,7 +110,7 @@ class Setup:
         with safe_open(self.folder / rank_weights_name(rank, self.ranks), framework="pt") as file:
             for name in sorted(needed):
                 tensor = file.get_tensor(self.tied.get(name, name))
-                yield name, tensor.float() if wide and tensor.is_floating_point() else tensor
+                yield name, in_float32(tensor) if wide else tensor
 
 
 def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -195,5 +195,5 @@ def _read_module(path: Path) -> Module:
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """A weight as a model in float32 has it."""
-    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+    """A weight as a model in float32 has it; codes of 8 bits stay what they are."""
+    return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
+from ....artifacts.quantization import read_formats, write_formats
 from ....artifacts.skeleton import empty_model, read_config
 from ....artifacts.weights import named_tensors
 from ....config import NeuronConfig
@@ -88,7 +89,7 @@ def choose_trial(
 
 
 def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust_remote_code: bool) -> None:
-    """Writes the config.json of a model of the first layers, and the modeling code that it names.
+    """Writes the config.json of a model of the first layers, the modeling code that it names, and which of its weights are quantized.
 
     A window that is longer than the columns becomes one that is shorter, so that its edge is tried.
     """
@@ -105,6 +106,11 @@ def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust
     config.save_pretrained(scratch)
     for path in folder.glob("*.py"):
         (scratch / path.name).write_bytes(path.read_bytes())
+    formats = read_formats(folder)
+    if formats:
+        model = empty_model(scratch, "float32", trust_remote_code=trust_remote_code)
+        names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+        write_formats({name: each for name, each in formats.items() if name in names}, scratch)
 
 
 def tied_in(tied: Mapping[str, str], folder: Path, config: NeuronConfig, *, trust_remote_code: bool) -> dict[str, str]:

@@ -103,7 +103,8 @@ def _environment(target: str) -> tuple[int, str]:
 
 
 def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    flags = graph_flags(target, graph.kind, lnc, version)
+    has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
+    flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
     key = graph_key(graph.hlo, target, flags, version)
     return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc, version)
 

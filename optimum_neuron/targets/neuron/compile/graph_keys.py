@@ -20,13 +20,16 @@ from .native_kernels import kernel_versions
 from .neuron_cc import DISTRIBUTION
 
 
-def graph_flags(target: str, kind: str, lnc: int, version: str) -> tuple[str, ...]:
+def graph_flags(target: str, kind: str, lnc: int, version: str, *, has_fp8: bool = False) -> tuple[str, ...]:
     """The compiler's options for a graph, with those of NEURON_CC_FLAGS.
+
+    Args:
+        has_fp8: whether it takes weights of float8_e4m3fn.
 
     Raises:
         ValueError: the variable asks for what the target cannot do.
     """
-    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version)
+    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version, has_fp8=has_fp8)
     return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
 
 

@@ -121,7 +121,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     sizes_of: dict[Kind, int] = defaultdict(int)
     for weight in local:
         size = math.prod(weight.shape) * weight.itemsize
-        params[weight.kind] += math.prod(weight.shape)
+        params[weight.kind] += weight.count
         sizes_of[weight.kind] += size
         sizes_of["table"] += size * weight.also_table
     alike = Counter(
@@ -159,16 +159,19 @@ def _experts(weights: list[Weight], sizes: ModelSizes) -> Iterator[Experts]:
 
 def _expert_layer(block: list[Weight], sizes: ModelSizes) -> ExpertLayer:
     """A layer by its weights, which lie either way around; the others are biases."""
-    weights = {w.name: math.prod(w.shape[1:]) for w in block if len(w.shape) == 3}
-    down = sum(size for name, size in weights.items() if name.endswith("down_proj"))
+    weights = [w for w in block if len(w.shape) == 3 and w.values]
+    params = {w.name.removesuffix("_codes"): w.count // w.experts for w in weights}
+    down = sum(size for name, size in params.items() if name.endswith("down_proj"))
+    has_codes = any(w.name.endswith("_codes") for w in weights)
     return ExpertLayer(
         experts=block[0].experts,
         per_token=block[0].per_token,
         hidden=sizes.hidden_size,
-        up=(sum(weights.values()) - down) // sizes.hidden_size,
+        up=(sum(params.values()) - down) // sizes.hidden_size,
         down=down // sizes.hidden_size,
         dtype=sizes.dtype,
-        itemsize=block[0].itemsize,
+        itemsize=getattr(torch, sizes.dtype).itemsize if has_codes else block[0].itemsize,
+        code_bits=8 // weights[0].values if has_codes else 0,
     )
 
 
@@ -176,7 +179,7 @@ def _block_width(weights: list[Weight]) -> int:
     widths: dict[str, int] = defaultdict(int)
     for weight in weights:
         if weight.kind == "linear":
-            widths[weight.block] += sum(weight.shape)
+            widths[weight.block] += sum(weight.shape) + (weight.values - 1) * weight.shape[-1]
     return max(widths.values(), default=0)
 
 

@@ -7,13 +7,13 @@ Reads a config, never weights. Imports torch only once the sizes asked for make 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....artifacts.artifact import MANIFEST_NAME, Artifact
-from ....config import NeuronConfig
+from ....config import TARGETS_WITHOUT_FP8, NeuronConfig
 from ....graphs.family import GraphFamily
 from ....graphs.spec import graph_specs
 from ..sdk.devices import resolve_neuron_target
@@ -24,7 +24,10 @@ from .step_speed import Speed, speed
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ....checkpoints.checkpoint import Checkpoint
+    from ....graphs.quantized.formats import WeightFormat
     from .core_sizes import CoreSizes
     from .model_sizes import ModelSizes
 
@@ -37,6 +40,10 @@ _INHERITED = (
     "on_device_sampling",
     "output_logits",
     "prompt_logits",
+    "quantization",
+    "quantization_group_size",
+    "quantization_zero_point",
+    "quantization_exclude",
 )
 _FOLLOWING = (
     "kv_block_size",
@@ -122,7 +129,7 @@ def estimate_model(
         FileNotFoundError: there is no such model.
     """
     options = _with_artifact(Path(model).expanduser(), options)
-    targets = list(dict.fromkeys(resolve_neuron_target(target) for target in targets))
+    targets, without = _with_types(dict.fromkeys(resolve_neuron_target(target) for target in targets), options)
     # Wrong sizes are refused before torch is imported.
     config = NeuronConfig.from_dict(
         options
@@ -142,7 +149,16 @@ def estimate_model(
     sizes, assumed = _measure(found, config)
     check_snapshots(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
-    return Report(model, sizes, context, estimates, (*assumed, *notes, *refused))
+    return Report(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
+
+
+def _with_types(targets: Iterable[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Targets that have the types of weights, or all where none does; and why others are left out."""
+    asked = list(targets)
+    left = [target for target in asked if target in TARGETS_WITHOUT_FP8 and options.get("quantization") == "fp8"]
+    if len(left) == len(asked):
+        return asked, []
+    return [target for target in asked if target not in left], [f"{target} has no fp8." for target in left]
 
 
 def _with_artifact(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +193,8 @@ def _groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, An
 
 
 def _measure(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, list[str]]:
+    from ....artifacts.quantization import read_formats
+    from ....checkpoints.quantize import formats_of
     from .model_sizes import measure
 
     model_config = checkpoint.load_config()
@@ -186,7 +204,14 @@ def _measure(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, 
     if dtype is None:
         dtype = "float32"
         notes.append("The checkpoint names no dtype, so float32 is assumed; --dtype bfloat16 needs half of it.")
-    return measure(model_config, checkpoint.source, dtype, trust_remote_code=checkpoint.trust_remote_code), notes
+
+    def formats(model: PreTrainedModel) -> Mapping[str, WeightFormat]:
+        kept = read_formats(checkpoint.folder) if config.quantization == "checkpoint" else {}
+        return kept or formats_of(model, config)
+
+    return measure(
+        model_config, checkpoint.source, dtype, trust_remote_code=checkpoint.trust_remote_code, formats=formats
+    ), notes
 
 
 def _estimates(

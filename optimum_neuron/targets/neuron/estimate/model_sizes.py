@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,10 @@ from ....graphs.checks.inspect import inspect_model
 from ....graphs.checks.rope_length import keep_frequencies
 from ....graphs.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
 from ....graphs.model_spec import ModelSpec
+from ....graphs.quantized.expert_weights import plain_weights, quantized_weights
+from ....graphs.quantized.formats import WeightFormat, make_room
+from ....graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear
+from ....graphs.quantized.weight import PACKED
 from .layer_kinds import LayerKinds, one_of_each_kind
 
 
@@ -35,6 +39,7 @@ class Weight:
         block: the module whose weights work on the same tokens one after the other.
         experts, per_token: of a weight of routed experts: how many there are, and how many see a token.
         also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
+        values: numbers of the model in one of the tensor: two in a byte of codes of 4 bits, none in a scale.
     """
 
     name: str
@@ -45,6 +50,12 @@ class Weight:
     experts: int = 1
     per_token: int = 1
     also_table: bool = False
+    values: int = 1
+
+    @property
+    def count(self) -> int:
+        """Numbers of the model in it."""
+        return math.prod(self.shape) * self.values
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,8 @@ class ModelSizes:
         heads: query heads by attention layer, in the order of `spec.layers`.
         keeps_logits: whether logits are computed for the chosen tokens only.
         longest: the model's `max_position_embeddings`, if it has such a limit.
-        model: without data.
+        parameters: numbers of the plain model.
+        model: without data, with quantized weights where graphs take such.
         kinds: one layer of each kind.
     """
 
@@ -68,12 +80,9 @@ class ModelSizes:
     hidden_size: int
     keeps_logits: bool
     longest: int | None
+    parameters: int
     model: PreTrainedModel
     kinds: LayerKinds
-
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def has_experts(self) -> bool:
@@ -82,16 +91,24 @@ class ModelSizes:
     @property
     def active_parameters(self) -> int:
         """Parameters that see a token: of routed experts, those that it is routed to."""
-        unused = sum(math.prod(w.shape) * (w.experts - w.per_token) // w.experts for w in self.weights)
+        unused = sum(w.count * (w.experts - w.per_token) // w.experts for w in self.weights)
         return self.parameters - unused
 
 
-def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remote_code: bool) -> ModelSizes:
+def measure(
+    model_config: PreTrainedConfig,
+    name: str,
+    dtype: str,
+    *,
+    trust_remote_code: bool,
+    formats: Callable[[PreTrainedModel], Mapping[str, WeightFormat]] = lambda model: {},
+) -> ModelSizes:
     """Builds the model without memory and runs one token through it.
 
     Args:
         model_config: is changed, as transformers does.
         dtype: torch's name of the type of weights and cache.
+        formats: which weights of the plain model are quantized, and how.
 
     Raises:
         ValueError: the model cannot be exported; the reason is named.
@@ -109,6 +126,9 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
                 f"{name}: no {model_config.model_type} model can be built by its config ({first_line(error)}); correct it"
             ) from error
         keep_frequencies(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        hidden_size = model.get_input_embeddings().weight.shape[1]
+        make_room(model, formats(model))
         probe, spec = _probe(model)
     text_config = model_config.get_text_config(decoder=True)
     return ModelSizes(
@@ -117,9 +137,10 @@ def measure(model_config: PreTrainedConfig, name: str, dtype: str, *, trust_remo
         weights=tuple(_weights(model, wanted, probe.per_token)),
         spec=spec,
         heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.layers),
-        hidden_size=model.get_input_embeddings().weight.shape[1],
+        hidden_size=hidden_size,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         longest=getattr(text_config, "max_position_embeddings", None),
+        parameters=parameters,
         model=model,
         kinds=one_of_each_kind(model),
     )
@@ -175,14 +196,15 @@ class _Probe:
 
 def _expert_count(module: nn.Module) -> int:
     """Routed experts whose weights a module stacks along the first dimension; 0 for other modules."""
-    stacked = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+    stacked = [*plain_weights(module).values(), *(each.codes for each in quantized_weights(module).values())]
     return stacked[0].shape[0] if stacked and not isinstance(module, nn.modules.conv._ConvNd) else 0
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.Module, int]) -> Iterator[Weight]:
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     stored = model.state_dict(keep_vars=True).keys()
-    head = getattr(model.get_output_embeddings(), "weight", None)
+    output = model.get_output_embeddings()
+    head = getattr(output, "codes" if isinstance(output, QuantizedLinear) else "weight", None)
     seen: set[int] = set()
     for path, module in model.named_modules():
         count = _expert_count(module)
@@ -206,7 +228,20 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.M
                 experts=count if routed else 1,
                 per_token=per_token.get(module, count) if routed else 1,
                 also_table=kind == "head" and isinstance(module, nn.Embedding),
+                values=_values(module, tensor),
             )
+
+
+def _values(module: nn.Module, tensor: Tensor) -> int:
+    weights = list(quantized_weights(module).values())
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        weights.append(module.quantized_weight)
+    for weight in weights:
+        if tensor is weight.codes:
+            return 2 if weight.kind in PACKED else 1
+        if tensor is weight.scale or tensor is weight.shift:
+            return 0
+    return 1
 
 
 def _kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) -> Kind:
@@ -214,6 +249,10 @@ def _kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) 
         return "head"
     if isinstance(module, nn.Embedding) and tensor is module.weight:
         return "table"
+    if isinstance(module, QuantizedEmbedding):
+        return "table"
+    if isinstance(module, QuantizedLinear) and tensor is module.codes:
+        return "linear"
     if experts and tensor.dim() > 0 and tensor.shape[0] == experts:
         return "experts"
     return "linear" if isinstance(tensor, nn.Parameter) and tensor.dim() > 1 else "other"

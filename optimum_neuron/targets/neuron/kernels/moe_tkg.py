@@ -100,7 +100,7 @@ def _by_kernel(call: ExpertsCall) -> Tensor:
 
 def _fits(call: ExpertsCall) -> bool:
     layer, (tokens, hidden) = call.layer, call.hidden_states.shape
-    if not layer.has_gate or layer.has_bias or not layer.is_concatenated:
+    if not layer.has_gate or layer.has_bias or not layer.is_concatenated or not isinstance(call.up_weight, Tensor):
         return False
     # The one of transformers' interface; a model may have its own.
     gated = type(layer)._apply_gate.__name__ == "_default_apply_gate"

@@ -8,8 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
+from transformers import PreTrainedModel
+
+from ....artifacts.quantization import write_formats
+from ....artifacts.skeleton import empty_model
 from ....checkpoints.checkpoint import find_config
+from ....checkpoints.quantize import formats_of
 from ....config import NeuronConfig
 from ..lowering.lower import LoweredGraph
 from ..lowering.lower_all import lower_all
@@ -50,4 +56,6 @@ def model_graphs(
         if trust_remote_code:
             for path in checkpoint.folder.glob("*.py"):
                 shutil.copyfile(path, folder / path.name)
+        plain = empty_model(folder, config.dtype, trust_remote_code=trust_remote_code)
+        write_formats(formats_of(cast(PreTrainedModel, plain), config), folder)
         yield from lower_all(folder, config, {}, trust_remote_code=trust_remote_code)

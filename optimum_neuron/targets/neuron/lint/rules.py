@@ -14,7 +14,7 @@ from .graph import Rule
 
 
 # Raised with every change of what graphs pass: what an earlier version let pass is to be checked again.
-RULES_VERSION = 4
+RULES_VERSION = 5
 
 RULES = (
     Rule("opcode", "EVRF001", operators.opcodes),
@@ -44,4 +44,5 @@ RULES = (
     Rule("scores", "", score_rules.scores),
     Rule("memory", "EVRF009, EOOM001", interface.memory),
     Rule("transposed-weight", "", weight_rules.transposed_weights),
+    Rule("scaled-weight", "", weight_rules.scaled_weights),
 )

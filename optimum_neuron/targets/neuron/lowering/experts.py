@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ....graphs.experts import Experts, ExpertsCall, dense_experts
+from ....graphs.quantized.weight import PACKED, QuantizedWeight
 from ..expert_forms import ExpertForm, ExpertLayer, choose, resized
 from ..kernels.registry import experts_with_kernels
+from ..quantized_product import QUANTIZED_EXPERTS
 from ..sdk.hardware import Chip
 from .expert_blocks import block_places
 
@@ -39,22 +41,28 @@ def experts_for(chip: Chip, like: int | None = None, kernels: Sequence[str] = ()
 
 def expert_layer(call: ExpertsCall) -> ExpertLayer:
     """What the cost model is told of a layer."""
-    hidden, weight = call.hidden_states.shape[-1], call.up
+    hidden, up = call.hidden_states.shape[-1], call.up_weight
     return ExpertLayer(
         experts=call.experts,
         per_token=call.index.shape[1],
         hidden=hidden,
-        up=weight[0].numel() // hidden,
-        down=call.down[0].numel() // hidden,
-        dtype=str(weight.dtype).removeprefix("torch."),
-        itemsize=weight.itemsize,
+        up=_params(up) // hidden,
+        down=_params(call.down_weight) // hidden,
+        dtype=str(call.dtype).removeprefix("torch."),
+        itemsize=call.dtype.itemsize,
+        code_bits=0 if isinstance(up, Tensor) else 4 if up.kind in PACKED else 8,
     )
+
+
+def _params(weight: Tensor | QuantizedWeight) -> int:
+    """Numbers of one expert's weight."""
+    return weight[0].numel() if isinstance(weight, Tensor) else weight.outputs * weight.inputs
 
 
 def in_form(call: ExpertsCall, form: ExpertForm) -> Tensor:
     """`[tokens, hidden]`."""
     if form.kind == "all":
-        return dense_experts(call)
+        return dense_experts(call, _quantized_product)
     call = replace(call, index=call.index.to(torch.int32))
     outputs = _gathered(call, form) if form.kind == "gather" else _in_blocks(call, form)
     nowhere = call.index >= call.experts
@@ -65,7 +73,7 @@ def in_form(call: ExpertsCall, form: ExpertForm) -> Tensor:
 def _gathered(call: ExpertsCall, form: ExpertForm) -> Tensor:
     """`[tokens * k, hidden]`: each entry with its own expert's weights, and the first expert's where it goes nowhere."""
     index = torch.where(call.index < call.experts, call.index, 0).flatten()
-    inputs = call.hidden_states.to(call.up.dtype)[:, None].expand(*call.index.shape, -1).flatten(0, 1)[:, None]
+    inputs = call.hidden_states.to(call.dtype)[:, None].expand(*call.index.shape, -1).flatten(0, 1)[:, None]
     return torch.cat([_compute(call, inputs[start:end], index[start:end]) for start, end in form.parts]).flatten(0, 1)
 
 
@@ -82,9 +90,7 @@ def _in_blocks(call: ExpertsCall, form: ExpertForm) -> Tensor:
     place = torch.where(call.index.flatten() < call.experts, place, places + order)
     token = torch.arange(tokens, dtype=torch.int32)[:, None].expand(-1, per_token).flatten()
     taken = torch.zeros(places + tokens * per_token, dtype=torch.int32).index_put((place,), token)[:places]
-    inputs = (
-        call.hidden_states.to(call.up.dtype).index_select(0, taken).view(-1, form.rows, call.hidden_states.shape[-1])
-    )
+    inputs = call.hidden_states.to(call.dtype).index_select(0, taken).view(-1, form.rows, call.hidden_states.shape[-1])
     outputs = [_compute(call, inputs[: call.experts])]
     for start, end in form.parts:
         part = inputs[call.experts + start : call.experts + end]
@@ -94,14 +100,26 @@ def _in_blocks(call: ExpertsCall, form: ExpertForm) -> Tensor:
 
 def _compute(call: ExpertsCall, inputs: Tensor, index: Tensor | None = None) -> Tensor:
     """`[blocks, rows, hidden]`, both: a block by the expert of its number in `index`, or of its own number."""
-    up = call.activate(_product(call, inputs, call.up, call.up_bias, index))
-    return call.normalize(_product(call, up, call.down, call.down_bias, index))
+    up = call.activate(_product(call, inputs, call.up_weight, call.up_bias, index))
+    return call.normalize(_product(call, up, call.down_weight, call.down_bias, index))
 
 
-def _product(call: ExpertsCall, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
+def _product(
+    call: ExpertsCall, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, index: Tensor | None
+) -> Tensor:
+    if index is not None and bias is not None:
+        bias = bias.index_select(0, index)
+    if isinstance(weight, QuantizedWeight):
+        wide = _quantized_product(x, weight, index)
+        return (wide if bias is None else wide + bias[:, None]).to(x.dtype)
     weight = weight if call.layer.is_transposed else weight.transpose(1, 2)
     if index is not None:
         weight = weight.index_select(0, index)
-        bias = None if bias is None else bias.index_select(0, index)
     output = x @ weight
     return output if bias is None else output + bias[:, None]
+
+
+def _quantized_product(x: Tensor, weight: QuantizedWeight, index: Tensor | None = None) -> Tensor:
+    """`[blocks, rows, out]` float32."""
+    output: Tensor = QUANTIZED_EXPERTS(x, weight.codes, weight.scale, weight.shift, index, weight.kind, x.shape[1])
+    return output

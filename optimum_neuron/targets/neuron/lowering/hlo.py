@@ -192,7 +192,7 @@ def byte_count(shape: Any) -> int:
 def literal_values(constant: Any) -> Iterator[float]:
     """The numbers of a constant, of the types that modules have constants of once they are narrow."""
     literal = constant.literal
-    yield from (*literal.preds, *literal.s32s, *literal.f32s)
+    yield from (*literal.preds, *literal.u8s, *literal.s32s, *literal.f32s)
     yield from (value for (value,) in struct.iter_unpack("<e", literal.f16s))
     # bfloat16 is the upper half of float32
     yield from (

@@ -18,6 +18,7 @@ from ....config import NeuronConfig
 from ....graphs.attention_rows import AttentionRows
 from ....graphs.interface import AttentionCall
 from ....graphs.ops import StepOps
+from ..quantized_product import quantized_linear_like
 from ..sampler import largest_of_whole
 from ..sdk.hardware import chip_of
 from . import attention
@@ -47,6 +48,7 @@ NEURON_OPS = StepOps(
     attend_cache=attend_cache,
     attend_decode=attend_decode,
     write_cache=write_cache,
+    quantized_linear=quantized_linear_like(),
     experts=experts_for(chip_of("hlo")),
     sample=largest_of_whole,
 )
@@ -56,6 +58,7 @@ def ops_for(config: NeuronConfig, ops: StepOps, like: int | None = None) -> Step
     """The operators of the steps of a config: experts are computed as its target's chip does in the least time, or by a kernel.
 
     Args:
-        like: tokens of the step whose form of experts is to be had; None: of the step itself.
+        like: tokens of the step whose forms of experts and of quantized layers are to be had; None: of the step itself.
     """
-    return replace(ops, experts=experts_for(chip_of(config.target), like, config.kernels))
+    experts = experts_for(chip_of(config.target), like, config.kernels)
+    return replace(ops, experts=experts, quantized_linear=quantized_linear_like(like))

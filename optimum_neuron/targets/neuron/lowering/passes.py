@@ -48,6 +48,8 @@ def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
         field = _LITERAL_FIELDS.get(name)
         if field is not None:
             getattr(parameter.literal, field).extend(tensor.flatten().tolist())
+        elif name == "uint8":
+            parameter.literal.u8s = tensor.flatten().contiguous().numpy().tobytes()
         elif name in ("bfloat16", "float16"):
             packed = tensor.flatten().contiguous().view(torch.int16).numpy().tobytes()
             setattr(parameter.literal, "bf16s" if name == "bfloat16" else "f16s", packed)

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from ..weight_layout import StoredWeight, WeightLayout
+from .quantized_uses import call_like, quantized_groups, replaced_tensors, stored_tensors
 
 
 _ATEN = torch.ops.aten
@@ -50,9 +51,11 @@ class _Use:
 def weight_layout(program: ExportedProgram) -> WeightLayout:
     """How the weights of a program are stored, which is decomposed but for linear layers."""
     weights = _weights(program)
-    uses = _find_uses(program.graph, weights)
-    stored = tuple(dict.fromkeys(_stored(group, weights) for group in _groups(uses)))
-    return WeightLayout(stored, frozenset(weights[node] for node in _replaced(uses)))
+    uses, quantized = _find_uses(program.graph, weights), quantized_groups(program.graph, weights)
+    stored = dict.fromkeys(_stored(group, weights) for group in _groups(uses)) | stored_tensors(quantized)
+    return WeightLayout(
+        tuple(stored), frozenset(weights[node] for node in _replaced(uses) | replaced_tensors(quantized))
+    )
 
 
 def use_stored_weights(program: ExportedProgram) -> tuple[dict[Node, str], set[Node]]:
@@ -62,15 +65,19 @@ def use_stored_weights(program: ExportedProgram) -> tuple[dict[Node, str], set[N
         New placeholders behind all others, with the names of what is stored; and placeholders that have no user left.
     """
     graph, weights = program.graph, _weights(program)
-    uses = _find_uses(graph, weights)
-    left = _replaced(uses)
+    uses, quantized = _find_uses(graph, weights), quantized_groups(graph, weights)
+    left = _replaced(uses) | replaced_tensors(quantized)
     placeholders: dict[StoredWeight, Node] = {}
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     for group in _groups(uses):
         stored = _stored(group, weights)
         if stored not in placeholders:
-            last = placeholders[stored] = _placeholder(graph, last, stored, group)
+            last = placeholders[stored] = _placeholder(graph, last, stored, [use.weight for use in group])
         _rewrite(graph, group, placeholders[stored])
+    for stored, parts in stored_tensors(quantized).items():
+        last = placeholders[stored] = _placeholder(graph, last, stored, parts)
+    for each in quantized:
+        each.rewrite(graph, placeholders)
     graph.eliminate_dead_code()
     return {node: stored.name for stored, node in placeholders.items()}, left
 
@@ -129,13 +136,11 @@ def _users(node: Node) -> set[Node]:
     return {user for user in node.users if user.target != _ASSERT}
 
 
-def _placeholder(graph: Graph, last: Node, stored: StoredWeight, group: list[_Use]) -> Node:
-    shapes = {name: tuple(use.weight.meta["val"].shape) for name, use in zip(stored.parts, group, strict=True)}
+def _placeholder(graph: Graph, last: Node, stored: StoredWeight, parts: list[Node]) -> Node:
+    shapes = {name: tuple(part.meta["val"].shape) for name, part in zip(stored.parts, parts, strict=True)}
     with graph.inserting_after(last):
         node = graph.placeholder(f"w_{stored.name}".replace(".", "_").replace("-", "_"))
-    node.meta["val"] = torch.empty(
-        stored.shape(shapes.__getitem__), dtype=group[0].weight.meta["val"].dtype, device="meta"
-    )
+    node.meta["val"] = torch.empty(stored.shape(shapes.__getitem__), dtype=parts[0].meta["val"].dtype, device="meta")
     return node
 
 
@@ -144,29 +149,22 @@ def _rewrite(graph: Graph, group: list[_Use], stored: Node) -> None:
     with graph.inserting_before(first.node):
         taken = stored
         if first.cast is not None:
-            taken = _call(graph, first.node, _CAST, (stored,), dict(first.cast.kwargs))
+            taken = call_like(graph, first.node, _CAST, (stored,), dict(first.cast.kwargs))
         if first.x is None:
             first.node.replace_all_uses_with(taken)
             return
         width = first.weight.meta["val"].shape[1]
-        product = _call(graph, first.node, _ATEN.view.default, (first.x, [-1, width]))
-        product = _call(graph, first.node, _ATEN.mm.default, (product, taken))
+        product = call_like(graph, first.node, _ATEN.view.default, (first.x, [-1, width]))
+        product = call_like(graph, first.node, _ATEN.mm.default, (product, taken))
     start = 0
     for use in group:
         stop = start + use.weight.meta["val"].shape[0]
         with graph.inserting_before(use.node):
             part = product
             if len(group) > 1:
-                part = _call(graph, use.node, _ATEN.slice.Tensor, (product, 1, start, stop))
-            part = _call(graph, use.node, _ATEN.view.default, (part, list(use.node.meta["val"].shape)))
+                part = call_like(graph, use.node, _ATEN.slice.Tensor, (product, 1, start, stop))
+            part = call_like(graph, use.node, _ATEN.view.default, (part, list(use.node.meta["val"].shape)))
             if len(use.node.args) > 2 and use.node.args[2] is not None:
-                part = _call(graph, use.node, _ATEN.add.Tensor, (part, use.node.args[2]))
+                part = call_like(graph, use.node, _ATEN.add.Tensor, (part, use.node.args[2]))
         use.node.replace_all_uses_with(part)
         start = stop
-
-
-def _call(graph: Graph, like: Node, target: Any, args: Any, kwargs: Any = None) -> Node:
-    """A new node that belongs to the module of another."""
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta = {name: like.meta[name] for name in ("nn_module_stack",) if name in like.meta}
-    return node

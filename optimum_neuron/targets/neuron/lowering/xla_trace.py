@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from ....graphs import collectives
-from .. import sampler
+from .. import quantized_product, sampler
 from ..kernels.kernel import KERNEL_CALL
 from ..kernels.node import KERNEL
 from ..kernels.registry import KERNELS
@@ -54,6 +54,8 @@ class _Tracer(torch.fx.Interpreter):
         if target is sampler.SAMPLE:
             with torch.device(self._device):  # of the tensors that it makes
                 return sampler.written_out(self._gather_columns, *args)
+        if target is quantized_product.STORED_PRODUCT:
+            return quantized_product.written_out(_wide_product, *args)
         if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
             args = (args[0], list(range(args[0].dim())), *args[2:])
         if kwargs.get("device") is not None:
@@ -73,6 +75,16 @@ def _kernel_call(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
     return cast(list[Tensor], call(list(operands), KERNEL_CALL, shapes, dtypes, False, name, 0, {}))
 
 
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """One product, or one for each number of the first dimension."""
+    import torch_xla
+
+    batch, last = list(range(left.dim() - 2)), left.dim() - 1
+    dims = (([last], [last - 1]), (batch, batch))
+    product: Tensor = torch_xla._XLAC._xla_dot_general(left, right, dims, None, torch.float32)
+    return product
+
+
 def _collective(target: Any, args: Any, world_size: int) -> Tensor:
     """All ranks are one group, so no rank is named."""
     import torch_xla
@@ -89,16 +101,12 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
     """The module as torch-xla builds it, the parameter number of each placeholder (-1 without), and constants by number."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla
-    from torch_xla.core import xla_builder
 
     _check_operators(program)
     backend = torch_xla._XLAC
     backend._set_ir_debug(True)  # else instructions do not say which module they come from
     backend._clear_pending_irs(str(torch_xla.device()))
-    parameters = [
-        xla_builder.create_placeholder_tensor(tuple(node.meta["val"].shape), node.meta["val"].dtype)
-        for node in placeholders(program)
-    ]
+    parameters = [_placeholder(node.meta["val"]) for node in placeholders(program)]
     with torch.no_grad():
         values = _Tracer(program.graph_module, world_size).run(*parameters, enable_io_processing=False)
     context = backend.lowering.LoweringContext("graph")
@@ -111,6 +119,19 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
         if number not in known
     }
     return hlo.parse(context.hlo()), numbers, constants
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    """Without data, also of a type that torch-xla knows and its table of types leaves out."""
+    import torch_xla
+    from torch_xla.core import xla_builder
+
+    if like.dtype != torch.float8_e4m3fn:
+        made: Tensor = xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
+        return made
+    shape = xla_builder.mkshape("f8e4m3fn", tuple(like.shape)).shape
+    of_bytes: Tensor = torch_xla._XLAC._xla_create_placeholder_tensor(shape)
+    return of_bytes
 
 
 # An operator without a kernel of torch-xla's may be made of others that have one.

@@ -37,6 +37,9 @@ _CAPTURE_DEVICE: Mapping[str, str] = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
 _TENSORIZER = "--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
+# What libtorch_neuronx_lite gives for trn2 alone, whose e4m3 ends at 240 (rounding.py): up to there it has the same bits. trn3's compiler
+# refuses the option, and takes the type (error codes EVRF051 and EOCP001).
+_FP8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 _TENSORIZER_TARGETS = ("inf2", "trn1", "trn2")
 _ALIASES = {"--optlevel": "-O", "-lnc": "--lnc", "--logical-nc-config": "--lnc", "-o": "--output"}
 # Options that change speed alone may be chosen by hand; the others decide what is computed, for which device.
@@ -114,16 +117,21 @@ def capture_environment(inherited: Mapping[str, str], folder: Path | None) -> di
     return chosen | {_CAPTURE: "1", _CAPTURE_FOLDER: str(folder.absolute())}
 
 
-def compiler_flags(target: str, kind: str, *, lnc: int, compiler_version: str) -> tuple[str, ...]:
+def compiler_flags(
+    target: str, kind: str, *, lnc: int, compiler_version: str, has_fp8: bool = False
+) -> tuple[str, ...]:
     """Options for one graph, beside those that name its files and target.
 
     Args:
         kind: of the graph; token generation runs once per token and gets the longer optimization.
         compiler_version: as `neuronx-cc --version` prints it.
+        has_fp8: whether it takes weights of float8_e4m3fn.
     """
     flags = ["--model-type=transformer", "--auto-cast=none", "-O2" if kind == "token_generation" else "-O1"]
     if target in _TENSORIZER_TARGETS:
         flags.append(f"--tensorizer-options={_TENSORIZER}")
+    if has_fp8 and target == "trn2":
+        flags.append(f"--internal-hlo2tensorizer-options={_FP8}")
     if has_paired_cores(target):
         flags.append(f"--lnc={lnc}")
         if version_numbers(compiler_version) >= INT64_OPTIONS_SINCE:

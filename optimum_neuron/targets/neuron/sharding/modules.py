@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ....graphs.collectives import all_gather, all_reduce
+from ....graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear
 from .heads import PADDING
 from .plan import RANK_BUFFER, ShardedHeads, ShardPlan
 from .rules import Section
@@ -45,7 +46,7 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
     add = _add_in_float32 if float32_reduce else all_reduce
     embedding: Any = model.get_submodule(plan.embedding)
     embedding.padding_idx = None  # for gradients only, and not a row of every rank
-    embedding.forward = partial(_look_up, model, embedding.forward, embedding.weight.shape[0], ranks)
+    embedding.forward = partial(_look_up, model, embedding.forward, embedding.num_embeddings, ranks)
     for name in plan.row_linears:
         linear = model.get_submodule(name)
         linear.forward = partial(_row_linear, linear, add, ranks)
@@ -85,6 +86,10 @@ def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
             module.out_features, module.in_features = module.weight.shape
         elif isinstance(module, nn.Embedding):
             module.num_embeddings, module.embedding_dim = module.weight.shape
+        elif isinstance(module, QuantizedLinear):
+            module.out_features, module.in_features = module.quantized_weight.outputs, module.quantized_weight.inputs
+        elif isinstance(module, QuantizedEmbedding):
+            module.num_embeddings = module.quantized_weight.outputs
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels:
             module.in_channels = module.out_channels = module.groups = module.weight.shape[0]
 
@@ -97,8 +102,9 @@ def _look_up(model: nn.Module, forward: Forward, rows: int, ranks: int, input_id
     return all_reduce(torch.where(own[..., None], found, 0.0), ranks)
 
 
-def _row_linear(linear: nn.Linear, add: _Add, ranks: int, x: Tensor) -> Tensor:
-    total = add(nn.functional.linear(x, linear.weight), ranks)
+def _row_linear(linear: nn.Linear | QuantizedLinear, add: _Add, ranks: int, x: Tensor) -> Tensor:
+    part = linear.product(x) if isinstance(linear, QuantizedLinear) else nn.functional.linear(x, linear.weight)
+    total = add(part, ranks)
     return total if linear.bias is None else total + linear.bias
 
 

@@ -26,6 +26,7 @@ from .layers import (
 )
 from .modules import apply_plan
 from .plan import ShardPlan
+from .quantized import cut_quantized, make_plain
 from .recurrences import find_recurrences
 from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_linear, planned_styles
 from .trace import Trace, data_free_copy, no_data, trace_model
@@ -45,10 +46,12 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     """
     if world_size < 2:
         raise ValueError(f"world_size={world_size} shares nothing; a plan is for 2 ranks or more")
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    head = model.get_output_embeddings()
-    plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), shapes)
-    if not isinstance(model.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
+    with no_data():
+        twin = data_free_copy(model)
+        make_plain(twin)
+    head = twin.get_output_embeddings()
+    plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), _shapes(twin))
+    if not isinstance(twin.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
     needs = CacheNeeds.of(model)
     if needs.biased or (needs.by_itself and any(map(keeps_keys, model.modules()))):
@@ -56,18 +59,23 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     if needs.rates:
         raise plan.refusal("its layers keep compressed keys, of which ranks do not have parts yet")
     with no_data():
-        twin = data_free_copy(model)
         whole = _trace(plan, twin, "its code cannot be followed without data")
         _fill(plan, twin, whole)
         apply_plan(twin, plan)
         _check(plan, whole, _trace(plan, twin, "its code does not run on a rank's part of it"))
+    cut_quantized(plan, model, _shapes(model))
     return plan
 
 
 def whole_plan(model: PreTrainedModel) -> ShardPlan:
     """The plan of one rank, which holds all."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    return ShardPlan(model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), shapes)
+    return ShardPlan(
+        model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), _shapes(model)
+    )
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
 
 
 def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:

@@ -48,6 +48,23 @@ def lowered(rule: str, function: Callable[..., Tensor], inputs: list[Tensor], fr
     return Broken(rule, lambda: lower_function(function, inputs, ranks), fragment)
 
 
+def of_weights(function: Callable[..., Tensor], inputs: list[Tensor], fragment: str) -> Broken:
+    """A function of an input, and of codes and scales that come with the weights."""
+
+    def made() -> LoweredGraph:
+        graph = lower_function(function, inputs)
+        given, *weights = graph.io.inputs
+        bindings = (given, *(dataclasses.replace(each, role="weight") for each in weights))
+        return dataclasses.replace(graph, io=dataclasses.replace(graph.io, inputs=bindings))
+
+    return Broken("scaled-weight", made, fragment)
+
+
+def _products_of_one_copy(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    weight = codes.float()
+    return (x @ weight + x.exp() @ weight) * scale
+
+
 def small() -> LoweredGraph:
     """Of a parameter, two constants, a product and a sum."""
     return lower_function(lambda x: x * 2 + 1, [floats(3)])
@@ -270,6 +287,21 @@ BROKEN: dict[str, Broken] = {
         "collective",
         lambda: edited(small(), lambda module: setattr(first(module, "add"), "opcode", "partition-id")),
         "a rank as part of the program",
+    ),
+    "a weight times its scales": of_weights(
+        lambda x, codes, scale: x @ (codes.float() * scale),
+        [floats(3, 8), torch.ones(8, 4, dtype=torch.int8), floats(1, 4)],
+        "x.1 is scaled before a product of 3 rows",
+    ),
+    "a weight times the scales of groups": of_weights(
+        lambda x, codes, scale: x @ (codes.float().view(2, 8, 4) * scale[:, None]).view(16, 4),
+        [floats(4, 16), torch.ones(16, 4, dtype=torch.int8), floats(2, 4)],
+        "x.1 is scaled before a product of 4 rows",
+    ),
+    "a copy of codes for two products": of_weights(
+        _products_of_one_copy,
+        [floats(3, 512), torch.ones(512, 1024, dtype=torch.int8), floats(1, 1024)],
+        "2 products read one copy of 2 MiB",
     ),
     "more than a core holds": Broken("memory", lambda: edited(small(), _large), "100.0 GiB"),
 }

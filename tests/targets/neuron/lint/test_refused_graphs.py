@@ -34,6 +34,7 @@ SILENT = {
     "collective",
     "scores",
     "binding",
+    "scaled-weight",
 }
 # What is wrong with it stands in its description alone.
 SILENT_GRAPHS = {"a state without update"}

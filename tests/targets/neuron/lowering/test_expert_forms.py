@@ -14,9 +14,11 @@ from expert_layers import FormGraph, Weights, call_of, lower_form, one_by_one, w
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from optimum_neuron.checkpoints.rounding import round_int4, round_int8
 from optimum_neuron.graphs.experts import ExpertsCall
+from optimum_neuron.graphs.quantized.expert_weights import replace_weights
 from optimum_neuron.targets.neuron.expert_forms import (
     MOST_PARTS,
     ExpertForm,
@@ -88,6 +90,25 @@ def test_every_form_computes_what_each_token_s_experts_do(form: str, kind: str, 
     assert (found.double() - one_by_one(call)).abs().max() < NOISE
     nowhere = (call.index == EXPERTS).all(1)
     assert not found[nowhere].any() and (nowhere.all() or found[~nowhere].any(1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_computes_with_codes(form: str) -> None:
+    tensors = weights_of(EXPERTS, HIDDEN, INNER)
+    call = layer_call("random", tensors)
+    rounded = {"gate_up_proj": round_int4(tensors[0], 16), "down_proj": round_int8(tensors[1])}
+    plain = call_of(
+        call.hidden_states, call.index, call.weights, tuple(each.dequantize() for each in rounded.values())
+    )
+    layer = nn.Module()
+    for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"):
+        setattr(layer, name, getattr(call.layer, name))
+    for name, each in zip(rounded, tensors, strict=True):
+        layer.register_parameter(name, nn.Parameter(each))
+    replace_weights(layer, rounded)
+    found = in_form(replace(call, layer=layer), FORMS[form])
+    assert (found.double() - one_by_one(plain)).abs().max() < NOISE
 
 
 @torch.no_grad()

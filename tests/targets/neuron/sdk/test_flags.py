@@ -38,6 +38,15 @@ def test_options_of_each_target_and_kind(target: str, kind: str, version: str, e
     assert flags == ("--model-type=transformer", "--auto-cast=none", level, *tensorizer, *others)
 
 
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_trn2_alone_is_told_to_take_its_own_e4m3(target: str) -> None:
+    plain, told = (
+        compiler_flags(target, "mixed", lnc=2, compiler_version=NEW, has_fp8=has_fp8) for has_fp8 in (False, True)
+    )
+    added = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+    assert [each for each in told if each not in plain] == ([added] if target == "trn2" else [])
+
+
 def test_logical_core_size_follows_the_environment_where_the_target_allows_it() -> None:
     assert logical_core_size("trn2", "1") == 1
     assert logical_core_size("trn1", "1") == 1
