@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's promises: its commands parse, its make targets and files exist, its Python compiles."""
+"""What README and docs promise: their commands parse, their make targets and files exist, their Python compiles."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from optimum.commands import optimum_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
+MOST_WORDS = 900
 SHELL = ("bash", "console", "sh", "shell")
 SOURCE_SUFFIXES = (".cpp", ".md", ".py", ".toml")
 SHELL_OPERATORS = {"&&", "||", "|", ";", "<", ">", ">>", "2>", "&"}
@@ -24,12 +26,13 @@ SHELL_OPERATORS = {"&&", "||", "|", ";", "<", ">", ">>", "2>", "&"}
 @cache
 def code_blocks() -> list[tuple[str, str]]:
     """Language and text of each fenced block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @cache
-def prose() -> str:
-    return re.sub(r"^```.*?^```", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+def prose(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def shell_commands(program: str) -> list[list[str]]:
@@ -48,7 +51,7 @@ def shell_commands(program: str) -> list[list[str]]:
 
 
 def code_spans() -> list[str]:
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose())
+    return [span for each in DOCUMENTS for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(each))]
 
 
 def test_make_targets_exist() -> None:
@@ -83,9 +86,16 @@ def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str], monkeypat
     assert named <= known
 
 
-def test_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", prose())
-    assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", prose(document))
+    assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+
+
+def test_every_page_is_linked_from_the_readme_which_is_read_in_minutes() -> None:
+    links = set(re.findall(r"\]\(([^)#\s]+)", prose(README)))
+    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= links
+    assert len(README.read_text(encoding="utf-8").split()) <= MOST_WORDS
 
 
 def test_files_in_the_text_exist() -> None:

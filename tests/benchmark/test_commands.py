@@ -18,7 +18,7 @@ from benchmark import options
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = sorted(set(re.findall(r"python -m (benchmark[\w.]+)", benchmark.__doc__ or "")))
-DOCUMENTS = ("Makefile", "README.md", "AGENTS.md", "benchmark/README.md")
+DOCUMENTS = ("Makefile", "README.md", "docs/results.md", "docs/serving.md", "AGENTS.md", "benchmark/README.md")
 
 
 def help_of(module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -210,7 +210,7 @@ def test_from_the_hub_comes_the_config_alone(
     report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
     assert asked == {
         "repo_id": "org/name",
-        "patterns": ["config.json", "adapter_config.json"],
+        "patterns": ["config.json", "adapter_config.json", "model.safetensors.index.json"],
         "revision": "v1",
         "token": "t",
     }
