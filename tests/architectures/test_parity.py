@@ -58,8 +58,12 @@ def test_at_least_a_hundred_architectures_are_exact(outcome: Compare) -> None:
 
 def test_the_readme_counts_as_the_table_does() -> None:
     statuses = [found for found, _ in rows_of(TABLE.read_text(encoding="utf-8")).values()]
-    readme = " ".join((TABLE.parent / "README.md").read_text(encoding="utf-8").split())
-    assert f"{len(statuses)} model types for causal language models, {statuses.count('exact')} are exact" in readme
+    page, readme = (
+        " ".join((TABLE.parent / name).read_text(encoding="utf-8").split())
+        for name in ("docs/guarantees.md", "README.md")
+    )
+    assert f"{len(statuses)} model types for causal language models, {statuses.count('exact')} are exact" in page
+    assert f"**{statuses.count('exact')} of transformers' {len(statuses)} decoder types are exact**" in readme
 
 
 @pytest.mark.full
