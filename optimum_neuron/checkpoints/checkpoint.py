@@ -152,7 +152,13 @@ class Checkpoint:
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
         self._check_codes(adapters)
         method = quantization_method(config)
-        if self._form is not None and method not in (None, *DEQUANTIZED):
+        if self.gguf_file is None and method not in (None, *DEQUANTIZED):
+            assert self._form is not None
+            if multimodal:
+                raise ValueError(
+                    f"{self.source} is a multimodal checkpoint quantized by {method}, of which the language model is not read; export the "
+                    f"checkpoint that it was made from"
+                )
             plain = self.load_config()
             made = torch.float32 if adapters else getattr(torch, wanted or "bfloat16")
             read = read_dequantized(self._form, self.source, attention, plain, made)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapting import ATTENTION, lora
 from helpers import export_tiny, random_tokens, tiny_config
+from quantized_files import change_config, change_weights
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -197,6 +198,25 @@ def test_only_weights_of_the_language_model_are_stored(tmp_path: Path) -> None:
     assert not [name for name in stored if "vision" in name or "projector" in name]
     for name, tensor in language.items():
         assert torch.equal(stored[f"model.model.{name}"], tensor) and tensor.dtype == torch.bfloat16
+
+
+def test_codes_of_a_multimodal_checkpoint_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(llava, tmp_path / "checkpoint")
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+    change_config(tmp_path / "checkpoint", quantization_config=method)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith("self_attn.q_proj.weight") and "language" in name)
+        outputs, inputs = tensors.pop(name).shape
+        layer = name.removesuffix(".weight")
+        tensors[f"{layer}.qweight"] = torch.zeros(inputs // 8, outputs, dtype=torch.int32)
+        tensors[f"{layer}.qzeros"] = torch.zeros(inputs // 32, outputs // 8, dtype=torch.int32)
+        tensors[f"{layer}.scales"] = torch.ones(inputs // 32, outputs, dtype=torch.float16)
+
+    change_weights(tmp_path / "checkpoint", change)
+    with pytest.raises(ValueError, match="multimodal checkpoint quantized by gptq"):
+        export_tiny(tmp_path / "checkpoint", tmp_path / "out", quantization="checkpoint")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_the_whole_is_merged(tmp_path: Path) -> None:
