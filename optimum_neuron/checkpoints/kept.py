@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _without_experts(
         found = _path(layer, modules, needed=False)
         match = _OF_ONE_EXPERT.fullmatch(name)
         if found is not None and is_experts(modules[found]):
-            of_experts[found][own] = lambda name=name: form.read(name)  # type: ignore[misc]
+            of_experts[found][own] = partial(form.read, name)
         elif match and _path(match[1], modules, needed=False) and is_experts(modules[_path(match[1], modules)]):
             apart[_path(match[1], modules)][match[3]][int(match[2])] = name
         else:
@@ -118,7 +119,7 @@ def _without_experts(
         for own in plain_weights(modules[path]):
             names = next((each for each in _JOINED.get(own, ()) if set(each) <= parts.keys()), None)
             if names is not None:
-                of_experts[path][own] = lambda parts=parts, names=names: _stacked(form, [parts[one] for one in names])  # type: ignore[misc]
+                of_experts[path][own] = partial(_stacked, form, [parts[one] for one in names])
     return linear
 
 
