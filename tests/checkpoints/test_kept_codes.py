@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapting import lora, make_adapter
 from gguf_files import write_gguf
 from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens
 from quantized_files import (
@@ -23,8 +25,10 @@ from quantized_files import (
 from torch import Tensor
 
 from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
+from optimum_neuron.graphs.quantized.weight import QuantizedWeight
 
 
 KEEP = {"quantization": "checkpoint"}
@@ -138,3 +142,28 @@ def test_a_checkpoint_may_not_be_of_another_model_than_its_codes(
     change_config(checkpoint, intermediate_size=128)
     with pytest.raises(ValueError, match="has the shape"):
         export_tiny(checkpoint, tmp_path / "out", **KEEP)
+
+
+def test_codes_that_stand_for_other_numbers_than_the_model_s_are_refused(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "fp8")
+    read = SafetensorsFormat.read
+
+    def other(form: SafetensorsFormat, name: str) -> QuantizedWeight:
+        weight = read(form, name)
+        return replace(weight, scale=weight.scale * 1.01)
+
+    monkeypatch.setattr(SafetensorsFormat, "read", other)
+    with pytest.raises(ValueError, match="stand for other numbers than transformers loads; pass --dequantize"):
+        export_tiny(checkpoint, tmp_path / "out", **KEEP)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_merged_into_no_codes(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
+    adapter = make_adapter(tiny_checkpoints["llama"], tmp_path / "adapter", lora())
+    config = NeuronConfig(target="eager", sequence_length=64, dtype="float32", quantization="checkpoint")
+    with pytest.raises(ValueError, match="an adapter is merged into plain weights; pass --dequantize"):
+        export_model(checkpoint, tmp_path / "out", config=config, adapter=adapter)
+    assert not (tmp_path / "out").exists()
