@@ -46,7 +46,9 @@ def export(model: str, config: NeuronConfig, folder: Path) -> Export:
         return Export(path, None, "reused")
     folder.mkdir(parents=True, exist_ok=True)
     before, start = _cached_graphs(), time.perf_counter()
-    export_model(model, path, config=config)
+    export_model(
+        model, path, config=config, dequantize=model.endswith(".gguf") and config.quantization != "checkpoint"
+    )
     seconds, compiled = time.perf_counter() - start, len(_cached_graphs() - before)
     if config.target != "cpu":
         return Export(path, seconds, "nothing to compile")

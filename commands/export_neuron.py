@@ -96,7 +96,7 @@ def _add_model_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--dequantize",
         action="store_true",
-        help="export a quantized checkpoint's weights as plain numbers; GPTQ, AWQ and compressed-tensors are not dequantized unasked",
+        help="export a quantized checkpoint's weights as plain numbers, or, with --quantization, round them anew (default: keep its codes)",
     )
     group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
     group.add_argument(
@@ -265,7 +265,7 @@ def add_quantization_options(parser: ArgumentParser) -> None:
         choices=QUANTIZATIONS,
         help="round the weights of linear layers: int8 and fp8 (e4m3) with a scale for each output, half of bfloat16's size; int4 with "
         "one for each group of inputs, somewhat more than a quarter; checkpoint keeps the codes of a quantized checkpoint (GGUF, GPTQ, AWQ, "
-        "compressed-tensors, FP8, MXFP4) as they are (default: plain weights stay as they are, and GGUF, FP8 and MXFP4 are dequantized)",
+        "compressed-tensors, FP8, MXFP4) as they are (default: plain weights stay as they are, and so do codes)",
     )
     add_option(
         group,

@@ -83,8 +83,8 @@ class NeuronConfig:
         top_logprobs: the graphs can tell the log-probability of the tokens that they choose, and so many of the most likely
             tokens with theirs. Default: they cannot.
         quantization: the weights of linear layers become codes of so many bits: "int8" and "fp8" with a scale for each output, "int4" with
-            one for each group of inputs. "checkpoint": a quantized checkpoint's own codes are kept, to the bit. Default: weights stay
-            as the checkpoint has them, or are dequantized.
+            one for each group of inputs. "checkpoint": a quantized checkpoint's own codes are kept, to the bit, all of them. Default:
+            plain weights stay as they are, and so do codes, but for blocks of GGUF that no code and scale stands for.
         quantization_group_size: inputs of a group of int4: 32, 64 or 128. Default: 32.
         quantization_zero_point: values of a group of int4 are spread between its least and its largest, and not around zero.
         quantization_exclude: patterns of names of linear layers that stay as they are, as in `fnmatch`. Default: routers, and what

@@ -74,7 +74,7 @@ def export_model(
         trust_remote_code: run modeling code that the checkpoint brings.
         adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
             `revision` is not theirs.
-        dequantize: export the weights of a quantized checkpoint as plain numbers; GGUF, FP8 and MXFP4 are without being told.
+        dequantize: export the weights of a quantized checkpoint as plain numbers; its codes are kept otherwise.
         certificate: of the hlo and Neuron targets: execute the lowered graphs on this CPU beside the model, and record the result.
         overwrite: replace an artifact that is already at `output`.
 
@@ -111,7 +111,7 @@ def export_model(
         trust_remote_code=trust_remote_code,
         **hub,
     )
-    checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(config, dequantize=dequantize))
+    checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(checkpoint, config, dequantize=dequantize))
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
@@ -120,6 +120,8 @@ def export_model(
             each.warn_of_other_base(checkpoint)
         loaded = checkpoint.load_model(config.dtype, adapters)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
+    if config.quantization is None and weight_formats(loaded):
+        config = dataclasses.replace(config, quantization="checkpoint")
     graphs = graph_specs(config)
     check_every_step_has_a_graph(config, graphs)
     _warn_of_host_sampling(loaded, config)
@@ -141,11 +143,16 @@ def export_model(
     return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite)
 
 
-def _what_of_codes(config: NeuronConfig, *, dequantize: bool) -> str | None:
+def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: bool) -> str | None:
     keep = config.quantization == "checkpoint"
     if keep and dequantize:
         raise ValueError(
             "quantization='checkpoint' keeps codes, and dequantize=True makes plain weights; leave out one of them"
+        )
+    if config.quantization is not None and not keep and not dequantize and checkpoint.is_quantized:
+        raise ValueError(
+            f"{checkpoint.source} is quantized, and quantization={config.quantization!r} would round its weights once more; leave it out to "
+            f"keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
         )
     return KEEP if keep else DEQUANTIZE if dequantize else None
 

@@ -59,7 +59,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> dict[str, Tensor]:
         heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else 0
         stored = swap_halves(tensor, heads, back=False) if heads else tensor
         chosen = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
-        data = gguf.quants.quantize(stored.numpy(), chosen)
+        # Blocks of IQ4_NL have the layout of Q4_0's; the package writes none.
+        written = gguf.GGMLQuantizationType.Q4_0 if chosen.name == "IQ4_NL" else chosen
+        data = gguf.quants.quantize(stored.numpy(), written)
         plain = torch.from_numpy(np.array(gguf.quants.dequantize(data, chosen))).reshape(tensor.shape)
         exact[name] = swap_halves(plain, heads, back=True) if heads else plain
         writer.add_tensor(gguf_name(name), data, raw_dtype=chosen)

@@ -134,7 +134,13 @@ def eager_runner(
 
 
 def export_tiny(
-    checkpoint: Path, output: Path, *, overwrite: bool = False, certificate: bool = False, **changes: Any
+    checkpoint: Path,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    certificate: bool = False,
+    dequantize: bool = False,
+    **changes: Any,
 ) -> Path:
     """Without a certificate, which takes as long as all else. Of processes that export the same to the same cache, one compiles and the others find it there."""
     config = tiny_config(**changes)
@@ -145,7 +151,9 @@ def export_tiny(
     with lock:
         # Only some targets have a certificate that could be left out.
         wanted = certificate or config.target not in HLO_TARGETS
-        return export_model(checkpoint, output, config=config, overwrite=overwrite, certificate=wanted)
+        return export_model(
+            checkpoint, output, config=config, overwrite=overwrite, certificate=wanted, dequantize=dequantize
+        )
 
 
 def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunner:

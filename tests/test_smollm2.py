@@ -48,7 +48,9 @@ def smollm2(
             small = {"batch_size": 2, "sequence_length": 256, "prefill_chunk_size": 32}
             sizes = SMOLLM2_SIZES[dtype] if target == "cpu" else small
             config = NeuronConfig(**sizes, target=target, dtype=dtype)
-            path = export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / target, config=config)
+            path = export_model(
+                smollm2_gguf, tmp_path_factory.mktemp("smollm2") / target, config=config, dequantize=True
+            )
             made[target, dtype] = NeuronModelForCausalLM.from_pretrained(path)
         return made[target, dtype]
 

@@ -43,12 +43,13 @@ from .files import (
 from .formats.find import find_quantized
 from .formats.format import CheckpointFormat
 from .formats.gguf_file import GgufFile
+from .formats.stored import NotKeptError
 from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_reads import GgufReads
 from .hub import download, refuse_revision
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
-from .quantized import DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
+from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
 from .tokenizer import check_tokenizer, load_tokenizer, save_tokenizer
@@ -79,7 +80,8 @@ class Checkpoint:
         folder: holds the checkpoint's files.
         gguf_file: name of the GGUF file in `folder`, if the checkpoint is one.
         source: what the user named, kept for the record.
-        codes: of a checkpoint that is quantized: `quantized.KEEP`, or `quantized.DEQUANTIZE`; None: nobody said.
+        codes: of a checkpoint that is quantized: `quantized.KEEP`, or `quantized.DEQUANTIZE`; None: they are kept, but for blocks of a GGUF
+            file that stand for no codes and scales, which become plain weights with a notice.
     """
 
     folder: Path
@@ -97,7 +99,7 @@ class Checkpoint:
         """
         config = copy.deepcopy(self._whole_config)
         if self.gguf_file is None:
-            check_quantized(config, self.source, self.codes)
+            check_quantized(config, self.source)
         text_config = config if self._runs_own_code(config) else find_text_config(config, self.source)
         if text_config.dtype is None:
             text_config.dtype = config.dtype
@@ -180,8 +182,8 @@ class Checkpoint:
             model = take_text_part(model, self.source)
             set_implementation(model, ATTENTION_NAME)
         read.check_complete(tensors, model)
-        if self.codes == KEEP:
-            keep_codes(model, self._form or self._gguf_form(model), self.source)
+        if self.is_quantized and self.codes != DEQUANTIZE:
+            self._keep_codes(model)
         return model.eval().requires_grad_(False)
 
     @cached_property
@@ -190,25 +192,40 @@ class Checkpoint:
         if self.gguf_file is not None:
             return None
         form = find_quantized(read_object(self.folder / "config.json"), self.folder, self.source)
-        for notice in () if form is None or self.codes != KEEP else form.notices:
+        for notice in () if form is None or self.codes == DEQUANTIZE else form.notices:
             logger.warning("%s: %s", self.source, notice)
         return form
 
-    def _gguf_form(self, model: PreTrainedModel) -> CheckpointFormat:
-        assert self.gguf_file is not None
-        return GgufFile(self.folder / self.gguf_file, model, self._gguf_reads)
+    def _keep_codes(self, model: PreTrainedModel) -> None:
+        form = self._form
+        all_of_them = self.codes == KEEP or form is not None
+        if form is None:
+            assert self.gguf_file is not None
+            try:
+                form = GgufFile(self.folder / self.gguf_file, model, self._gguf_reads)
+            except NotKeptError as error:
+                if all_of_them:
+                    raise
+                logger.warning("its weights are exported as plain numbers: %s", error)
+                return
+        keep_codes(model, form, self.source, all_of_them=all_of_them)
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        """Whether its files have codes in the place of weights."""
+        if self._gguf is not None:
+            return self._gguf.has_codes
+        return quantization_method(self._whole_config) is not None
 
     def _check_codes(self, adapters: Sequence[Adapter]) -> None:
-        is_quantized = self.gguf_file is not None or quantization_method(self._whole_config) is not None
-        if self.codes is not None and not is_quantized:
+        if self.codes is not None and not self.is_quantized:
             raise ValueError(
                 f"{self.source} is not quantized, and is to {self.codes} what codes it has; leave out --quantization checkpoint and "
                 f"--dequantize"
             )
-        if self.codes == KEEP and adapters:
+        if self.is_quantized and self.codes != DEQUANTIZE and adapters:
             raise ValueError(
-                f"{self.source} is to keep its codes, and an adapter is merged into plain weights; pass --dequantize in place of "
-                f"--quantization checkpoint"
+                f"{self.source} is quantized, and an adapter is merged into plain weights; pass --dequantize (dequantize=True)"
             )
 
     def check_verbatim(self, adapters: Sequence[Adapter] = ()) -> None:

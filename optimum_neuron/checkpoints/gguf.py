@@ -32,10 +32,12 @@ class GgufHeader:
 
     Attributes:
         values: by key; of an array the number of its items.
+        has_codes: whether a tensor of it is quantized.
     """
 
     values: dict[str, Any]
     stored: StoredWeights
+    has_codes: bool
 
     def sizes(self) -> dict[str, Any]:
         """The sizes of the model, by their keys without the architecture."""
@@ -111,20 +113,20 @@ class _Cursor:
         for _ in range(pairs):
             key = self._string()
             values[key] = self._value(self._number("I"))
-        elements, end = 0, 0
+        elements, end, has_codes = 0, 0, False
         for _ in range(tensors):
-            count, stop = self._tensor(sizes_of_types)
-            elements, end = elements + count, max(end, stop)
+            count, stop, block = self._tensor(sizes_of_types)
+            elements, end, has_codes = elements + count, max(end, stop), has_codes or block > 1
         alignment = values.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         end += -(-self._place // alignment) * alignment
         if end > len(self._data):
             raise ValueError(f"its tensors end at byte {end:,}")
-        return GgufHeader(values, StoredWeights(tensors, elements))
+        return GgufHeader(values, StoredWeights(tensors, elements), has_codes)
 
-    def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[int, int]:
-        """The number of elements, and where the tensor ends behind the header."""
+    def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[int, int, int]:
+        """The number of elements, where the tensor ends behind the header, and how many numbers a block of it has: one where they are plain."""
         name, dimensions = self._string(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
@@ -133,7 +135,7 @@ class _Cursor:
         if kind not in sizes_of_types:
             raise ValueError(f"{name} is of the unknown type {kind}")
         block, size = sizes_of_types[kind]
-        return elements, offset + elements // block * size
+        return elements, offset + elements // block * size, block
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

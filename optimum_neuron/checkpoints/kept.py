@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,8 +22,11 @@ from ..graphs.quantized.expert_weights import plain_weights, replace_weights
 from ..graphs.quantized.modules import replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
 from .formats.format import CheckpointFormat
+from .formats.stored import PLAIN_REMEDY, NotKeptError
 from .read import ReadModel, read_model
 
+
+logger = logging.getLogger(__name__)
 
 # A layer of a checkpoint that has each expert's weights by themselves, as transformers' modules before they were joined.
 _OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -54,14 +59,19 @@ def read_dequantized(
     return read_model(mapping[type(config)], None, source, attention, config, options)
 
 
-def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str) -> None:
+def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool) -> None:
     """Replaces the linear layers and experts of a model whose weights a checkpoint has as codes.
 
     A table of embeddings stays dequantized; a head that shares it gets the codes.
 
+    Args:
+        all_of_them: otherwise what cannot be kept stays plain, and is told in a warning.
+
     Raises:
-        ValueError: codes are of no layer of the model, do not stand for the weights that it has, or cannot be kept.
+        ValueError: codes are of no layer of the model, or do not stand for the weights that it has.
+        NotKeptError: codes cannot be kept, and all of them are to be.
     """
+    left = _Left(all_of_them)
     modules = dict(model.named_modules())
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
@@ -74,27 +84,60 @@ def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str) -> N
                     path, module = next(each for each in modules.items() if each[1] is head)
                 else:
                     continue
-            if type(module) is not nn.Linear:
-                raise ValueError(
-                    f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes none; "
-                    f"pass --dequantize to export its weights as plain numbers"
-                )
-            replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
+            with left.plain_unless_kept(name):
+                if type(module) is not nn.Linear:
+                    raise NotKeptError(
+                        f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes "
+                        f"none; {PLAIN_REMEDY}"
+                    )
+                replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
             advance(name)
         for path, parts in of_experts.items():
             layer = modules[path]
-            plain = plain_weights(layer)
-            if parts.keys() != plain.keys():
-                raise ValueError(
-                    f"{source} has {', '.join(sorted(parts))} of {path} as codes, and not {', '.join(sorted(plain.keys() - parts.keys()))}; "
-                    f"pass --dequantize to export its weights as plain numbers"
-                )
-            weights = {}
-            for own, read in parts.items():
-                lying = plain[own].transpose(1, 2) if layer.is_transposed else plain[own]
-                weights[own] = _compared(source, f"{path}.{own}", read(), lying)
-                advance(own)
-            replace_weights(layer, weights)
+            with left.plain_unless_kept(path):
+                replace_weights(layer, dict(_of_experts(source, path, layer, parts)))
+            advance(path)
+    left.tell(source)
+
+
+class _Left:
+    """What is left as plain numbers, since no codes and scales stand for it to the bit."""
+
+    def __init__(self, nothing: bool) -> None:
+        self._nothing = nothing
+        self._reasons: list[NotKeptError] = []
+
+    @contextmanager
+    def plain_unless_kept(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except NotKeptError as error:
+            if self._nothing:
+                raise
+            self._reasons.append(error)
+            logger.debug("%s stays plain: %s", name, error)
+
+    def tell(self, source: str) -> None:
+        if self._reasons:
+            told = str(self._reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
+            logger.warning(
+                "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(self._reasons), told
+            )
+
+
+def _of_experts(
+    source: str, path: str, layer: Any, parts: Mapping[str, Callable[[], QuantizedWeight]]
+) -> Iterator[tuple[str, QuantizedWeight]]:
+    """The weights of a layer of experts, by parameter."""
+    plain = plain_weights(layer)
+    if parts.keys() != plain.keys():
+        lacking = ", ".join(sorted(plain.keys() - parts.keys()))
+        raise NotKeptError(
+            f"{source} has {', '.join(sorted(parts))} of {path} as codes, and not {lacking}; {PLAIN_REMEDY}"
+        )
+    for own, read in parts.items():
+        lying = plain[own].transpose(1, 2) if layer.is_transposed else plain[own]
+        yield own, _compared(source, f"{path}.{own}", read(), lying)
 
 
 def _without_experts(
@@ -130,9 +173,8 @@ def _stacked(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWe
         (each.kind, each.scale.dtype, each.group_size, each.shift is None) for expert in experts for each in expert
     }
     if len(forms) != 1:
-        raise ValueError(
-            f"{parts[0][0]} and the weights of the other experts have codes of several forms; pass --dequantize to export its weights "
-            f"as plain numbers"
+        raise NotKeptError(
+            f"{parts[0][0]} and the weights of the other experts have codes of several forms; {PLAIN_REMEDY}"
         )
 
     def join(part: str) -> Tensor:

@@ -13,23 +13,16 @@ from .formats.find import EXACT
 
 # A block of numbers and its scale are multiplied out; the product has room in the types that checkpoints are exported in.
 DEQUANTIZED = ("fp8", "mxfp4")
-# What may be asked for: to have the codes of the checkpoint in the artifact, or plain weights.
+# What may be asked for: to have all codes of the checkpoint in the artifact, or plain weights.
 KEEP, DEQUANTIZE = "keep", "dequantize"
 
 
-def check_quantized(config: PreTrainedConfig, source: str, codes: str | None) -> None:
-    """Raises ValueError where a config names a quantization that is not read, or of which it is to be said what becomes of it."""
+def check_quantized(config: PreTrainedConfig, source: str) -> None:
+    """Raises ValueError where a config names a quantization that is not read."""
     method = quantization_method(config)
-    if method is None:
-        return
-    if method not in EXACT:
+    if method is not None and method not in EXACT:
         raise ValueError(
             f"{source} is quantized ({method}); export the checkpoint that it was made from, a GGUF file, or one in {', '.join(EXACT)}"
-        )
-    if codes is None and method not in DEQUANTIZED:
-        raise ValueError(
-            f"{source} is quantized ({method}); pass --quantization checkpoint (quantization='checkpoint') to keep its codes, or "
-            f"--dequantize (dequantize=True) to export its weights as plain numbers"
         )
 
 

@@ -86,6 +86,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         local_files_only: bool = False,
         trust_remote_code: bool = False,
         adapter: str | Path | Sequence[str | Path] | None = None,
+        dequantize: bool = False,
         deterministic: bool = False,
         rank_python: str | Path | None = None,
         rank_timeout: float | None = None,
@@ -102,6 +103,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
                 artifact are compiled again on this machine.
             adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
+            dequantize: for an export of a quantized checkpoint, have plain weights in the place of its codes.
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
@@ -139,6 +141,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 wanted,
                 trust_remote_code=trust_remote_code,
                 adapter=adapter,
+                dequantize=dequantize,
                 deterministic=deterministic,
                 ranks=ranks,
                 profile=profile,
@@ -149,6 +152,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             raise ValueError(
                 f"adapter={adapter!r} can be merged by an export only, and {model_id} is an artifact; export its checkpoint "
                 f"with the adapter"
+            )
+        if dequantize:
+            raise ValueError(
+                f"dequantize=True is for an export, and {model_id} is an artifact; export its checkpoint with it"
             )
         refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
         return cls._load(

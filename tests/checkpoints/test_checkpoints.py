@@ -246,7 +246,7 @@ def test_quantized_weights_that_nobody_reads_are_refused_before_they_are_looked_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path, output: Path) -> None:
     exact = quantize_to_fp8(checkpoint)
-    artifact = export_tiny(checkpoint, output, dtype=dtype)
+    artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
     found = read_weights(Artifact.open(artifact))
     for name, tensor in exact.items():
         assert torch.equal(found[f"model.{name}"], tensor.to(getattr(torch, dtype))), name
@@ -276,7 +276,7 @@ def test_mxfp4_experts_are_multiplied_by_their_scales(
     kept = find_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
     assert kept is not None and {*kept.layers} == exact.keys()
     assert all(torch.equal(kept.read(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
-    artifact = export_tiny(checkpoint, output, dtype=dtype)
+    artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
     found = read_weights(Artifact.open(artifact))
     assert exact
     for name, tensor in exact.items():

@@ -24,7 +24,9 @@ from quantized_files import (
 )
 from torch import Tensor
 
+from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.artifacts.weights import read_weights
 from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
@@ -68,9 +70,25 @@ def test_codes_of_safetensors_are_kept(name: str, tiny_checkpoints: dict[str, Pa
 
 
 @pytest.mark.parametrize(("stored", "kind"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
-def test_codes_of_a_gguf_file_are_kept(stored: str, kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_codes_of_a_gguf_file_are_kept_unasked(stored: str, kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", stored)
-    _check(export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **KEEP), exact, kind)
+    artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out")
+    _check(artifact, exact, kind)
+    assert Artifact.open(artifact).config.quantization == "checkpoint"
+
+
+def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warning(
+    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "IQ4_NL")
+    with pytest.raises(ValueError, match="IQ4_NL, whose values are no codes times scales; pass --dequantize"):
+        export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **KEEP)
+    assert not (tmp_path / "out").exists()
+    artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert "of its quantized weights are exported as plain numbers" in caplog.text
+    assert Artifact.open(artifact).config.quantization is None
+    weights = read_weights(Artifact.open(artifact))
+    assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
 
 
 def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
@@ -84,8 +102,10 @@ def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
 
 def test_gptq_is_dequantized_where_that_is_asked_for(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, exact, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
-    with pytest.raises(ValueError, match=r"\(gptq\); pass --quantization checkpoint .* or --dequantize"):
-        export_tiny(checkpoint, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match="is quantized, and quantization='int8' would round its weights once more; leave it out"
+    ):
+        export_tiny(checkpoint, tmp_path / "out", quantization="int8")
     assert not (tmp_path / "out").exists()
     config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
     artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)

@@ -90,7 +90,7 @@ def export_text(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 def smollm2_artifact(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct for this CPU, with room for prompts above 2,048 tokens."""
     config = NeuronConfig(**SMOLLM2_SIZES["float32"], dtype="float32", target="cpu")
-    return export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "artifact", config=config)
+    return export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "artifact", config=config, dequantize=True)
 
 
 @pytest.fixture(scope="session")

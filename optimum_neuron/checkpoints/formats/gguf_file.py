@@ -59,14 +59,14 @@ class GgufFile(CheckpointFormat):
 
         Raises:
             ValueError: the file is truncated or corrupt, of the other byte order, or of an architecture whose tensors
-                transformers does not read one by one.
+                transformers does not read one by one: a NotKeptError.
         """
         from transformers import modeling_gguf_pytorch_utils as loading
 
         self._path = path
         architecture = read_header(path).values["general.architecture"]
         if _is_read_whole(architecture):
-            raise ValueError(
+            raise NotKeptError(
                 f"{path} is of the architecture {architecture}, whose blocks are not kept; {PLAIN_REMEDY}"
             )
         make = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)
@@ -74,7 +74,7 @@ class GgufFile(CheckpointFormat):
         with reads.shared():
             import gguf
 
-            reader = gguf.GGUFReader(path)
+            reader = gguf.GGUFReader(str(path))  # as transformers calls it, whose reader is shared
             self._names: Mapping[str, str] = loading.get_gguf_hf_weights_map(model, self._processor)
         if reader.byte_order != "I":
             raise ValueError(

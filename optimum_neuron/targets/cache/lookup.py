@@ -100,6 +100,11 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> 
             f"cache has is used"
         )
     model_config = checkpoint.load_config()
+    if checkpoint.is_quantized:
+        raise ValueError(
+            f"{checkpoint.source} is quantized, and an export keeps its codes, whose types are not told without its weights; export it, and "
+            f"what the cache has is used"
+        )
     checkpoint.check_length(model_config, config.sequence_length)
     dtype = checkpoint.resolve_dtype(model_config, config.dtype)
     if dtype is None:

@@ -25,8 +25,8 @@ def check_weight_types(model: nn.Module, target: str) -> None:
             continue
         if target in TARGETS_WITHOUT_FP8:
             raise ValueError(
-                f"{name} has weights of fp8, a type that target={target!r} lacks; use target='trn2' or later, or a checkpoint that "
-                f"is not quantized"
+                f"{name} has weights of fp8, a type that target={target!r} lacks; use target='trn2' or later, or pass "
+                f"--dequantize (dequantize=True)"
             )
         limit = FP8_LARGEST_ON.get(target)
         largest = max(
@@ -34,8 +34,8 @@ def check_weight_types(model: nn.Module, target: str) -> None:
         )
         if limit is not None and not largest <= limit:
             raise ValueError(
-                f"{name} has codes of fp8 up to {largest:g}, and the largest of target={target!r} is {limit:g}; use target='trn3', or "
-                f"--quantization fp8 with a checkpoint that is not quantized"
+                f"{name} has codes of fp8 up to {largest:g}, and the largest of target={target!r} is {limit:g}; use target='trn3', or pass "
+                f"--dequantize (dequantize=True), with --quantization fp8 to round the weights anew"
             )
 
 

@@ -209,6 +209,12 @@ def _measure(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, 
         kept = read_formats(checkpoint.folder) if config.quantization == "checkpoint" else {}
         return kept or formats_of(model, config)
 
+    if config.quantization is None and checkpoint.is_quantized:
+        notes.append(
+            f"The checkpoint is quantized, and its weights are counted as plain {dtype}; an export that keeps its codes needs less: give "
+            f"--quantization int8, int4 or fp8, whichever is most like them."
+        )
+
     return measure(
         model_config, checkpoint.source, dtype, trust_remote_code=checkpoint.trust_remote_code, formats=formats
     ), notes
