@@ -57,7 +57,7 @@ LLAMA_CPP_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(OURS, ("ours",)),
+        Peer(OURS, ("ours",), PRECISIONS),
         Peer(REFERENCE, ("transformers", "eager")),
         Peer("transformers-static", ("transformers", "static")),
         Peer(

@@ -88,7 +88,7 @@ def measure_all(args: Namespace, folder: Path) -> Measured:
     with tempfile.TemporaryDirectory() as scratch:
         reference = _write_reference(model, texts, Path(scratch))
         for name, config in zip(args.variants, configs, strict=True):
-            path = Path(name) if config is None else export(model, config, folder).path
+            path = Path(name) if config is None else export(_gguf_file(name) or model, config, folder).path
             with progress.stage(f"Measuring {name}"):
                 variants.append(_measure(name, path, texts, reference))
             gc.collect()
@@ -104,16 +104,23 @@ def variant_options(name: str) -> dict[str, str] | None:
     if (Path(name) / MANIFEST_NAME).is_file():
         return None
     dtypes = [each for each in DTYPES if each != "auto"]
+    kinds = [each for each in QUANTIZATIONS if each != "checkpoint"]
     options: dict[str, str] = {}
     for part in name.split("+"):
+        is_file = part.endswith(".gguf") and Path(part).is_file()
         field = "dtype" if part in dtypes else "quantization"
-        if field in options or part not in (*dtypes, *QUANTIZATIONS):
+        if field in options or not (is_file or part in (*dtypes, *kinds)):
             raise ValueError(
                 f"variant {name!r} is no artifact's folder and nothing that this version exports; name one of {', '.join(dtypes)}, "
-                f"{', '.join(QUANTIZATIONS)}, two of them as in bfloat16+int8, or a folder with {MANIFEST_NAME}"
+                f"{', '.join(kinds)}, two of them as in bfloat16+int8, a .gguf file, or a folder with {MANIFEST_NAME}"
             )
-        options[field] = part
+        options[field] = "checkpoint" if is_file else part
     return options
+
+
+def _gguf_file(name: str) -> str | None:
+    """The file of a variant that is another runtime's quantization of the model."""
+    return next((part for part in name.split("+") if part.endswith(".gguf")), None)
 
 
 def _config(args: Namespace, options: dict[str, str]) -> NeuronConfig:

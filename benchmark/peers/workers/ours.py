@@ -20,6 +20,10 @@ from optimum_neuron.targets.cpu.host import instruction_set
 from .protocol import Generated, Prompt, Sizes, UnsupportedError, run
 
 
+# What is computed in bfloat16, by weights of so many bits.
+QUANTIZED = ("int8", "int4")
+
+
 class Ours:
     """One loaded artifact at a time: another number of rows loads another."""
 
@@ -74,7 +78,10 @@ class Ours:
         return self._loaded[rows]
 
     def _export(self, folder: str, precision: str, rows: int, sizes: Sizes) -> Export:
-        config = artifact_config(precision, "cpu", rows, sizes.length)
+        quantized = {"quantization": precision} if precision in QUANTIZED else {}
+        config = replace(
+            artifact_config("bfloat16" if quantized else precision, "cpu", rows, sizes.length), **quantized
+        )
         if rows == sizes.slots and rows > 1:  # this one serves requests too
             config = replace(config, mixed_step=True)
         return export(str((Path(folder) / "checkpoint").resolve()), config, Path(folder))
