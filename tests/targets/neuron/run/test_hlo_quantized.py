@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from helpers import artifact_runner, generate, prefill_pieces
 from moe import make_checkpoint
 from quantized import quantize_experts, quantize_mixed
-from quantized_files import dequantized_model
+from quantized_files import change_config, change_weights, dequantized_model
 from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM, export
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifacts.quantization import read_formats
 from optimum_neuron.artifacts.tensor_file import stored_tensors
 from optimum_neuron.artifacts.weights import rank_weights_name
 from optimum_neuron.config import NeuronConfig
@@ -148,3 +150,46 @@ def test_ranks_share_codes_and_scales(mixed: Callable[..., Path]) -> None:
     assert shapes["self_attn.o_proj.scale.order_1_0"] == (1, 64)
     assert shapes["mlp.down_proj.codes.order_1_0_halves_3"] == (24, 64)  # an odd number of groups
     assert shapes["mlp.down_proj.scale.order_1_0"] == (3, 64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_of_codes_that_the_head_shares_is_gathered_and_multiplied_by_ranks(
+    dtype: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = Path(shutil.copytree(sharp_checkpoints["llama"], tmp_path / "tied"))
+    change_config(checkpoint, tie_word_embeddings=True)
+    change_weights(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
+    found: dict[str, tuple[list[int], Tensor]] = {}
+    for name, target, ranks in (("eager", "eager", 1), ("alone", "hlo", 1), ("shared", "hlo", 2)):
+        config = NeuronConfig.from_dict({**SIZES, "dtype": dtype, "target": target, "tensor_parallel_size": ranks})
+        # That of ranks executes each beside the model.
+        export_model(checkpoint, tmp_path / name, config=config, certificate=target == "eager" or ranks > 1)
+        if ranks == 1:
+            found[name] = generate(artifact_runner(tmp_path / name), PROMPT, 6)
+    formats = read_formats(tmp_path / "shared")
+    assert formats["model.embed_tokens"].kind == "int8" == formats["lm_head"].kind
+    (tokens, logits), (expected_tokens, expected) = found["alone"], found["eager"]
+    assert tokens == expected_tokens or dtype == "bfloat16"
+    steps = next(
+        (at for at, pair in enumerate(zip(tokens, expected_tokens, strict=True)) if pair[0] != pair[1]),
+        len(tokens) - 1,
+    )
+    span = expected.amax() - expected.amin()
+    noise = 1e-5 if dtype == "float32" else 2e-2
+    assert (logits[: steps + 1] - expected[: steps + 1]).abs().amax() < noise * span
+
+
+@pytest.mark.full
+def test_ranks_share_the_codes_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate of the export executes both ranks beside the model."""
+    checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    monkeypatch.setattr(export, "quantize", quantize_experts)
+    config = NeuronConfig.from_dict({**SIZES, "target": "hlo", "tensor_parallel_size": 2})
+    artifact = Artifact.open(export_model(checkpoint, tmp_path / "out", config=config))
+    whole, parts = 0, [stored_tensors(artifact.file(rank_weights_name(rank, 2))) for rank in range(2)]
+    for name, each in parts[0].items():
+        if "experts" in name and "codes" in name:
+            assert each.shape == parts[1][name].shape
+            whole += 1
+    assert whole and lint_artifact(artifact) == []
