@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -38,8 +39,8 @@ def swap_halves(tensor: Tensor, heads: int, *, back: bool) -> Tensor:
     return split.transpose(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str) -> dict[str, Tensor]:
-    """Writes a tiny Llama; returns the weights that the file stands for, by transformers' names."""
+def write_gguf(checkpoint: Path, path: Path, kind: str, without: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Writes a tiny Llama, but for some weights; returns the weights that the file stands for, by transformers' names."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -56,6 +57,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> dict[str, Tensor]:
     _add_tokenizer(writer, checkpoint)
     exact = {}
     for name, tensor in model.state_dict().items():
+        if name in without:
+            continue
         heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else 0
         stored = swap_halves(tensor, heads, back=False) if heads else tensor
         chosen = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]

@@ -146,7 +146,8 @@ def export_tiny(
     config = tiny_config(**changes)
     lock: AbstractContextManager[object] = nullcontext()
     if config.target == "cpu":
-        what = hashlib.sha256((checkpoint / "config.json").read_bytes() + repr(config).encode()).hexdigest()
+        described = checkpoint if checkpoint.is_file() else checkpoint / "config.json"
+        what = hashlib.sha256(described.read_bytes() + repr(config).encode()).hexdigest()
         lock = FileLock(f"{os.environ[CACHE_VARIABLE]}-{what[:16]}.lock")
     with lock:
         # Only some targets have a certificate that could be left out.

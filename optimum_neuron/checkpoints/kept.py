@@ -19,7 +19,7 @@ from .. import progress
 from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
 from ..graphs.quantized.expert_weights import plain_weights, replace_weights
-from ..graphs.quantized.modules import replace_linear
+from ..graphs.quantized.modules import can_be_looked_up, replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
 from .formats.format import CheckpointFormat
 from .formats.stored import PLAIN_REMEDY, NotKeptError
@@ -62,7 +62,8 @@ def read_dequantized(
 def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool) -> None:
     """Replaces the linear layers and experts of a model whose weights a checkpoint has as codes.
 
-    A table of embeddings stays dequantized; a head that shares it gets the codes.
+    A table of embeddings gets codes of int8 without a shift, also one that the head shares; of other kinds it stays dequantized, and a head that
+    shares it gets the codes.
 
     Args:
         all_of_them: otherwise what cannot be kept stays plain, and is told in a warning.
@@ -73,17 +74,17 @@ def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, a
     """
     left = _Left(all_of_them)
     modules = dict(model.named_modules())
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    table = model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
     with one_thread(), progress.stage("Keeping the checkpoint's codes", len(form.layers)) as advance:
         for name in _without_experts(form, modules, of_experts):
             path = _path(name.removesuffix(".weight"), modules)
             module = modules[path]
             if module is table:
-                if isinstance(head, nn.Linear) and head.weight is module.weight:
-                    path, module = next(each for each in modules.items() if each[1] is head)
-                else:
-                    continue
+                with left.plain_unless_kept(name):
+                    _keep_table(model, modules, _compared(source, name, form.read(name), table.weight))
+                advance(name)
+                continue
             with left.plain_unless_kept(name):
                 if type(module) is not nn.Linear:
                     raise NotKeptError(
@@ -98,6 +99,16 @@ def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, a
                 replace_weights(layer, dict(_of_experts(source, path, layer, parts)))
             advance(path)
     left.tell(source)
+
+
+def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight: QuantizedWeight) -> None:
+    """A table of embeddings, and the head where it is the same tensor."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    paths = {module: path for path, module in modules.items()}
+    if isinstance(head, nn.Linear) and head.weight is table.weight:
+        replace_linear(model, paths[head], weight)
+    if type(table) is nn.Embedding and can_be_looked_up(weight):
+        replace_embedding(model, paths[table], weight)
 
 
 class _Left:

@@ -25,7 +25,7 @@ from quantized_files import (
 from torch import Tensor
 
 from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME, read_formats
 from optimum_neuron.artifacts.weights import read_weights
 from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
 from optimum_neuron.config import NeuronConfig
@@ -187,3 +187,19 @@ def test_an_adapter_is_merged_into_no_codes(tiny_checkpoints: dict[str, Path], t
     with pytest.raises(ValueError, match="an adapter is merged into plain weights; pass --dequantize"):
         export_model(checkpoint, tmp_path / "out", config=config, adapter=adapter)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["eager", "cpu"])
+def test_a_table_of_codes_is_one_with_the_head_that_shares_it(
+    target: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    tied = Path(shutil.copytree(tiny_checkpoint, tmp_path / "tied"))
+    change_config(tied, tie_word_embeddings=True)
+    change_weights(tied, lambda tensors: tensors.pop("lm_head.weight"))
+    exact = write_gguf(tied, tmp_path / "tiny.gguf", "Q8_0", without=("lm_head.weight",))
+    artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", target=target)
+    assert read_formats(artifact)["model.embed_tokens"].groups == 2
+    assert not any(
+        name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in read_weights(Artifact.open(artifact))
+    )
+    _check(artifact, exact, "int8")

@@ -73,10 +73,10 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """A table of embeddings with a scale for each token's row: that of a head that shares it.
+    """A table of embeddings of codes, such as that of a head that shares it.
 
     Args:
-        weight: `[tokens, hidden]` of one group, whose codes are whole numbers.
+        weight: `[tokens, hidden]`, whose codes are whole numbers, without a shift.
         dtype: of what is looked up.
     """
 
@@ -95,8 +95,10 @@ class QuantizedEmbedding(nn.Module):
         return QuantizedWeight(self.kind, self.codes, self.scale)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        rows, scales = (nn.functional.embedding(input_ids, each) for each in (self.codes, self.scale))
-        return (rows.float() * scales.float()).to(self.dtype)
+        rows, scales = (nn.functional.embedding(input_ids, each).float() for each in (self.codes, self.scale))
+        if (groups := scales.shape[-1]) == 1:
+            return (rows * scales).to(self.dtype)
+        return (rows.unflatten(-1, (groups, -1)) * scales.unsqueeze(-1)).flatten(-2).to(self.dtype)
 
 
 def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
@@ -120,6 +122,11 @@ def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None
     setattr(parent, own, QuantizedLinear(weight, module.bias).train(module.training))
 
 
+def can_be_looked_up(weight: QuantizedWeight) -> bool:
+    """Whether a table of embeddings may have this weight."""
+    return weight.kind == "int8" and weight.shift is None
+
+
 def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
     """Puts a quantized table where a model has a table of embeddings.
 
@@ -132,6 +139,6 @@ def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> N
         raise ValueError(
             f"{type(model).__name__} has no table of embeddings {name} for a quantized weight of [{weight.outputs}, {weight.inputs}]"
         )
-    if weight.kind != "int8" or weight.scale.shape[-1] != 1 or weight.shift is not None:
-        raise ValueError(f"{name} is a table of embeddings, whose rows are int8 with one scale each")
+    if not can_be_looked_up(weight):
+        raise ValueError(f"{name} is a table of embeddings, whose codes are int8 without a shift")
     setattr(model.get_submodule(parent_name), own, QuantizedEmbedding(weight, table.weight.dtype))
