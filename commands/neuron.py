@@ -8,6 +8,7 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_cache import NeuronCacheCommand
+from optimum.commands.register.neuron_chat import NeuronChatCommand
 from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
@@ -69,6 +70,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronLintCommand,
             NeuronInspectCommand,
             NeuronGenerateCommand,
+            NeuronChatCommand,
             NeuronServeCommand,
             NeuronCheckCommand,
             NeuronCacheCommand,

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron generate: answers a prompt with an artifact, or chats."""
+"""optimum-cli neuron generate: answers a prompt with an artifact."""
 
 from __future__ import annotations
 
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from optimum_neuron.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
 from optimum_neuron.cli import (
     add_option,
     add_profile_option,
@@ -28,18 +29,9 @@ if TYPE_CHECKING:
     from optimum_neuron.runtime.profile import Profile
 
 
-DEFAULT_NEW_TOKENS = 256
-# The least and the most of each; what is no number lies between none.
-SAMPLING_RANGES = {
-    "temperature": (0.0, sys.float_info.max),
-    "top_k": (1, 2**31 - 1),
-    "top_p": (sys.float_info.min, 1.0),
-    "seed": (0, 2**32 - 1),
-}
-
 DESCRIPTION = """\
 Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
-Without --prompt it is read from stdin; where stdin is a terminal, a chat starts, which Ctrl-D ends.
+Without --prompt it is read from stdin. For more than one prompt, chat: optimum-cli neuron chat.
 The most probable token is taken each time, unless --temperature is given."""
 
 EXAMPLES = """\
@@ -54,7 +46,7 @@ examples:
 class NeuronGenerateCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron generate`."""
 
-    COMMAND = CommandInfo(name="generate", help="Answer a prompt, or chat, with an artifact.")
+    COMMAND = CommandInfo(name="generate", help="Answer a prompt with an artifact.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
@@ -62,21 +54,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
         parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
         parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
-        add_option(
-            parser,
-            "--max-new-tokens",
-            type=int,
-            metavar="TOKENS",
-            help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or what the sequence length leaves)",
-        )
-        parser.add_argument(
-            "--temperature", type=float, help="above 0: sample, the more freely the higher (default: 0)"
-        )
-        add_option(parser, "--top-k", type=int, metavar="K", help="sample from the K most probable tokens only")
-        add_option(
-            parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only"
-        )
-        parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")
+        add_settings_options(parser)
         add_rank_options(parser)
         add_profile_option(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
@@ -93,7 +71,11 @@ def _generate(args: Namespace) -> None:
     from optimum_neuron.runtime.profile import profile_to
 
     # Before torch is imported: wrong options and folders are reported at once.
-    options = _generation_options(args)
+    options = {"max_new_tokens": args.max_new_tokens, **Settings.of(args).keywords()}
+    if args.prompt is None and sys.stdin.isatty():
+        raise ValueError(
+            f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.artifact}"
+        )
     Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
     with profile_to(args.profile) as profile:
         _answer(args, options, profile)
@@ -119,28 +101,9 @@ def _answer(args: Namespace, options: dict[str, Any], profile: Profile | None) -
     load_seconds = time.perf_counter() - start
     if args.seed is not None:
         set_seed(args.seed)
-    conversation = Conversation(model, tokenizer, options, args.system, chat_template=not args.no_chat_template)
-    if args.prompt is None and sys.stdin.isatty():
-        _chat(conversation)
-        return
+    answerer = Answerer(model, tokenizer, options, args.system, chat_template=not args.no_chat_template)
     prompt = sys.stdin.read().strip() if args.prompt is None else args.prompt
-    _print_statistics(conversation.answer(prompt), load_seconds, model.runner.graph_calls)
-
-
-def _generation_options(args: Namespace) -> dict[str, Any]:
-    """Keywords of `generate`; what is not given is left to the checkpoint's defaults."""
-    asked = {name: getattr(args, name) for name in SAMPLING_RANGES if getattr(args, name) is not None}
-    for name, value in asked.items():
-        least, most = SAMPLING_RANGES[name]
-        if not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must lie between {least} and {most}")
-    asked.pop("seed", None)
-    if asked.pop("temperature", 0) == 0:
-        if asked:
-            option = next(iter(asked)).replace("_", "-")
-            raise ValueError(f"--{option} shapes sampling: give a --temperature above 0 with it")
-        return {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    return {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": args.temperature, **asked}
+    _print_statistics(answerer.answer(prompt), load_seconds, model.runner.graph_calls)
 
 
 class TokenClock:
@@ -174,22 +137,19 @@ class Answer:
 
 
 @dataclass
-class Conversation:
-    """Prompts and answers so far; without a chat template each prompt stands alone."""
+class Answerer:
+    """A model and how it is asked: by its chat template, where there is one, or to continue a text."""
 
     model: Any
     tokenizer: Any
     options: dict[str, Any]
     system: str | None
     chat_template: bool
-    messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chat_template = self.chat_template and self.tokenizer.chat_template is not None
-        if self.system is not None:
-            if not self.chat_template:
-                raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
-            self.messages.append({"role": "system", "content": self.system})
+        if self.system is not None and not self.chat_template:
+            raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
 
     def answer(self, prompt: str) -> Answer:
         """Streams the answer to stdout."""
@@ -200,27 +160,24 @@ class Conversation:
         clock = TokenClock(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
         start = time.perf_counter()
         sequences = self.model.generate(**inputs, **self._fitting_options(prompt_tokens), streamer=clock)
-        new_ids = sequences[0, prompt_tokens:]
-        if self.chat_template:
-            text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
-            self.messages.append({"role": "assistant", "content": text})
-        return Answer(prompt_tokens, len(new_ids), clock.times[1] - start, clock.times[-1] - clock.times[1])
+        new_tokens = sequences.shape[1] - prompt_tokens
+        return Answer(prompt_tokens, new_tokens, clock.times[1] - start, clock.times[-1] - clock.times[1])
 
     def _encode(self, prompt: str) -> dict[str, Any]:
         if not prompt:
             raise ValueError("the prompt is empty; give one with --prompt or on stdin")
-        if self.chat_template:
-            self.messages.append({"role": "user", "content": prompt})
-            encoded = self._render()
-        else:
-            encoded = self.tokenizer(prompt, return_tensors="pt")
+        encoded = self._render(prompt) if self.chat_template else self.tokenizer(prompt, return_tensors="pt")
         # Some tokenizers also return token_type_ids, which no decoder takes.
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
-    def _render(self) -> Any:
+    def _render(self, prompt: str) -> Any:
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
             return self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                [*messages, {"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
         except Exception as error:  # a template is a program
             raise ValueError(
@@ -236,25 +193,6 @@ class Conversation:
         # A prompt that does not fit is for the model to refuse.
         room = most_new_tokens(prompt_tokens, self.model.neuron_config)
         return {**self.options, "max_new_tokens": max(1, min(DEFAULT_NEW_TOKENS, room))}
-
-
-def _chat(conversation: Conversation) -> None:
-    from rich.text import Text
-
-    terminal = console(stderr=True)
-    while True:
-        try:
-            prompt = terminal.input(Text("> ", style="bold")).strip()
-        except EOFError:
-            terminal.print()
-            return
-        if prompt:
-            answer = conversation.answer(prompt)
-            terminal.print(
-                f"{answer.prompt_tokens} prompt tokens, {answer.ttft_seconds * 1000:.0f} ms to the first token, "
-                f"{answer.new_tokens} new tokens, {answer.decode_rate} tok/s",
-                style="dim",
-            )
 
 
 def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str, int]) -> None:

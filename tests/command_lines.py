@@ -267,8 +267,8 @@ ANSWERS = [
     _line((*GENERATE, "--prompt", ""), REFUSED, "the prompt is empty"),
     _line((*GENERATE, "--prompt"), USAGE, "expected one argument"),
     _line((*GENERATE, "--prompt", "x" * 200), REFUSED, "does not fit sequence_length=64"),
-    _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "max_new_tokens"),
-    _line((*GENERATE, "--max-new-tokens", "-5"), REFUSED, "max_new_tokens"),
+    _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
+    _line((*GENERATE, "--max-new-tokens", "-5"), REFUSED, "--max-new-tokens -5"),
     _line((*GENERATE, "--max-new-tokens", HUGE), REFUSED, "sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "x"), USAGE, "invalid int value: 'x'"),
     _line((*GENERATE, "--temperature", "x"), USAGE, "invalid float value: 'x'"),
@@ -301,6 +301,14 @@ ANSWERS = [
     ),
     _line(("neuron", "generate", "{vocabulary:list}", "--prompt", "Hi"), REFUSED, "tokenizer.json"),
     _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer cannot be read"),
+]
+CHATS = [
+    _line(("neuron", "chat"), USAGE, "artifact"),
+    _line(("neuron", "chat", "{empty_folder}"), REFUSED, "{empty_folder}"),
+    _line(("neuron", "chat", "{artifact}", "--prompt", "Hi"), USAGE, "--prompt"),
+    _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
+    _line(("neuron", "chat", "{artifact}", "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
+    _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "tokenizer cannot be read"),
 ]
 ESTIMATES = [
     _line(("neuron", "estimate"), USAGE, "-m/--model"),
@@ -374,5 +382,5 @@ CACHES = [
     _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
 ]
 LINES = [
-    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *ESTIMATES, *LINTS, *CACHES,
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *LINTS, *CACHES,
 ]  # fmt: skip

@@ -376,6 +376,18 @@ def test_generate_fills_what_the_sequence_length_leaves(
     assert 1 <= tokens <= 65 - len("system: Be brief.\nuser: Hi\nassistant: ")
 
 
+def test_without_prompt_a_person_is_told_of_the_chat(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "neuron", "generate", artifact)
+    assert (
+        f"give one with --prompt or on stdin, or chat: optimum-cli neuron chat {artifact}" in capsys.readouterr().err
+    )
+
+
 def test_without_prompt_it_is_read_from_stdin(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

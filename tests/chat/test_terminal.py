@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from a terminal or a pipe, what is shown, and what Ctrl-C ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from optimum.commands import optimum_cli
+
+from optimum_neuron.chat.terminal import Entry, Terminal
+
+
+class Typed(io.StringIO):
+    """A terminal's lines."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[Entry]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return list(iter(Terminal([]).read, None))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("a\n\nb", ["a", "", "b"]),
+        ("a\\\n b\\\nc\n", ["a\n b\nc"]),
+        ("  /help  \n", ["/help"]),
+        ('"""one\n\n  two"""\nthree\n', ["one\n\n  two", "three"]),
+        ('""" one """  \n', ["one"]),
+        ('"""\n/usr\n"""\n', ["/usr"]),
+        ('say """ twice\n', ['say """ twice']),
+        ("ends in \\", ["ends in"]),
+    ],
+)
+def test_messages_of_one_line_and_of_several(text: str, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = entries(monkeypatch, text)
+    assert [entry.text for entry in found] == read
+    assert all(entry.is_quoted == text.startswith('"""') for entry in found[:1])
+
+
+def test_a_message_in_quotes_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="has no end"):
+        entries(monkeypatch, '"""one\ntwo\n')
+
+
+def test_an_answer_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, file = Typed(), io.StringIO()
+    for out in (screen, file):
+        monkeypatch.setattr(sys, "stdout", out)
+        terminal = Terminal([])
+        terminal.show("a\x1b[2J\tb\r\n\x9b")
+        terminal.end_answer()
+    assert screen.getvalue() == "a\ufffd[2J\tb\ufffd\n\ufffd\n"
+    assert file.getvalue() == "a\x1b[2J\tb\r\n\x9b\n"
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, artifact: Path, lines: str, *options: str) -> object:
+    """The exit code of a chat whose lines come from a pipe."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "chat", str(artifact), *options])
+    try:
+        optimum_cli.main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_lines_from_a_pipe_are_answered_and_counted(
+    cpu_artifact: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = tmp_path / "talk.json"
+    lines = f"a\n/undo\n//b\n/save {saved}\n/exit\nnever read\n"
+    assert chat(monkeypatch, cpu_artifact("llama"), lines, "--max-new-tokens", "3") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(saved.read_text())["messages"][0]["content"] == "/b"
+    told = err.splitlines()
+    assert told[0].startswith("19 tokens computed, 0 reused, TTFT ") and "3 new tokens at" in told[0]
+    assert "room for 42 more, cut at max-new-tokens" in told[0]
+    assert told[1] == "taken back: a"
+    assert told[2].startswith("20 tokens computed, 0 reused"), "fewer than 16 tokens are alike"
+    assert told[3] == f"2 messages in {saved}" and len(told) == 4
+    assert not out.startswith(">")
+
+
+def test_a_wrong_line_from_a_pipe_ends_the_chat(
+    cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(monkeypatch, cpu_artifact("llama"), f"{'x' * 80}\na\n") == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "has 98 tokens with this message, and a slot holds sequence_length=64" in err
+
+
+# Steps that a test can follow and interrupt: each leaves a mark.
+SLOW_CHAT = """
+import sys, time
+from optimum_neuron.engine.engine import Engine
+step = Engine.step
+def slow(self):
+    events = step(self)
+    sys.stderr.write("~" * len(events))
+    time.sleep(0.05)
+    return events
+Engine.step = slow
+from optimum.commands import optimum_cli
+sys.argv = ["optimum-cli", "neuron", "chat", *sys.argv[1:]]
+optimum_cli.main()
+"""
+
+
+class Screen:
+    """A process at a terminal of its own, whose keys are pressed and whose screen is read."""
+
+    def __init__(self, script: str, *arguments: str | Path) -> None:
+        self._pid, self._terminal = pty.fork()
+        if not self._pid:
+            os.execve(
+                sys.executable, [sys.executable, "-c", script, *map(str, arguments)], {**os.environ, "TERM": "xterm"}
+            )
+        self.seen = ""
+        self._place = 0
+
+    def wait(self, text: str) -> None:
+        """Until a text comes behind the one that was waited for before."""
+        end = time.monotonic() + 120
+        while text not in self.seen[self._place :]:
+            assert time.monotonic() < end, f"no {text!r} in {self.seen!r}"
+            if select.select([self._terminal], [], [], 1)[0]:
+                self.seen += os.read(self._terminal, 4096).decode(errors="replace")
+        self._place = self.seen.index(text, self._place) + len(text)
+
+    def press(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def end(self) -> int:
+        """Reads on to the end of the process; its exit code."""
+        try:
+            while data := os.read(self._terminal, 4096):
+                self.seen += data.decode(errors="replace")
+        except OSError:  # how Linux tells that nobody has the other side
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def test_ctrl_c_ends_an_answer_then_a_line_then_the_chat(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    prompt, saved = "> ", tmp_path / "talk.json"
+    screen = Screen(SLOW_CHAT, cpu_artifact("llama"), "--max-new-tokens", "40")
+    screen.wait(prompt)
+    screen.press("a\n")
+    screen.wait("~~~")
+    screen.press("\x03")
+    screen.wait("interrupted")
+    screen.wait(prompt)
+    screen.press("half a line")
+    screen.wait("line")
+    screen.press("\x03")
+    screen.wait(prompt)
+    screen.press(f"/save {saved}\n")
+    screen.wait("2 messages in")
+    screen.wait(prompt)
+    screen.press("/nothing\n")
+    screen.wait("is no command")
+    screen.wait(prompt)
+    screen.press("\x03")
+    assert screen.end() == 0
+    assert [message["role"] for message in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
+    assert 3 <= screen.seen.count("~") < 40
