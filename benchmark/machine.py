@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -21,33 +20,9 @@ IDLE_LIMIT = 0.1
 
 def describe_machine() -> dict[str, Any]:
     """What the numbers depend on besides the options."""
-    import torch
-    import transformers
+    from optimum_neuron.bench.machine import describe_machine as describe
 
-    import optimum_neuron
-    from optimum_neuron.targets.cores import usable_cpus
-    from optimum_neuron.targets.cpu.host import instruction_set
-
-    return {
-        "cpu": _cpu_model(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "kernels": instruction_set().name,
-        "cores": usable_cpus(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "optimum_neuron": optimum_neuron.__version__,
-        "commit": _commit(),
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return {**describe(), "commit": _commit()}
 
 
 def _commit() -> str | None:

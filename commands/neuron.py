@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_bench import NeuronBenchCommand
 from optimum.commands.register.neuron_cache import NeuronCacheCommand
 from optimum.commands.register.neuron_chat import NeuronChatCommand
 from optimum.commands.register.neuron_check import NeuronCheckCommand
@@ -73,6 +74,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronChatCommand,
             NeuronServeCommand,
             NeuronCheckCommand,
+            NeuronBenchCommand,
             NeuronCacheCommand,
         )
     )

@@ -10,7 +10,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.export_neuron import add_quantization_options
 
-from optimum_neuron.cli import add_option, console, explain, reported_errors, size_list, write_json
+from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, size_list, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig
 
 
@@ -165,7 +165,7 @@ def given_options(args: Namespace) -> dict[str, Any]:
 
 def _estimate(args: Namespace) -> None:
     from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
-    from optimum_neuron.targets.neuron.estimate.plot import check_plot, plot
+    from optimum_neuron.targets.neuron.estimate.plot import plot
     from optimum_neuron.targets.neuron.estimate.report import print_report, to_json
 
     if args.plot is not None:

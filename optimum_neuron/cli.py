@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -152,6 +153,35 @@ def write_json(path: Path, data: Any) -> None:
     """Writes what `--json` asks for; its folder is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def check_plot(path: Path) -> None:
+    """Raises before anything is computed where no picture can be drawn.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: it cannot write such a file.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"--plot {path} needs matplotlib, which is not installed; pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(
+            f"--plot {path} does not end with a known type of picture; use .png, or one of {sorted(known)}"
+        )
+
+
+def refuse_existing(option: str, path: Path | None) -> None:
+    """Raises FileExistsError where what an option is to write would replace something, or lie in no folder."""
+    if path is None:
+        return
+    if path.exists():
+        raise FileExistsError(f"{option} {path} exists already; name another file, or remove it")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{option} {path} cannot be written: {above} is a file; name another folder")
 
 
 def console(*, stderr: bool = False) -> Console:

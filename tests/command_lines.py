@@ -341,6 +341,24 @@ LINTS = [
     _line(("neuron", "lint", "--model", "{checkpoint}", "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
     _line(("neuron", "lint", "--model", "{checkpoint}"), REFUSED, "need"),
 ]
+BENCH = ("neuron", "bench", "{artifact}", "--new-tokens", "2")
+BENCHES = [
+    _line(("neuron", "bench"), USAGE, "artifact"),
+    _line(("neuron", "bench", "{empty_folder}"), REFUSED, "{empty_folder}"),
+    _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
+    _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),
+    _line((*BENCH, "--prompt-lengths", "x"), USAGE, "invalid int value: 'x'"),
+    _line((*BENCH, "--batch", "1", "9"), REFUSED, "9 rows", "batch_size=3"),
+    _line((*BENCH, "--batch", "-1"), REFUSED, "--batch -1"),
+    _line((*BENCH, "--new-tokens", "1"), REFUSED, "--new-tokens 1 must be at least 2"),
+    _line((*BENCH, "--new-tokens", "99"), REFUSED, "99 new tokens do not fit sequence_length=64"),
+    _line((*BENCH, "--context-length", "64"), REFUSED, "64 tokens and 2 new tokens", "sequence_length=64"),
+    _line((*BENCH, "--repeat", "0"), REFUSED, "--repeat 0 must be at least 1"),
+    _line((*BENCH, "--json", "{text_file}"), REFUSED, "--json {text_file} exists already"),
+    _line((*BENCH, "--json", "{text_file}/x"), REFUSED, "--json {text_file}/x cannot be written"),
+    _line((*BENCH, "--plot", "{text_file}"), REFUSED, "--plot {text_file} exists already"),
+    _line((*BENCH, "--plot", "{out}.zzz"), REFUSED, "known type of picture"),
+]
 LOOKUP = (
     "neuron", "cache", "lookup", "--model", "{checkpoint}", "--target", "cpu", "--sequence-length", "64", "--prefill-chunk-size", "8",
 )  # fmt: skip
@@ -382,5 +400,5 @@ CACHES = [
     _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
 ]
 LINES = [
-    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *LINTS, *CACHES,
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *LINTS, *BENCHES, *CACHES,
 ]  # fmt: skip

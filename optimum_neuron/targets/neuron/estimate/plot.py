@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +14,6 @@ if TYPE_CHECKING:
     from .estimate import Estimate, Report
 
 COLORS = {"weights": "tab:blue", "kv_cache": "tab:orange", "activations": "tab:green", "reserve": "tab:gray"}
-
-
-def check_plot(path: Path) -> None:
-    """Raises before anything is computed where no picture can be drawn.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: it cannot write such a file.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"--plot {path} needs matplotlib, which is not installed; pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(
-            f"--plot {path} does not end with a known type of picture; use .png, or one of {sorted(known)}"
-        )
 
 
 def plot(report: Report, path: Path) -> None:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron bench: how fast an artifact is on this machine. What is measured, and how, is elsewhere."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import (
+    add_option,
+    add_rank_options,
+    check_plot,
+    console,
+    explain,
+    refuse_existing,
+    reported_errors,
+    write_json,
+)
+
+
+DESCRIPTION = """\
+Measure an artifact on this machine, by the engine that serves it: prompts of some lengths alone (tokens per second, time to the first
+token), and rows that decode together (time per step, tokens per second, time between two tokens of a row). Each is run once before it
+is measured; medians stand beside the least and the most of all repetitions. Prompts are random tokens, and nothing is reused.
+
+padding      of the tokens that a prompt's graphs have room for, the share that is none of its own
+idle rows    of the rows of the decode graph, the share that nobody has
+
+--json writes all of it, in the form that docs/bench.md explains, and --plot draws it. Neither replaces a file."""
+
+EXAMPLES = """\
+examples:
+  optimum-cli neuron bench smollm2/
+  optimum-cli neuron bench smollm2/ --prompt-lengths 128 1024 --batch 1 4 --new-tokens 64 --repeat 5
+  optimum-cli neuron bench smollm2/ --json smollm2.json --plot smollm2.svg
+"""
+
+
+class NeuronBenchCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron bench`."""
+
+    COMMAND = CommandInfo(name="bench", help="Measure an artifact's speed on this machine.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, DESCRIPTION, EXAMPLES)
+        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_option(
+            parser,
+            "--prompt-lengths",
+            type=int,
+            nargs="+",
+            metavar="TOKENS",
+            help="lengths of prompts (default: of 128, 512 and 2048 those that fit)",
+        )
+        parser.add_argument(
+            "--batch",
+            type=int,
+            nargs="+",
+            metavar="ROWS",
+            help="how many rows decode together (default: 1, 2, 4 and so on to all rows)",
+        )
+        add_option(
+            parser,
+            "--context-length",
+            type=int,
+            metavar="TOKENS",
+            help="tokens that each row has before it decodes (default: 128, or what fits)",
+        )
+        add_option(parser, "--new-tokens", type=int, metavar="TOKENS", default=32, help="that each row gets")
+        parser.add_argument("--repeat", type=int, default=3, help="measurements of each (default: %(default)s)")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a new file")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
+        add_rank_options(parser)
+        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
+
+    def run(self) -> None:
+        with reported_errors():
+            _bench(self.args)
+
+
+def _bench(args: Namespace) -> None:
+    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.artifacts.find import is_from_hub
+
+    # Before torch is imported: wrong files and folders are reported at once.
+    refuse_existing("--json", args.json)
+    refuse_existing("--plot", args.plot)
+    if args.plot is not None:
+        check_plot(args.plot)
+    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+
+    from optimum_neuron.bench.measure import Plan
+    from optimum_neuron.bench.report import plot, print_report
+    from optimum_neuron.bench.run import run_bench
+
+    plan = Plan.of(artifact.config, args.prompt_lengths, args.batch, args.context_length, args.new_tokens, args.repeat)
+    report = run_bench(
+        artifact,
+        plan,
+        trust_remote_code=args.trust_remote_code,
+        rank_python=args.rank_python,
+        rank_timeout=args.rank_timeout,
+    )
+    print_report(report, console())
+    if args.json is not None:
+        write_json(args.json, report.to_dict())
+    if args.plot is not None:
+        plot(report, args.plot)
