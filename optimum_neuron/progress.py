@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 
 if TYPE_CHECKING:
@@ -20,32 +20,66 @@ logger = logging.getLogger(__name__)
 _display: Progress | None = None
 
 
-@contextmanager
-def stage(title: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Times a stage of `total` steps, where that is known, and shows its progress on stderr, if that is a terminal.
+class Advance(Protocol):
+    """Says that a step of a stage is done, from any thread."""
 
-    Yields `advance(description)`, to be called when a step is done, from any thread.
+    def __call__(self, description: str, work: float = 1) -> None:
+        """Args: work: what it was of the stage's total."""
+
+
+@contextmanager
+def stage(title: str, total: float | None = None, *, likely_seconds: float | None = None) -> Iterator[Advance]:
+    """Times a stage, and shows its progress and the time that is left on stderr, if that is a terminal.
+
+    The time left follows from the work that is done; of a stage of one step, from what others like it took.
+
+    Args:
+        total: its work, where that is known: steps, or bytes.
+        likely_seconds: what a stage of one step will take, where others like it are done.
     """
     start = time.perf_counter()
-    with _shared_display() as display, _task(display, title, total) as advance:
+    with _shared_display() as display, _task(display, title, total, likely_seconds) as advance:
         yield advance
     logger.info("%s: %.1f s", title, time.perf_counter() - start)
 
 
 @contextmanager
-def _task(display: Progress | None, title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+def _task(
+    display: Progress | None, title: str, total: float | None, likely_seconds: float | None
+) -> Iterator[Advance]:
     if display is None:
-        yield lambda description: None
+        yield lambda description, work=1: None
         return
-    task = display.add_task(title, total=total)
+    task = display.add_task(title, total=total, likely_seconds=likely_seconds)
 
-    def advance(description: str) -> None:
-        display.update(task, advance=1, description=f"{title}: {description}")
+    def advance(description: str, work: float = 1) -> None:
+        display.update(task, advance=work, description=f"{title}: {description}")
 
     try:
         yield advance
     finally:
         display.remove_task(task)
+
+
+def told_time(elapsed: float, done: float, total: float | None, likely_seconds: float | None = None) -> str:
+    """How long a stage runs, and how long it still will where that can be told, in words.
+
+    Args:
+        elapsed: seconds.
+        done, total: of its work.
+    """
+    left = None
+    if total and done:
+        left = elapsed * max(0.0, total - done) / done
+    elif likely_seconds is not None and likely_seconds > elapsed:
+        left = likely_seconds - elapsed
+    return _clock(elapsed) + ("" if left is None else f", about {_clock(left)} left")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextmanager
@@ -55,13 +89,19 @@ def _shared_display() -> Iterator[Progress | None]:
         yield _display
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.text import Text
+
+    class TimeColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            likely = task.fields.get("likely_seconds")
+            return Text(told_time(task.elapsed or 0.0, task.completed, task.total, likely), style="progress.elapsed")
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TimeElapsedColumn(),
+        TimeColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as _display:
         try:
@@ -71,7 +111,9 @@ def _shared_display() -> Iterator[Progress | None]:
 
 
 def _is_shown() -> bool:
+    # At INFO and below every stage writes a line anyway.
+    if not sys.stderr.isatty() or logger.isEnabledFor(logging.INFO):
+        return False
     from huggingface_hub.utils import are_progress_bars_disabled
 
-    # At INFO and below every stage writes a line anyway.
-    return sys.stderr.isatty() and not are_progress_bars_disabled() and not logger.isEnabledFor(logging.INFO)
+    return not are_progress_bars_disabled()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
@@ -12,6 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from optimum.commands import optimum_cli
 
 import optimum_neuron.export
 from optimum_neuron import progress
+from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
 
 
@@ -416,6 +420,54 @@ def test_generate_refuses_in_one_line(
         call_cli(monkeypatch, "neuron", "generate", artifact, *options)
     assert failure.value.code == 1
     assert fragment in error_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ((0.4, 0, None), "0:00"),
+        ((75.0, 0, 4), "1:15"),
+        ((75.0, 1, 4), "1:15, about 3:45 left"),
+        ((10.0, 3e9, 4e9), "0:10, about 0:03 left"),
+        ((3600.0, 1, 3), "1:00:00, about 2:00:00 left"),
+        ((10.0, 5, 4), "0:10, about 0:00 left"),
+        ((10.0, 0, None, 30.0), "0:10, about 0:20 left"),
+        ((31.0, 0, None, 30.0), "0:31"),
+        ((10.0, 0, 0), "0:10"),
+    ],
+)
+def test_the_time_left_follows_from_the_work_that_is_done(state: tuple[Any, ...], told: str) -> None:
+    assert progress.told_time(*state) == told
+
+
+def test_a_long_file_is_hashed_with_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shown = tmp_path / "weights", []
+    path.write_bytes(b"0123456789")
+    monkeypatch.setattr(digest, "_LONG", 10)
+    monkeypatch.setattr(digest, "_PIECE", 4)
+
+    @contextmanager
+    def stage(title: str, total: float | None = None) -> Iterator[Any]:
+        shown.append((title, total))
+        yield lambda description, work=1: shown.append((description, work))
+
+    monkeypatch.setattr(progress, "stage", stage)
+    assert digest.file_sha256(path) == hashlib.sha256(b"0123456789").hexdigest()
+    assert shown == [("Hashing", 10), ("weights", 4), ("weights", 4), ("weights", 2)]
+    path.write_bytes(b"012345678")
+    digest.file_sha256(path)
+    assert len(shown) == 4, "a short file is shown"
+
+
+def test_a_display_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_is_shown", lambda: True)
+    with progress.stage("outer", 2) as advance, progress.stage("inner", likely_seconds=7200.0):
+        advance("first")
+        display = progress._display
+        assert display is not None
+        for task, told in zip(display.tasks, ("left", "about 2:00:00 left"), strict=True):
+            assert told in str(display.columns[-1](task))
+    capsys.readouterr()
 
 
 def test_nested_stages_share_one_display(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .. import progress
 from ..graphs.spec import TensorSpec
 from ..graphs.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
@@ -76,8 +77,11 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     try:
         with path.open("wb") as file:
             file.write(file_head((name, unique[name].dtype, tuple(unique[name].shape)) for name in names))
-            for name in names:
-                file.write(tensor_bytes(unique[name]))
+            size = sum(unique[name].nbytes for name in names)
+            with progress.stage("Writing", size) as advance:
+                for name in names:
+                    file.write(tensor_bytes(unique[name]))
+                    advance(name, unique[name].nbytes)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # a write does not tell where
     return tied

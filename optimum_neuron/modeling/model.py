@@ -17,6 +17,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import PushToHubMixin
 
+from .. import progress
 from ..artifacts.artifact import Artifact, is_graph_file
 from ..artifacts.find import find_artifact
 from ..artifacts.skeleton import read_config, read_generation_config
@@ -217,9 +218,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         generation_config = read_generation_config(artifact, config)
         if profile is not None:
             ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
-        executable = get_target(artifact.target).load(
-            artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
-        )
+        with progress.stage("Loading the artifact"):
+            executable = get_target(artifact.target).load(
+                artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
+            )
         return cls(
             artifact,
             executable,

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from .. import progress
 from ..config import NeuronConfig
 from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
 from ..graphs.family import GraphFamily, holds
@@ -190,13 +191,15 @@ class GraphRunner:
         if self._warm:
             return
         self._warm = True
-        for graph in self.family:
-            step = self._graphs[graph.name]
-            step.fill((), None, (), self._lengths)
-            self.executable.run(graph.name, step.inputs)
-        if isinstance(self.executable, HasOtherGraphs):
-            for name, inputs in self.executable.idle_inputs().items():
+        others = self.executable.idle_inputs() if isinstance(self.executable, HasOtherGraphs) else {}
+        with progress.stage("Warming up", len(self._graphs) + len(others)) as advance:
+            for name, step in self._graphs.items():
+                step.fill((), None, (), self._lengths)
+                self.executable.run(name, step.inputs)
+                advance(name)
+            for name, inputs in others.items():
                 self.executable.run(name, inputs)
+                advance(name)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
         """A step without decode rows."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,14 +112,17 @@ def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
-    processes = Processes()
+    processes, seconds = Processes(), list[float]()
     with cache.scratch() as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
 
         def compile_one(job: _Job) -> None:
             name = job.graph.name
             work = scratch / f"{name}.work"
             work.mkdir()
-            _compile(job, work, processes)
+            start = time.perf_counter()
+            with progress.stage(name, likely_seconds=statistics.median(seconds) if seconds else None):
+                _compile(job, work, processes)
+            seconds.append(time.perf_counter() - start)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
             cache.store(job.key, scratch, name, folder, About(name, job.target, f"{DISTRIBUTION} {job.version}"))
