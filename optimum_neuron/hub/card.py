@@ -9,6 +9,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from ..config import HLO_TARGETS, NEURON_TARGETS
 from ..inspect.facts import Facts
 from ..inspect.units import bytes_text
@@ -30,7 +34,17 @@ def make_card(
         repo_id: where it will be; None of a folder.
         base_model: Hub id of the model that the checkpoint is; default: the repository that the export read.
         tags: beside those that follow from the artifact.
+
+    Raises:
+        ValueError: `base_model` is no name of a Hub repository.
     """
+    if base_model is not None:
+        try:
+            validate_repo_id(base_model)
+        except HFValidationError as error:
+            raise ValueError(
+                f"base_model={base_model!r} is no name of a Hub repository; name it as in org/name"
+            ) from error
     name = repo_id or f"{facts.name}/"
     sections = [
         _metadata(facts, base_model, tags or ()),
@@ -62,8 +76,6 @@ def _digest(text: str) -> str:
 
 
 def _metadata(facts: Facts, base_model: str | None, tags: Sequence[str]) -> str:
-    from huggingface_hub import ModelCardData
-
     base = base_model or facts.origin.get("repo")
     own = [facts.target, facts.options["dtype"], *(facts.quantized[:1] and [_quantization_name(facts)])]
     data: dict[str, Any] = {
