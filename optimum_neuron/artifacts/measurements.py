@@ -51,6 +51,17 @@ _DOCUMENT = record(
     closed=True,
 )
 _BENCH = record({"speeds": listed(_SPEED)}, {"machine": named(_scalar), "artifact": TEXT})
+_SPREAD = record({"median": number(0)})
+_RUN = record(
+    {
+        "config": record({}),
+        "prefill": listed(record({"prompt_tokens": whole(1), "ttft_ms": _SPREAD, "tokens_per_second": _SPREAD})),
+        "decode": listed(
+            record({"rows": whole(1), "context_tokens": whole(0), "step_ms": _SPREAD, "tokens_per_second": number(0)})
+        ),
+    },
+    {"machine": named(_scalar)},
+)
 _CHECK = record({"facts": record({}), "results": listed(record({"name": TEXT, "status": TEXT, "values": record({})}))})
 _VARIANTS = record(
     {"variants": listed(record({"name": TEXT, "dtype": TEXT, "weight_bytes": whole(0, _LARGEST_SIZE)}))}
@@ -113,16 +124,21 @@ def with_bench(measured: Measurements, path: Path, artifact: Artifact) -> Measur
     """With the speeds of a file in the place of those before.
 
     Args:
-        path: of `neuron bench --json`, which has `speeds` as above, or of `neuron check --json`, whose latencies are taken.
+        path: of `neuron bench --json`, of which medians are taken, of `neuron check --json`, of which latencies are, or of any other
+            program, with `speeds` and `machine` as above.
 
     Raises:
-        ValueError: it is neither, or of another artifact.
+        ValueError: it is none of these, or of another artifact.
         FileNotFoundError: it is not there.
     """
     document = _read(path)
     if "results" in document:
         _checked(_CHECK, document, path)
         speeds, machine = _latencies(document, path, artifact), {}
+    elif "prefill" in document:
+        _checked(_RUN, document, path)
+        _check_config(document.get("config"), path, artifact)
+        speeds, machine = _medians(document), document.get("machine", {})
     else:
         _checked(_BENCH, document, path)
         if document.get("artifact") not in (None, identity(artifact)):
@@ -159,10 +175,30 @@ def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Meas
     return replace(measured, quality=found)
 
 
+def _check_config(config: object, path: Path, artifact: Artifact) -> None:
+    if config != artifact.config.to_dict():
+        raise ValueError(f"{path} is of an artifact of other sizes than {artifact.path}; measure this one")
+
+
+def _medians(document: dict[str, Any]) -> list[dict[str, Any]]:
+    speeds = []
+
+    def add(name: str, value: float, unit: str, **conditions: int) -> None:
+        speeds.append({"name": name, "value": value, "unit": unit, "conditions": conditions})
+
+    for each in document["prefill"]:
+        add("prefill", each["tokens_per_second"]["median"], "tokens/s", prompt=each["prompt_tokens"])
+    for each in document["decode"]:
+        add("decode", each["tokens_per_second"], "tokens/s", rows=each["rows"], context=each["context_tokens"])
+    for each in document["prefill"]:
+        add("first token", each["ttft_ms"]["median"], "ms", prompt=each["prompt_tokens"])
+    for each in document["decode"]:
+        add("decode step", each["step_ms"]["median"], "ms", rows=each["rows"], context=each["context_tokens"])
+    return speeds
+
+
 def _latencies(document: dict[str, Any], path: Path, artifact: Artifact) -> list[dict[str, Any]]:
-    asked = document["facts"].get("config")
-    if asked != artifact.config.to_dict():
-        raise ValueError(f"{path} is of an artifact of other sizes than {artifact.path}; check this one")
+    _check_config(document["facts"].get("config"), path, artifact)
     values = [
         each["values"] for each in document["results"] if (each["name"], each["status"]) == ("latency", "passed")
     ]

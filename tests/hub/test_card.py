@@ -267,6 +267,26 @@ def test_latencies_of_a_check_are_speeds(own: Path, tmp_path: Path) -> None:
     assert "| `token_generation_context64` | - | 1.25 | `ms` |" in (own / "README.md").read_text(encoding="utf-8")
 
 
+def test_medians_of_a_bench_are_speeds(own: Path, tmp_path: Path) -> None:
+    opened = Artifact.open(own)
+    spread = {"median": 2.5, "min": 1.0, "max": 9.0}
+    document = {
+        "format": 1,
+        "config": opened.config.to_dict(),
+        "machine": {"cpu": "EPYC"},
+        "prefill": [{"prompt_tokens": 16, "ttft_ms": spread, "tokens_per_second": spread, "padding_share": 0.0}],
+        "decode": [{"rows": 3, "context_tokens": 8, "step_ms": spread, "tokens_per_second": 1234.5, "idle_share": 0}],
+    }
+    card = write_card(opened, bench=put(tmp_path / "bench.json", document)).read_text(encoding="utf-8")
+    for row in ("| `prefill` | `prompt` `16` | 2.5 | `tokens/s` |", "| `decode` | `rows` `3`, `context` `8` | 1,234 | `tokens/s` |",
+                "| `first token` | `prompt` `16` | 2.5 | `ms` |", "| `decode step` | `rows` `3`, `context` `8` | 2.5 | `ms` |"):  # fmt: skip
+        assert row in card, row
+    with pytest.raises(ValueError, match="is of an artifact of other sizes than"):
+        write_card(opened, bench=put(tmp_path / "bench.json", document | {"config": {}}))
+    with pytest.raises(ValueError, match=re.escape("it.prefill[0] lacks ttft_ms")):
+        write_card(opened, bench=put(tmp_path / "bench.json", document | {"prefill": [{"prompt_tokens": 1}]}))
+
+
 def test_measurements_of_another_artifact_and_broken_ones_are_refused(own: Path, tiny_checkpoint: Path) -> None:
     opened = Artifact.open(own)
     path = put(own / MEASUREMENTS_NAME, {"version": 1, "artifact": identity(opened), "speeds": [SPEED], "quality": []})
