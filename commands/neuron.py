@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
@@ -13,14 +13,19 @@ from optimum.commands.register.neuron_chat import NeuronChatCommand
 from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
+from optimum.commands.register.neuron_hub import NeuronCardCommand, NeuronPushCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 from optimum.commands.register.neuron_serve import NeuronServeCommand
 
-from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
+from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
 
 
 DESCRIPTION = """\
 Show the sizes, graphs and versions of an artifact. Nothing is loaded.
+
+--html writes one page that asks for no other file: the family of steps, memory by core, operators of each graph and what they
+cost, the certificate, quantized weights, and speeds where some were recorded. --json writes the same as data. Both compare the
+digests of all files but the weights first.
 
 --verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. The export wrote it
 after it had executed the graphs by XLA on its CPU, all ranks at once, beside the model itself: prompts in chunks among
@@ -34,6 +39,7 @@ and executed, with the artifact's weights. The exit code is 1 where anything but
 EXAMPLES = """\
 examples:
   optimum-cli neuron inspect llama-trn2/
+  optimum-cli neuron inspect llama-trn2/ --html llama.html
   optimum-cli neuron inspect llama-trn2/ --verify
 """
 
@@ -47,6 +53,19 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        parser.add_argument(
+            "--html",
+            type=Path,
+            metavar="FILE",
+            help="write a page that a browser shows: all that is known of the artifact",
+        )
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data")
+        parser.add_argument(
+            "--bench",
+            type=Path,
+            metavar="FILE",
+            help="speeds to show, of neuron bench --json or neuron check --json (default: those that neuron card recorded)",
+        )
         parser.add_argument("--verify", action="store_true", help="repeat what its certificate says, on this CPU")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
@@ -54,8 +73,11 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
         with reported_errors():
             if self.args.trust_remote_code and not self.args.verify:
                 raise ValueError("--trust-remote-code is for --verify: nothing else of an artifact is run here")
+            outputs = [name for name in ("html", "json", "bench") if getattr(self.args, name) is not None]
+            if self.args.verify and outputs:
+                raise ValueError(f"--verify prints what it finds and writes no file; leave out --{outputs[0]}")
             if not self.args.verify:
-                _inspect(self.args.artifact)
+                _inspect(self.args)
             elif not _verify(self.args.artifact, trust_remote_code=self.args.trust_remote_code):
                 raise SystemExit(1)
 
@@ -75,39 +97,42 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronServeCommand,
             NeuronCheckCommand,
             NeuronBenchCommand,
+            NeuronCardCommand,
+            NeuronPushCommand,
             NeuronCacheCommand,
         )
     )
 
 
-def _inspect(folder: Path) -> None:
-    from rich.table import Table
-
+def _inspect(args: Namespace) -> None:
     from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.graphs.state_sizes import StateSizes, byte_count
+    from optimum_neuron.artifacts.measurements import Measurements, identity, read_measurements, with_bench
 
-    artifact = Artifact.open(folder)
-    facts = Table("option", "value", title=str(folder), title_justify="left")
-    for name, value in artifact.config.to_dict().items():
-        facts.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    facts.add_section()
-    kept = StateSizes.of(artifact.states())
-    facts.add_row("cache per token", f"{kept.per_token:,} bytes")
-    facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
-    for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):
-        if stored := byte_count(specs):
-            facts.add_row(name, f"{stored:,} bytes, {len(specs)} tensors")
-    facts.add_section()
-    for name, version in artifact.manifest["versions"].items():
-        facts.add_row(f"exported with {name}", version)
-    data = artifact.manifest["target_data"]
-    if "lnc" in data:  # compiled for a device
-        for name, version in data.get("versions", {}).items():
-            facts.add_row(f"compiled with {name}", version)
-        facts.add_row("logical NeuronCore", f"{data.get('lnc')} physical")
-    terminal = console()
-    terminal.print(facts)
-    terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
+    artifact = Artifact.open(args.artifact)
+    measured = None
+    if args.bench is not None:
+        measured = with_bench(Measurements(identity(artifact)), args.bench, artifact)
+    outputs = [path for path in (args.html, args.json) if path is not None]
+    if not outputs:
+        from optimum_neuron.inspect.text import print_artifact
+
+        print_artifact(artifact, measured or read_measurements(artifact), console())
+        return
+    from optimum_neuron.artifacts.filesystem import replace_file
+    from optimum_neuron.inspect.collect import check_output, collect
+
+    for path in outputs:
+        check_output(artifact, path)
+    facts = collect(artifact, measured)
+    if args.html is not None:
+        from optimum_neuron.inspect.html import render
+
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(args.html, render(facts))
+    if args.json is not None:
+        write_json(args.json, facts.to_dict())
+    for path in outputs:
+        print(path)
 
 
 def _verify(folder: Path, *, trust_remote_code: bool) -> bool:

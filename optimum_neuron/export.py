@@ -22,6 +22,7 @@ from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, write_artifact
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
+from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .config import HLO_TARGETS, NeuronConfig
@@ -190,6 +191,7 @@ def _write(
                     "config": config.to_dict(),
                     "model": spec.to_dict(),
                     "source": checkpoint.source,
+                    "origin": origin_of(checkpoint),
                     "adapters": [adapter.record() for adapter in adapters],
                     "target": config.target,
                     "target_data": target_data,

@@ -240,6 +240,18 @@ def _artifacts() -> list[Line]:
     lines = [
         _line(("neuron", "inspect"), USAGE, "artifact"),
         _line(("neuron", "inspect", "{artifact}", "more"), USAGE, "more"),
+        _line(("neuron", "inspect", "{artifact}", "--html"), USAGE, "expected one argument"),
+        _line(("neuron", "inspect", "{artifact}", "--html", "{full_folder}"), REFUSED, "is a folder; name a file"),
+        _line(("neuron", "inspect", "{artifact}", "--html", "{text_file}/x"), REFUSED, "{text_file}"),
+        _line(("neuron", "inspect", "{artifact}", "--bench", "{text_file}"), REFUSED, "cannot be read"),
+        _line(("neuron", "inspect", "{artifact}", "--verify", "--json", "x"), REFUSED, "leave out --json"),
+        _line(("neuron", "card"), USAGE, "artifact"),
+        _line(("neuron", "card", "{artifact}", "--quality", "{text_file}"), REFUSED, "cannot be read"),
+        _line(("neuron", "card", "{artifact}", "--bench", "no-such-file"), REFUSED, "no-such-file"),
+        _line(("neuron", "card", "{artifact}", "--base-model", "no such"), REFUSED, "base_model='no such' is no name"),
+        _line(("neuron", "push", "{artifact}"), USAGE, "REPO"),
+        _line(("neuron", "push", "{artifact}", "no such name!"), REFUSED, "'no such name!' is no name of a Hub"),
+        _line(("neuron", "push", "{artifact}", "org/x"), REFUSED, "HF_HUB_OFFLINE is set", "org/x"),
         _line(("neuron", "generate"), USAGE, "artifact"),
         _line(("neuron", "check"), USAGE, "artifact"),
         _line(("neuron", "serve"), USAGE, "artifact"),
@@ -258,7 +270,7 @@ def _artifacts() -> list[Line]:
             told = "pip install protobuf" if command == "lint" else path if path and len(path) < 300 else ""
             lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
-        for command in ("inspect", "generate", "check", "serve"):
+        for command in ("inspect", "generate", "check", "serve", "card"):
             lines.append(_line(("neuron", command, f"{{manifest:{kind}}}"), REFUSED, told))
     return lines
 

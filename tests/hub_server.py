@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hub on this machine's loopback, of one model repository: what its client asks for lists, downloads and commits, and faults."""
+"""A Hub on this machine's loopback, of one model repository: what its client asks to make it, list, download and commit, and faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import huggingface_hub
 import pytest
@@ -43,12 +43,18 @@ class LoopbackHub:
 
     Attributes:
         commits: names and contents of files, the last commit last.
+        branches: by name, how many commits lead to it, where that is not the last; main has all but those of pull requests and branches.
+        exists: whether the repository was made; without, it answers 404.
+        private: as it was made.
         requests: method, path and headers of each.
         needs_token: to be read; to be written it always does.
     """
 
     url: str = ""
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{"README.md": b"compiled graphs"}])
+    branches: dict[str, int] = field(default_factory=dict)
+    exists: bool = True
+    private: bool = False
     objects: dict[str, bytes] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
@@ -58,8 +64,17 @@ class LoopbackHub:
     def files(self) -> dict[str, bytes]:
         return self.commits[-1]
 
-    def sha(self) -> str:
-        return f"{len(self.commits):040x}"
+    def sha(self, revision: str = "main") -> str | None:
+        """The commit that a branch, or a commit's own name, stands for; None where there is none such."""
+        known = {f"{count + 1:040x}" for count in range(len(self.commits))}
+        if revision in known:
+            return revision
+        count = self.branches.get(revision, len(self.commits) if revision == "main" else 0)
+        return f"{count:040x}" if count else None
+
+    def at(self, revision: str) -> dict[str, bytes]:
+        """The files of a branch or commit."""
+        return self.commits[int(self.sha(revision) or "", 16) - 1]
 
     def asked(self, method: str, words: str) -> list[dict[str, str]]:
         """The headers of requests."""
@@ -140,35 +155,66 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(fault.status, b"{}", fault.headers)
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if not allowed and not path.startswith("/lfs/") and (self.hub.needs_token or method not in ("GET", "HEAD")):
-            return self._send(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
-        api = f"/api/models/{REPO}/"
-        if path.startswith(f"{api}revision/"):
-            if path.rpartition("/")[2] not in ("main", self.hub.sha()):
-                return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-            siblings = [{"rfilename": name} for name in self.hub.files]
-            return self._send(200, {"id": REPO, "sha": self.hub.sha(), "siblings": siblings})
-        if path.startswith(f"{api}tree/"):
-            return self._tree(path)
-        if path.startswith(f"{api}preupload/"):
-            return self._preupload(json.loads(body))
-        if path.startswith(f"{api}commit/"):
-            return self._commit([json.loads(line) for line in body.splitlines()])
+            hidden = (
+                {"X-Error-Code": "RepoNotFound"}
+                if method in ("GET", "HEAD") and "Authorization" not in self.headers
+                else {}
+            )
+            return self._send(401, b"{}", hidden or {"X-Error-Message": "Invalid credentials in Authorization header"})
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self._send(200, {"errors": [], "warnings": []})
+        if not self.hub.exists:
+            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        api = f"/api/models/{REPO}"
+        if path == api or path.startswith(f"{api}/"):
+            return self._api(*(unquote(part) for part in path[len(api) :].strip("/").partition("/")[::2]), body)
         if path == f"/{REPO}.git/info/lfs/objects/batch":
             return self._batch(json.loads(body)["objects"])
         if path.startswith("/lfs/"):
             assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
             self.hub.objects[path.removeprefix("/lfs/")] = body
             return self._send(200, b"")
-        _, found, name = path.partition(f"/{REPO}/resolve/{self.hub.sha()}/")
-        if found and name in self.hub.files:
-            return self._file(self.hub.files[name], cut=fault is not None)
-        return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound" if found else "RepoNotFound"})
+        _, found, rest = path.partition(f"/{REPO}/resolve/")
+        revision, _, name = rest.partition("/")
+        sha = self.hub.sha(unquote(revision)) if found else None
+        if sha is not None and unquote(name) in self.hub.at(sha):
+            return self._file(self.hub.at(sha)[unquote(name)], sha, cut=fault is not None)
+        codes = {"X-Error-Code": "EntryNotFound" if sha else "RevisionNotFound" if found else "RepoNotFound"}
+        return self._send(404, b"{}", codes | ({"X-Repo-Commit": sha} if sha else {}))
 
-    def _tree(self, path: str) -> None:
+    def _api(self, action: str, revision: str, body: bytes) -> None:
+        """What the API does with the repository, or a revision of it."""
+        if action == "branch":
+            known = self.hub.sha(revision) is not None
+            if not known:
+                self.hub.branches[revision] = int(self.hub.sha() or "", 16)
+            return self._send(409 if known else 200, b"{}")
+        if action == "preupload":
+            return self._preupload(json.loads(body))
+        sha = self.hub.sha(revision or "main")
+        if sha is None:
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        if action == "commit":
+            return self._commit(revision, [json.loads(line) for line in body.splitlines()])
+        if action == "tree":
+            return self._tree(self.hub.at(sha))
+        siblings = [{"rfilename": name} for name in self.hub.at(sha)]
+        return self._send(200, {"id": REPO, "sha": sha, "private": self.hub.private, "siblings": siblings})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        if not self.hub.exists:
+            self.hub.private = asked.get("visibility") == "private"
+        status, self.hub.exists = 409 if self.hub.exists else 200, True
+        self._send(status, {"url": f"{self.hub.url}/{REPO}"})
+
+    def _tree(self, files: dict[str, bytes]) -> None:
+        path = urlsplit(self.path).path
         start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
-        names = sorted(self.hub.files)
+        names = sorted(files)
         page = [
-            {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": _git_oid(self.hub.files[name])}
+            {"type": "file", "path": name, "size": len(files[name]), "oid": _git_oid(files[name])}
             for name in names[start : start + _PAGE]
         ]
         more = {"Link": f'<{self.hub.url}{path}?recursive=true&cursor={start + _PAGE}>; rel="next"'}
@@ -176,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, asked: dict[str, Any]) -> None:
         files = [
-            {"path": each["path"], "uploadMode": "regular" if each["path"].endswith(".json") else "lfs", "shouldIgnore": False}
+            {"path": each["path"], "uploadMode": "regular" if each["path"].endswith((".json", ".md")) else "lfs", "shouldIgnore": False}
             for each in asked["files"]
         ]  # fmt: skip
         self._send(200, {"files": files})
@@ -187,19 +233,28 @@ class _Handler(BaseHTTPRequestHandler):
                 each["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}
         self._send(200, {"transfer": "basic", "objects": objects})
 
-    def _commit(self, lines: list[dict[str, Any]]) -> None:
-        files = dict(self.hub.files)
+    def _commit(self, revision: str, lines: list[dict[str, Any]]) -> None:
+        files = dict(self.hub.at(revision))
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        asks = "create_pr=1" in urlsplit(self.path).query
+        branch, done = f"refs/pr/{len(self.hub.commits)}" if asks else revision, len(self.hub.commits)
+        if branch != "main" or "main" in self.hub.branches:
+            self.hub.branches.setdefault("main", done)
+            self.hub.branches[branch] = done + 1
         self.hub.commits.append(files)
-        self._send(200, {"commitUrl": f"{self.hub.url}/{REPO}/commit/{self.hub.sha()}", "commitOid": self.hub.sha()})
+        answer = {"commitUrl": f"{self.hub.url}/{REPO}/commit/{done + 1:040x}", "commitOid": f"{done + 1:040x}"}
+        pull_request = {"pullRequestUrl": f"{self.hub.url}/{REPO}/discussions/{done}"} if asks else {}
+        self._send(200, answer | pull_request)
 
-    def _file(self, data: bytes, *, cut: bool) -> None:
-        headers = {"X-Repo-Commit": self.hub.sha(), "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
+    def _file(self, data: bytes, sha: str, *, cut: bool) -> None:
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

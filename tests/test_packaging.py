@@ -123,14 +123,14 @@ def test_importing_the_package_imports_no_torch() -> None:
 def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimum_neuron").rglob("*.py")}
-    native = {
+    data = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "optimum_neuron").rglob("*")
-        if path.suffix in (".cpp", ".h")
+        if path.suffix in (".cpp", ".h", ".html", ".css", ".js")
     }
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
-    assert native
-    assert package | native | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
+    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".js"}
+    assert package | data | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
 
 
 def test_wheel_is_for_one_platform_and_every_python(wheel: Path) -> None:

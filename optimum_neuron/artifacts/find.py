@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
 
 from ..checkpoints.hub import download, refuse_revision
+from ..checkpoints.hub_errors import cause_of, status_of, told
 from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
 from .hub_cache import is_in_hub_cache
 
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 # What the client leaves in a folder of the user's that it downloads a file into.
 _DOWNLOADED = f".cache/huggingface/download/{MANIFEST_NAME}.metadata"
 
@@ -41,7 +45,8 @@ def find_artifact(
 
     Raises:
         ValueError: `export=True` names an artifact, or `revision` is one of a folder.
-        FileNotFoundError: `export=False` names no artifact.
+        FileNotFoundError: `export=False` names no artifact, or there is no such revision.
+        RuntimeError: the Hub refuses or fails, as `hub_errors.told` says.
     """
     path = Path(model_id).expanduser()
     if path.exists() or path.suffix == ".gguf":
@@ -54,7 +59,7 @@ def find_artifact(
         return Artifact.open(path, with_graphs=native_code or not from_hub), from_hub
     if export:
         return None
-    manifest = _hub_manifest(str(model_id), revision=revision, token=token, **hub)
+    manifest = _hub_manifest(str(model_id), export=export, revision=revision, token=token, **hub)
     if manifest is None:
         if export is False:
             raise FileNotFoundError(
@@ -63,7 +68,15 @@ def find_artifact(
         return None
     files = read_manifest(manifest.parent)["files"]
     wanted = [MANIFEST_NAME, *(name for name in files if native_code or not is_graph_file(name))]
-    folder = download(str(model_id), wanted, revision=revision, token=token, **hub)
+    # The files that this manifest lists, also where somebody pushes to the branch meanwhile.
+    commit = manifest.parent.name if _COMMIT.fullmatch(manifest.parent.name) else revision
+    folder = download(str(model_id), wanted, revision=commit, token=token, **hub)
+    for name in wanted:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{model_id} lists {name}, which is not in the Hub cache and could not be downloaded; load it again when the Hub can be "
+                f"reached, or have the artifact pushed again"
+            )
     return Artifact.open(folder, with_graphs=native_code), True
 
 
@@ -74,10 +87,17 @@ def is_from_hub(folder: Path) -> bool:
     return (folder / _DOWNLOADED).is_file() or any(map(is_in_hub_cache, files))
 
 
-def _hub_manifest(repo_id: str, **options: Any) -> Path | None:
-    try:
-        return Path(hf_hub_download(repo_id, MANIFEST_NAME, **options))
-    except (EntryNotFoundError, LocalEntryNotFoundError):
-        return None  # no artifact, or offline and not in the cache: a checkpoint of this name may be there
-    except (HFValidationError, RepositoryNotFoundError):
-        return None  # nothing of this name: the search for a checkpoint says so
+def _hub_manifest(repo_id: str, *, export: bool | None, **options: Any) -> Path | None:
+    with told(repo_id, options["revision"] or "main"):
+        try:
+            return Path(hf_hub_download(repo_id, MANIFEST_NAME, **options))
+        except LocalEntryNotFoundError as error:
+            if export is False and status_of(cause_of(error)) is not None:
+                raise
+            return None  # offline and not in the cache, or the Hub fails: a checkpoint of this name may be there
+        except EntryNotFoundError:
+            return None  # no artifact: a checkpoint of this name may be there
+        except GatedRepoError:
+            raise
+        except (HFValidationError, RepositoryNotFoundError):
+            return None  # nothing of this name: the search for a checkpoint says so

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from ..checkpoints.card_facts import LANGUAGE, LICENSE, LICENSE_NAME, LINK
 from ..config import TARGETS, NeuronConfig
 from ..graphs.model_spec import Compression, ConvolutionState, KeySelection, LayerCache, ModelSpec, RecurrentState
 from ..graphs.spec import GraphSpec, graph_specs
 from ..graphs.state_specs import state_specs
-from .schema import TEXT, Check, choice, first_difference, listed, named, record, shown, text, whole
+from .schema import TEXT, Check, choice, first_difference, flag, listed, named, record, shown, text, whole
 
 
 # A file's name and those of its folders are at most this long in common file systems.
@@ -52,6 +53,19 @@ _TARGET_DATA = record(
         "graphs": named(record({"kind": TEXT, "argv": listed(TEXT)})),
     },
 )
+# As `checkpoints.origin` writes it.
+_ORIGIN = record(
+    {},
+    {
+        "repo": text(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)?"),
+        "revision": text("[0-9a-f]{40}"),
+        "license": text(LICENSE),
+        "license_name": text(LICENSE_NAME),
+        "license_link": text(LINK),
+        "language": listed(text(LANGUAGE)),
+        "dequantize": flag,
+    },
+)
 _MANIFEST = record(
     {
         "config": record({}),
@@ -64,7 +78,7 @@ _MANIFEST = record(
         "target_data": _TARGET_DATA,
         "files": named(record({"sha256": text("[0-9a-f]{64}"), "size": whole(0, _LARGEST_FILE)})),
     },
-    {"source": text("(?s).*"), "adapters": listed(record({}))},
+    {"source": text("(?s).*"), "adapters": listed(record({})), "origin": _ORIGIN},
 )
 
 

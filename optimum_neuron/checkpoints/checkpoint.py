@@ -26,6 +26,7 @@ from transformers import (
 from ..errors import first_line
 from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
+from .card_facts import CARD_NAME
 from .files import (
     CODE_FILES,
     INDEX_NAME,
@@ -401,7 +402,7 @@ def find_checkpoint(
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
         return Checkpoint(path, None, str(model), trust_remote_code)
-    patterns = [*VERBATIM, *WEIGHT_FILES, *(CODE_FILES if trust_remote_code else ())]
+    patterns = [*VERBATIM, *WEIGHT_FILES, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
     folder = download(str(model), patterns, revision=revision, token=token, **hub)
     check_documents(folder)
     _refuse_adapter(folder, str(model))

@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from transformers import GenerationConfig
 from transformers.utils import PushToHubMixin
 
 from .. import progress
 from ..artifacts.artifact import Artifact, is_graph_file
 from ..artifacts.find import find_artifact
+from ..artifacts.measurements import MEASUREMENTS_NAME
 from ..artifacts.skeleton import read_config, read_generation_config
 from ..artifacts.writer import copy_artifact, write_artifact
+from ..checkpoints.card_facts import CARD_NAME
 from ..config import NeuronConfig
 from ..continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
+from ..hub.push import push_artifact
 from ..runtime.limits import refuse_other_options
 from ..runtime.process import OwnProcess
 from ..runtime.profile import Profile
@@ -255,6 +259,62 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         if push_to_hub:
             repo_id = kwargs.pop("repo_id", save_directory.name)
             self.push_to_hub(repo_id, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = None,
+        tags: list[str] | None = None,
+        base_model: str | None = None,
+    ) -> CommitInfo:
+        """Uploads the artifact to a repository of the Hub, with the present `generation_config` and a model card; see `hub.push`.
+
+        Args:
+            private: whether the repository is; default: as it is, or where it is made here, as its owner has chosen.
+            revision: the branch, which is made where there is none.
+            create_pr: ask for the files to be taken over, in place of a commit to the branch.
+            max_shard_size: accepted as in transformers; compiled graphs have no shards.
+            tags: of the card, beside its own.
+            base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
+
+        Raises:
+            ArtifactError: a file was changed after the export.
+            ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
+        """
+        with self._as_it_is() as artifact:
+            return push_artifact(
+                artifact,
+                repo_id,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                base_model=base_model,
+                tags=tags,
+            )
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[Artifact]:
+        """The artifact, or a copy of it where `generation_config` was changed since it was read."""
+        if read_generation_config(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
+            yield self.artifact
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / self.artifact.path.resolve().name
+            self.save_pretrained(folder)
+            for beside in (CARD_NAME, MEASUREMENTS_NAME):
+                if (self.artifact.path / beside).is_file():
+                    shutil.copyfile(self.artifact.path / beside, folder / beside)
+            yield Artifact.open(folder)
 
     @contextmanager
     def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:

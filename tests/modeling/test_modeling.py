@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -267,19 +266,6 @@ def test_a_saved_model_loads_again_with_its_generation_config(model: Any, tmp_pa
     assert again.generation_config.max_new_tokens == 2
     ids = torch.randint(3, 300, (1, 12))
     assert torch.equal(again.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
-
-
-def test_push_to_hub_uploads_every_file_of_the_artifact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploaded: list[str] = []
-
-    def create_commit(_: HfApi, repo_id: str, operations: list[Any], **__: Any) -> None:
-        uploaded.extend(operation.path_in_repo for operation in operations)
-
-    monkeypatch.setattr(HfApi, "create_repo", lambda _, repo_id, **__: SimpleNamespace(repo_id=repo_id))
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: ModelCard("card"))
-    model.push_to_hub("someone/tiny")
-    assert {*model.artifact.manifest["files"], "neuron_config.json"} <= set(uploaded)
 
 
 def test_a_config_that_names_no_target_is_that_of_an_artifact_of_any() -> None:

@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from ... import progress
+from ...checkpoints.hub_errors import patiently, told
 from .entries import (
     ABOUT,
     CODE,
@@ -30,7 +31,6 @@ from .entries import (
     read_record,
     write_documents,
 )
-from .hub_errors import patiently, told
 from .store import CompileCache
 
 
@@ -65,7 +65,7 @@ def sync(
         OSError: the cache cannot be used, or the disk is full.
     """
     api, branch = HfApi(token=token), revision or _MAIN
-    with told(repo, branch):
+    with told(repo, branch, other_way=", or --download-only"):
         commit, there = _listed(api, repo, branch)
         here = {_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
         done = Synced([], [], {})

@@ -20,6 +20,8 @@ from tampering import read_json, write
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
+from optimum_neuron.inspect.collect import collect
+from optimum_neuron.inspect.html import render
 from optimum_neuron.targets.neuron.certificate import trial as trials
 from optimum_neuron.targets.neuron.certificate.document import CERTIFICATE_NAME, Certificate
 from optimum_neuron.targets.neuron.certificate.recording import record_steps
@@ -123,7 +125,7 @@ def test_an_artifact_without_a_certificate_loads_and_verify_says_so(
 
 def _inspect(folder: Path) -> None:
     command = NeuronInspectCommand.__new__(NeuronInspectCommand)
-    command.args = Namespace(artifact=folder, verify=True, trust_remote_code=False)
+    command.args = Namespace(artifact=folder, verify=True, trust_remote_code=False, html=None, json=None, bench=None)
     command.run()
 
 
@@ -134,6 +136,26 @@ def test_verify_prints_what_holds(
     _inspect(hlo_artifact("llama"))
     shown = capsys.readouterr().out
     assert "recorded inputs" in shown and "lint rules passed" in shown and "DIFFERS" not in shown
+
+
+def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact: Callable[[str], Path]) -> None:
+    facts = collect(Artifact.open(hlo_artifact("llama")))
+    certificate = Certificate.read(hlo_artifact("llama"))
+    assert facts.certificate is not None and facts.certificate.layers == certificate.layers
+    assert [each.difference for each in facts.certificate.comparisons] == [
+        each.difference for each in certificate.comparisons
+    ]
+    steps = {each.name: each for each in facts.graphs if each.kind != "helper"}
+    assert steps.keys() | {"copy_slot"} <= certificate.graphs.keys()
+    assert all(each.operators["dot"] > 0 and each.cost["flops"] > 0 for each in steps.values())
+    helper = next(each for each in facts.graphs if each.name == "copy_slot")
+    assert helper.kind == "helper" and helper.operators["parameter"] > 0 and helper.bytes > 0
+    assert facts.lint.missing == "" and not [each for each in facts.lint.findings if each["severity"] == "error"]
+    page = render(facts)
+    assert "No rule is broken" in page or "finding" in page
+    assert page.count("data-compared=") == len(certificate.comparisons)
+    (core,) = facts.memory
+    assert core.place == "core 0" and core.capacity is None and core.parts["KV cache"] > 0
 
 
 def _changed(data: Any, *path: Any, value: Any) -> str:

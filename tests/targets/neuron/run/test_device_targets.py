@@ -18,13 +18,17 @@ from optimum.commands import optimum_cli
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.graphs.state_sizes import byte_count
+from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.inspect.memory import memory_of
 from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron import sequence_parallel
 from optimum_neuron.targets.neuron.run import runtimes
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
 
@@ -128,6 +132,16 @@ def test_inspect_tells_how_an_artifact_was_compiled(
     run_command("neuron", "inspect", str(path))
     shown = capsys.readouterr().out
     assert "compiled with neuronx-cc" in shown and "token_generation_context64" in shown
+    run_command(
+        "neuron", "inspect", str(path), "--json", str(tmp_path / "facts.json"), "--html", str(tmp_path / "page.html")
+    )
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    (core,) = facts["memory"]
+    assert core["estimated"] == ["scratch", "reserve"] and core["capacity"] == CHIPS["trn2"].core_hbm
+    assert min(core["parts"].values()) > 0 and sum(core["parts"].values()) < core["capacity"]
+    assert all(each["cost"]["seconds at least"] > 0 for each in facts["graphs"])
+    assert facts["lint"]["missing"] == "" and "neuronx-cc" in facts["compiled_with"]
+    assert "Scratch and reserve are estimates" in (tmp_path / "page.html").read_text()
 
 
 def run_command(*arguments: str) -> None:
@@ -308,3 +322,7 @@ def test_weights_of_each_rank_are_written_and_none_of_the_whole(
     assert states.pop("scores.decode")[1] == VOCAB // 2
     assert states.pop("chosen.tokens") == [tiny_config().batch_size]  # whole on every rank
     assert {shape[1] for shape in states.values()} == {1}  # heads, of 2 in the whole model
+    (first, second), _ = memory_of(Artifact.open(path), 0)
+    assert (first.place, second.place) == ("core 0", "core 1") and first.parts == second.parts
+    assert first.parts["weights"] == (path / "weights" / "tp0.safetensors").stat().st_size
+    assert 2 * first.parts["KV cache"] == byte_count(state_specs(tiny_config(), Artifact.open(path).model))

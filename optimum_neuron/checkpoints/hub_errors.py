@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong between the compile cache and the Hub: waited for where that helps, and else told in one sentence."""
+"""What goes wrong between this machine and the Hub: waited for where that helps, and else told in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ...errors import first_line
+from ..errors import first_line
 
 
 _Value = TypeVar("_Value")
@@ -35,7 +35,7 @@ def patiently(call: Callable[[], _Value]) -> _Value:
         try:
             return call()
         except (HfHubHTTPError, _HTTP_ERROR, RuntimeError) as error:
-            cause = _cause(error)
+            cause = cause_of(error)
             if not _passes(cause):
                 raise
             time.sleep(min(_retry_after(cause) or wait, _LONGEST_WAIT))
@@ -43,13 +43,17 @@ def patiently(call: Callable[[], _Value]) -> _Value:
 
 
 def _passes(error: BaseException) -> bool:
-    status = _status(error)
+    status = status_of(error)
     return status == _TOO_MANY or status >= 500 if status is not None else isinstance(error, _HTTP_ERROR)
 
 
 @contextmanager
-def told(repo: str, revision: str) -> Iterator[None]:
+def told(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
     """Raises what the Hub's client raises as one sentence with the remedy.
+
+    Args:
+        revision: a branch, tag or commit, to be named where there is none such.
+        other_way: what else may be done where the Hub allows nothing of it, as an end of a sentence.
 
     Raises:
         ValueError: `repo` is no name of a repository.
@@ -68,17 +72,17 @@ def told(repo: str, revision: str) -> Iterator[None]:
         RuntimeError,
         OSError,
     ) as error:
-        cause = _cause(error)
+        cause = cause_of(error)
         missing = _missing(cause, repo, revision)
         if missing is not None:
             raise FileNotFoundError(missing) from error
-        problem = _problem(cause, repo)
+        problem = _problem(cause, repo, other_way)
         if problem is None:
             raise
         raise RuntimeError(problem) from error
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """What is behind an error of the Hub's client, which wraps those of uploads and of first requests."""
     while isinstance(error, LocalEntryNotFoundError | RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
@@ -89,24 +93,24 @@ def _missing(error: BaseException, repo: str, revision: str) -> str | None:
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; leave it out, or name a branch that it has"
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
-        return f"{repo} is no Hub repository that can be read; check the name, pass --token, or make it first: hf repo create {repo}"
+        return f"{repo} is no Hub repository that can be read; check the name, pass token (--token), or make it first: hf repo create {repo}"
     return None
 
 
-def _problem(error: BaseException, repo: str) -> str | None:
+def _problem(error: BaseException, repo: str, other_way: str) -> str | None:
     if isinstance(error, OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to reach {repo}"
-    status = _status(error)
+    status = status_of(error)
     if status is None:
         if isinstance(error, _HTTP_ERROR):
             return f"the Hub cannot be reached ({first_line(error)}); check the connection: {_AGAIN}"
         return None
     if status == 401:
-        return "the Hub does not take this token (401); pass another by --token, or log in anew: hf auth login"
+        return "the Hub does not take this token (401); pass another as token (--token), or log in anew: hf auth login"
     if status == 403:
         return (
-            f"this token may not do that with {repo} (403); ask for access, or pass --token of somebody who may write, or "
-            f"--download-only"
+            f"this token may not do that with {repo} (403); ask for access, or pass the token (--token) of somebody who may"
+            f"{other_way}"
         )
     if status in (409, 412):
         return f"{repo} was changed by somebody else at the same time ({status}); {_AGAIN}"
@@ -115,10 +119,11 @@ def _problem(error: BaseException, repo: str) -> str | None:
         return f"the Hub has had too many requests (429); {_AGAIN} {f'in {wait} s' if wait else 'later'}"
     if status >= 500:
         return f"the Hub fails with status {status}; {_AGAIN} later"
-    return f"the Hub refuses with status {status}: {first_line(error)}; check --repo, its revision and --token"
+    return f"the Hub refuses with status {status}: {first_line(error)}; check the repository's name, the revision and the token"
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
+    """The status of the Hub's answer, where an error is one."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 

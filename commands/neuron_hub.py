@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron card and push: an artifact's model card, and the way to a repository of the Hub. Both are made elsewhere."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_neuron.cli import add_option, explain, reported_errors
+
+
+CARD = """\
+Write the model card of an artifact, README.md, as the Hub reads it: how it was compiled, sizes, quantization, how to load and
+serve it, and what was measured. Nothing in it is made up: without measurements it says so.
+
+--bench and --quality record measurements in the artifact, in measurements.json beside its files, where neuron inspect and
+neuron push find them. A README.md that somebody wrote, or changed, is only replaced with --overwrite."""
+
+PUSH = """\
+Upload an artifact to a repository of the Hub, all in one commit, with its README.md or one that is made as neuron card does. The
+repository and the branch are made where there are none. An interrupted push is completed by the next one."""
+
+
+class NeuronCardCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron card`."""
+
+    COMMAND = CommandInfo(name="card", help="Write an artifact's model card, and record what was measured of it.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, CARD, "example:\n  optimum-cli neuron card smollm2/ --quality quality.json\n")
+        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        parser.add_argument(
+            "--bench",
+            type=Path,
+            metavar="FILE",
+            help="record the speeds of neuron bench --json or neuron check --json",
+        )
+        parser.add_argument(
+            "--quality", type=Path, metavar="FILE", help="record the figures of python -m benchmark.quality --json"
+        )
+        _add_card_options(parser)
+        parser.add_argument("--overwrite", action="store_true", help="replace a README.md that somebody wrote")
+
+    def run(self) -> None:
+        with reported_errors():
+            print(_write_card(self.args))
+
+
+class NeuronPushCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron push`."""
+
+    COMMAND = CommandInfo(name="push", help="Upload an artifact to a repository of the Hub, with its model card.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, PUSH, "example:\n  optimum-cli neuron push smollm2/ me/smollm2-neuron --private\n")
+        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        parser.add_argument("repo", metavar="REPO", help="repository, as org/name")
+        parser.add_argument(
+            "--private", action="store_true", default=None, help="make the repository private, where there is none"
+        )
+        parser.add_argument("--token", help="Hub token that may write (default: the one that hf stored)")
+        parser.add_argument("--revision", help="branch (default: main)")
+        add_option(parser, "--create-pr", action="store_true", help="open a pull request in place of a commit")
+        parser.add_argument("--message", help="of the commit (default: Upload model)")
+        _add_card_options(parser)
+
+    def run(self) -> None:
+        with reported_errors("interrupted; what was uploaded is not uploaded again, so run the command again"):
+            args = self.args
+            from optimum_neuron.artifacts.artifact import Artifact
+
+            artifact = Artifact.open(args.artifact)
+            from optimum_neuron.hub.push import push_artifact
+
+            done = push_artifact(
+                artifact,
+                args.repo,
+                private=args.private,
+                token=args.token,
+                revision=args.revision,
+                create_pr=args.create_pr,
+                commit_message=args.message,
+                **_card_options(args),
+            )
+            print(done.pr_url or done.commit_url)
+
+
+def _add_card_options(parser: ArgumentParser) -> None:
+    add_option(
+        parser,
+        "--base-model",
+        metavar="MODEL",
+        help="Hub id of the checkpoint, for the card (default: the repository that was exported, where it was one)",
+    )
+    parser.add_argument(
+        "--tag", action="append", metavar="TAG", help="of the card; give the option again for another one"
+    )
+
+
+def _card_options(args: Namespace) -> dict[str, Any]:
+    return {"base_model": args.base_model, "tags": args.tag}
+
+
+def _write_card(args: Namespace) -> Path:
+    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.hub.write import write_card
+
+    artifact = Artifact.open(args.artifact)
+    return write_card(
+        artifact, bench=args.bench, quality=args.quality, overwrite=args.overwrite, **_card_options(args)
+    )

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model card of the Hub says of license and languages, as far as it is of the Hub's form. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import first_line
+
+
+logger = logging.getLogger(__name__)
+
+CARD_NAME = "README.md"
+LICENSE = r"[a-z0-9][a-z0-9.+-]{0,63}"
+LICENSE_NAME = r"[ -~]{1,100}"
+LINK = r"https://[!-~]{1,500}"
+LANGUAGE = r"[A-Za-z]{2,8}(?:-[A-Za-z0-9]{1,8}){0,3}"
+_LARGEST_CARD = 1 << 20
+_MOST_LANGUAGES = 200
+
+
+def card_facts(path: Path) -> dict[str, Any]:
+    """`license`, `license_name`, `license_link` and `language` of a card; what is not of the Hub's form is left out, and of a license told."""
+    if not path.is_file() or path.stat().st_size > _LARGEST_CARD:
+        return {}
+    from huggingface_hub import ModelCard
+
+    try:
+        data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    except Exception as error:  # of a YAML parser, on a text that anybody may have written
+        logger.warning("%s: its metadata cannot be read, and no license is taken from it: %s", path, first_line(error))
+        return {}
+    found = {
+        name: data[name]
+        for name, pattern in (("license", LICENSE), ("license_name", LICENSE_NAME), ("license_link", LINK))
+        if isinstance(data.get(name), str) and re.fullmatch(pattern, data[name])
+    }
+    languages = data.get("language")
+    languages = [languages] if isinstance(languages, str) else languages
+    is_list = isinstance(languages, list) and 0 < len(languages) <= _MOST_LANGUAGES
+    if is_list and all(isinstance(each, str) and re.fullmatch(LANGUAGE, each) for each in languages):
+        found["language"] = languages
+    if "license" in data and "license" not in found:
+        logger.warning("%s: its license is none that the Hub knows the form of, and is not taken over", path)
+    return found
