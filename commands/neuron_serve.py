@@ -5,18 +5,25 @@ from __future__ import annotations
 
 import os
 from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.cli import add_option, add_rank_options, explain, reported_errors
 
 
+if TYPE_CHECKING:
+    from optimum_neuron.artifacts.artifact import Artifact
+
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
 DEFAULT_QUEUE = 128
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
+# What its front imports, where there are several servers.
+FRONT_MODULES = (*SERVER_MODULES, "httpx2")
 
 DESCRIPTION = """\
 Serve an exported artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming;
@@ -26,6 +33,10 @@ Where vLLM is installed it serves, with all that it can (tools, structured outpu
 --vllm-options is its own. Elsewhere, or with --backend engine, the engine of this package does: a small server with the
 same routes, in which every running request gets a token in every step. It needs
 pip install 'optimum-neuron-runtime[serve]'.
+
+With --data-parallel-size there are several servers behind one address, each a process of its own, on this machine or
+on the nodes of a Ray cluster. A request goes to the one that has the fewest, and to another one where its server dies
+before anything was answered. Servers that die are replaced, by Ray on the nodes that are left.
 
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
 them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
@@ -39,6 +50,8 @@ examples:
   optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
   {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
+  optimum-cli neuron serve smollm2/ --data-parallel-size 2
+  RAY_ADDRESS=head:6379 optimum-cli neuron serve smollm2/ --data-parallel-size 8 --data-parallel-backend ray
 
 from Python:
   from openai import OpenAI
@@ -80,6 +93,28 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             metavar="REQUESTS",
             help=f"of the engine's server, how many requests may wait for a slot (default: {DEFAULT_QUEUE})",
         )
+        add_option(
+            parser,
+            "--data-parallel-size",
+            type=int,
+            default=1,
+            metavar="REPLICAS",
+            help="servers behind one address, each with its own copy of the state and its own cores",
+        )
+        add_option(
+            parser,
+            "--data-parallel-backend",
+            choices=("mp", "ray"),
+            default="mp",
+            help="where they run: on this machine, or where the Ray cluster of RAY_ADDRESS has room",
+        )
+        add_option(
+            parser,
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="OpenTelemetry collector that gets a span of each request; by OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, grpc or "
+            "http/protobuf (default: none)",
+        )
         add_rank_options(parser)
         add_option(
             parser,
@@ -108,51 +143,109 @@ def _serve(args: Namespace) -> None:
         raise ImportError(
             "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
         )
-    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
-    (_by_vllm if backend == "vllm" else _by_engine)(args, key)
+    _check_backend(args, backend)
+    if args.data_parallel_size > 1 or args.data_parallel_backend == "ray":
+        _by_replicas(args, key, backend, artifact)
+    else:
+        (_by_vllm if backend == "vllm" else _by_engine)(args, key)
 
 
 def _check(args: Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must lie between 0 and 65535; 0 takes a free one")
+    if args.data_parallel_size < 1:
+        raise ValueError(f"--data-parallel-size {args.data_parallel_size} must be at least 1")
     if args.max_queue is not None and args.max_queue < 0:
         raise ValueError(f"--max-queue {args.max_queue} must be at least 0, where nobody waits")
-    for option in ("api_key", "served_model_name"):
+    for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
         if getattr(args, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
+
+
+def _check_backend(args: Namespace, backend: str) -> None:
+    if backend == "vllm" and args.max_queue is not None:
+        raise ValueError(
+            f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
+        )
+    if backend == "engine" and args.vllm_options:
+        raise ValueError(
+            f"{' '.join(args.vllm_options)} are options of vLLM, and the engine serves; leave them out, or use --backend vllm"
+        )
+
+
+def _check_installed(modules: Sequence[str]) -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
+        )
+
+
+def _by_replicas(args: Namespace, key: str | None, backend: str, artifact: Artifact) -> None:
+    _check_installed(FRONT_MODULES)
+    from optimum_neuron.config import NEURON_TARGETS
+    from optimum_neuron.serve.listen import bind
+
+    with bind(args.host, args.port) as bound:
+        from optimum_neuron.serve.replicas.front import serve_replicas
+        from optimum_neuron.serve.replicas.launcher import Launcher, ServerCommand
+        from optimum_neuron.serve.replicas.local import LocalLauncher
+
+        command = ServerCommand(
+            artifact=args.artifact.absolute(),
+            backend=backend,
+            name=args.served_model_name or str(args.artifact),
+            options=_options_of_each(args),
+            vllm_options=tuple(args.vllm_options or ()),
+            environment={} if key is None else {KEY_VARIABLE: key},
+            cores=artifact.config.tensor_parallel_size if artifact.target in NEURON_TARGETS else 0,
+        )
+        launcher: Launcher
+        if args.data_parallel_backend == "ray":
+            from optimum_neuron.serve.replicas.on_ray import RayLauncher
+
+            launcher = RayLauncher(command)
+        else:
+            launcher = LocalLauncher(command)
+        serve_replicas(launcher, args.data_parallel_size, command.name, bound)
+
+
+def _options_of_each(args: Namespace) -> tuple[str, ...]:
+    names = ("max_queue", "otlp_traces_endpoint", "rank_python", "rank_timeout")
+    given = {name: getattr(args, name) for name in names}
+    words = [
+        word
+        for name, value in given.items()
+        if value is not None
+        for word in ("--" + name.replace("_", "-"), f"{value:g}" if isinstance(value, float) else str(value))
+    ]
+    return (*words, *(["--trust-remote-code"] if args.trust_remote_code else []))
 
 
 def _by_vllm(args: Namespace, key: str | None) -> None:
     from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
-    if args.max_queue is not None:
-        raise ValueError(
-            f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
-        )
     words = vllm_command(
         args.artifact,
         name=args.served_model_name or str(args.artifact),
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
-        options=args.vllm_options or (),
+        options=[*_traces_option(args), *(args.vllm_options or ())],
     )
     become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
 
-def _by_engine(args: Namespace, key: str | None) -> None:
-    from importlib.util import find_spec
+def _traces_option(args: Namespace) -> list[str]:
+    return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
 
-    if args.vllm_options:
-        raise ValueError(
-            f"{' '.join(args.vllm_options)} are options of vLLM, and the engine serves; leave them out, or use --backend vllm"
-        )
-    missing = [name for name in SERVER_MODULES if find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
-        )
+
+def _by_engine(args: Namespace, key: str | None) -> None:
+    _check_installed(SERVER_MODULES)
     from optimum_neuron.serve.listen import bind
 
     with bind(args.host, args.port) as bound:
@@ -166,5 +259,6 @@ def _by_engine(args: Namespace, key: str | None) -> None:
             trust_remote_code=args.trust_remote_code,
             rank_python=args.rank_python,
             rank_timeout=args.rank_timeout,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
         serve(options, bound)

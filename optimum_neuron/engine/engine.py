@@ -61,6 +61,7 @@ class Engine:
         self._seeds = np.random.SeedSequence(seed)
         self._samplers: dict[str, RequestSampler] = {}
         self._arrived: dict[str, float] = {}
+        self._started: dict[str, float] = {}  # of requests without a token
         self._rows: StepRows[RequestSampler] = StepRows(runner)
         runner.reset_all()
 
@@ -177,6 +178,7 @@ class Engine:
         if chunk.is_first:
             if not chunk.preemptions:
                 self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
+                self._started[chunk.request_id] = now
             sampler.slot = chunk.slot
             known, reuse = None, chunk.reuse
             if reuse is not None and reuse.source_slot is not None:
@@ -224,6 +226,8 @@ class Engine:
         for index, event in enumerate(events):
             sampler = self._samplers[event.request_id]
             self._rows.feed(sampler.slot, event.token_id)
+            if event.request_id in self._started:
+                event = events[index] = event._replace(started=self._started.pop(event.request_id))
             if sampler.on_host:
                 events[index] = event._replace(logprob=sampler.logprob)
             elif sampler.logprobs:
@@ -237,3 +241,4 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         del self._samplers[request_id], self._arrived[request_id]
+        self._started.pop(request_id, None)

@@ -159,6 +159,7 @@ class TokenEvent(NamedTuple):
         logprob: of tokens that the host chose, and where the request asked for it.
         top: where the request asked and the graphs chose, the most likely tokens with their log-probabilities, the best first:
             as many as the artifact's `top_logprobs`.
+        started: of a request's first token, `time.perf_counter()` when its first chunk began.
     """
 
     request_id: str
@@ -166,6 +167,7 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    started: float | None = None
 
 
 # What a step has for a caller.

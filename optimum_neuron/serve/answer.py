@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from .gate import Admission
 from .metrics import Metrics
 from .protocol import Asked
 from .served_model import ServedModel
+from .tracing import Times, Tracing
 
 
 _SEEDS = 2**64
@@ -31,6 +32,8 @@ class Answer:
     Args:
         name: begins the engine's names of its requests.
         arrived: `time.perf_counter()` when the HTTP request came.
+        headers: of it.
+        tracing: gets a span of each request.
 
     Attributes:
         prompt_tokens: of all prompts; each counts once, however many choices it has.
@@ -44,6 +47,8 @@ class Answer:
         prompts: Sequence[Sequence[int]],
         name: str,
         arrived: float,
+        headers: Mapping[str, str],
+        tracing: Tracing | None,
     ) -> None:
         self.prompt_tokens = sum(map(len, prompts))
         self._service, self._metrics = served.service, metrics
@@ -67,8 +72,8 @@ class Answer:
         self._choices = [
             Choice(served.tokenizer, asked.stop, asked.stop_token_ids, asked.logprobs) for _ in self._requests
         ]
-        self._last = [arrived] * len(self._requests)
-        self._arrived = arrived
+        self._times = [Times(arrived) for _ in self._requests]
+        self._arrived, self._headers, self._tracing, self._n = arrived, headers, tracing, asked.n
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -116,9 +121,16 @@ class Answer:
         finally:
             for index in open_ones:
                 self._service.abort(self._requests[index].request_id)
-                self._metrics.ended(reason, time.perf_counter() - self._arrived)
+                self._ended(index, reason, time.perf_counter())
+
+    def _ended(self, index: int, reason: str, now: float) -> None:
+        self._metrics.ended(reason, now - self._arrived)
+        if self._tracing is not None:
+            tokens = self._choices[index].tokens
+            self._tracing.ended(self._headers, self._requests[index], self._n, self._times[index], tokens, reason)
 
     def _subscribe(self, index: int, request: Request) -> None:
+        self._times[index].queued = time.perf_counter()
         try:
             self._service.subscribe(request, partial(self._put, index))
         except ValueError as error:
@@ -142,15 +154,16 @@ class Answer:
         raise failed("the server ended before the answer did", status=503, code="draining")
 
     def _piece(self, index: int, event: TokenEvent, now: float) -> Piece:
-        choice, request = self._choices[index], self._requests[index]
-        if choice.tokens:
-            self._metrics.next_token(now - self._last[index])
+        choice, request, times = self._choices[index], self._requests[index], self._times[index]
+        if times.last is not None:
+            self._metrics.next_token(now - times.last)
         else:
             self._metrics.first_token(now - self._arrived, len(request.prompt_token_ids))
-        self._last[index] = now
+            times.started, times.first = event.started, now
+        times.last = now
         piece = choice.take(event)
         if piece.finish_reason is not None:
-            self._metrics.ended(piece.finish_reason, now - self._arrived)
+            self._ended(index, piece.finish_reason, now)
             if event.finish_reason is None:  # a stop string, of which the engine knows nothing
                 self._service.abort(request.request_id)
         return piece

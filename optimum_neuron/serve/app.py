@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes: OpenAI's for chats, completions and models, and /health and /metrics."""
+"""The routes: OpenAI's for chats, completions and models, /health and /metrics, and those that SageMaker asks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -29,6 +30,7 @@ from .prompts import PromptEncoder
 from .protocol import Asked, unknown_model
 from .served_model import ServedModel
 from .token_texts import TokenTexts
+from .tracing import Tracing
 
 
 class AnswerRoute:
@@ -42,19 +44,27 @@ class AnswerRoute:
         encoder: PromptEncoder,
         read: Callable[[Mapping[str, Any], ServedModel], Asked],
         form: ChatForm | CompletionForm,
+        tracing: Tracing | None,
     ) -> None:
         self._served, self._gate, self._metrics, self._encoder = served, gate, metrics, encoder
-        self._read, self._form = read, form
+        self._read, self._form, self._tracing = read, form, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = time.perf_counter()
+        await self.answer(scope, receive, send, time.perf_counter(), None)
+
+    async def answer(
+        self, scope: Scope, receive: Receive, send: Send, arrived: float, body: dict[str, Any] | None
+    ) -> None:
+        """Answers a request that came at `arrived`, and whose body somebody may have read already."""
         try:
             self._gate.check_open()
-            asked = self._read(await read_object(Request(scope, receive)), self._served)
+            asked = self._read(await read_object(Request(scope, receive)) if body is None else body, self._served)
             with self._gate.admit(len(asked.prompts) * asked.n) as admission:
                 prompts = await self._encoder.encode(asked)
                 name = f"{self._form.prefix}-{uuid.uuid4().hex}"
-                answer = Answer(self._served, self._metrics, asked, prompts, name, arrived)
+                answer = Answer(
+                    self._served, self._metrics, asked, prompts, name, arrived, Headers(scope=scope), self._tracing
+                )
                 head = {"id": name, "created": int(time.time()), "model": self._served.name}
                 async with watched(receive, answer.give_up), aclosing(answer.pieces(admission)) as pieces:
                     if asked.stream:
@@ -102,18 +112,43 @@ class AnswerRoute:
         await sender.end()
 
 
+class InvocationRoute:
+    """SageMaker's one route: the body tells which of OpenAI's is meant, and need not name the model."""
+
+    def __init__(self, chat: AnswerRoute, completions: AnswerRoute, name: str) -> None:
+        self._chat, self._completions, self._name = chat, completions, name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.perf_counter()
+        try:
+            body = await read_object(Request(scope, receive))
+        except ClientGoneError:
+            return
+        if ("messages" in body) == ("prompt" in body):
+            raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
+        route = self._chat if "messages" in body else self._completions
+        await route.answer(scope, receive, send, arrived, {"model": self._name, **body})
+
+
 def _joined(pieces: list[Piece]) -> Piece:
     told = tuple(token for piece in pieces for token in piece.told)
     return pieces[-1]._replace(text="".join(piece.text for piece in pieces), told=told)
 
 
 def create_app(
-    served: ServedModel, gate: Gate, metrics: Metrics, encoder: PromptEncoder, *, api_key: str | None = None
+    served: ServedModel,
+    gate: Gate,
+    metrics: Metrics,
+    encoder: PromptEncoder,
+    *,
+    api_key: str | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The ASGI application over a loaded model.
 
     Args:
-        api_key: what clients have to send to the routes under /v1; None: nothing.
+        api_key: what clients have to send to the routes that generate, and to those under /v1; None: nothing.
+        tracing: gets a span of each request; None: nobody does.
     """
     texts = TokenTexts(served.tokenizer)
     entry = {
@@ -159,13 +194,15 @@ def create_app(
     async def broken(request: Request, error: Exception) -> Response:  # its traceback is in the log
         return await refused(request, failed(f"the server failed ({type(error).__name__}); its log has more"))
 
-    chat = AnswerRoute(served, gate, metrics, encoder, read_chat, ChatForm(texts))
-    completions = AnswerRoute(served, gate, metrics, encoder, read_completion, CompletionForm(texts))
+    chat = AnswerRoute(served, gate, metrics, encoder, read_chat, ChatForm(texts), tracing)
+    completions = AnswerRoute(served, gate, metrics, encoder, read_completion, CompletionForm(texts), tracing)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
+        Route("/invocations", InvocationRoute(chat, completions, served.name), methods=["POST"]),
+        Route("/ping", health),
         Route("/health", health),
         Route("/metrics", numbers),
     ]

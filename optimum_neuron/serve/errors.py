@@ -38,9 +38,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def failed(message: str, *, status: int = 500, code: str | None = None) -> ApiError:
+def failed(
+    message: str, *, status: int = 500, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> ApiError:
     """A fault of the server's."""
-    return ApiError(message, status=status, code=code, kind="server_error")
+    return ApiError(message, status=status, code=code, kind="server_error", headers=headers)
 
 
 class ClientGoneError(Exception):

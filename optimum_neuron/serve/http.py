@@ -20,11 +20,11 @@ from .errors import ApiError, ClientGoneError
 LARGEST_BODY = 16 * 2**20
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a body.
+async def read_body(request: Request) -> bytes:
+    """All of a body.
 
     Raises:
-        ApiError: it is none, or too large.
+        ApiError: it is too large.
         ClientGoneError: the client closed its connection before its end.
     """
     parts, size = [], 0
@@ -36,8 +36,19 @@ async def read_object(request: Request) -> dict[str, Any]:
             parts.append(part)
     except ClientDisconnect:
         raise ClientGoneError from None
+    return b"".join(parts)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        ApiError: it is none, or too large.
+        ClientGoneError: the client closed its connection before its end.
+    """
+    body = await read_body(request)
     try:
-        data = json.loads(b"".join(parts), parse_constant=_no_number)
+        data = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is no JSON ({str(error)[:100]}); send an object") from None
     if not isinstance(data, dict):
@@ -101,13 +112,13 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class KeyCheck:
-    """Lets those through to the routes under /v1 who know the key."""
+    """Lets those through to /invocations and the routes under /v1 who know the key."""
 
     def __init__(self, app: ASGIApp, key: str, refused: Callable[[int], None]) -> None:
         self._app, self._key, self._refused = app, key.encode(), refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope):
+        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/invocations")) and not self._knows(scope):
             error = ApiError(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 status=401,

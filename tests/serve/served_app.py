@@ -25,6 +25,7 @@ from optimum_neuron.serve.gate import Gate
 from optimum_neuron.serve.metrics import Metrics
 from optimum_neuron.serve.prompts import PromptEncoder
 from optimum_neuron.serve.served_model import ServedModel
+from optimum_neuron.serve.tracing import Tracing
 
 
 NAME = "tiny"
@@ -103,14 +104,21 @@ def metric(text: str, name: str, **labels: str) -> float:
 
 
 def start_app(
-    model: NeuronModelForCausalLM, *, tokenizer: Any, max_queue: int = 8, api_key: str | None = None, **changes: Any
+    model: NeuronModelForCausalLM,
+    *,
+    tokenizer: Any,
+    max_queue: int = 8,
+    api_key: str | None = None,
+    tracing: Tracing | None = None,
+    **changes: Any,
 ) -> App:
     """An application over a service of its own; `changes` are of what it knows of its model."""
     service = model.serve()
     served = replace(ServedModel.of(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
     gate = Gate(served.config.batch_size, max_queue, lambda: service.is_closed)
     encoder = PromptEncoder(tokenizer, served.config)
-    return App(create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key), served, gate, encoder)
+    app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key, tracing=tracing)
+    return App(app, served, gate, encoder)
 
 
 @dataclass

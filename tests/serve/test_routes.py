@@ -39,8 +39,9 @@ def test_what_is_no_route_is_told_in_openais_form(app: App, method: str, path: s
 
 
 def test_a_healthy_server_says_so(app: App) -> None:
-    answer = app.request("GET", "/health")
-    assert answer.status_code == 200 and answer.text == ""
+    for path in ("/health", "/ping"):
+        answer = app.request("GET", path)
+        assert answer.status_code == 200 and answer.text == ""
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_healthy_server_says_so(app: App) -> None:
 )  # fmt: skip
 def test_without_the_key_nothing_under_v1_is_answered(start: Callable[..., App], headers: dict[str, str]) -> None:
     app = start(api_key="secret")
-    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/none")):
+    for method, path in (("GET", "/v1/models"), ("POST", "/invocations"), ("GET", "/v1/none")):
         answer = app.request(method, path, **headers)
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key" and "secret" not in answer.text
@@ -65,3 +66,20 @@ def test_with_the_key_all_is_answered(start: Callable[..., App]) -> None:
     app = start(api_key="none")  # which the client sends
     answer = app.asked(lambda client: client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=2))
     assert answer.usage.completion_tokens == 2
+
+
+def test_an_invocation_is_what_its_body_says(app: App) -> None:
+    greedy = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    chat = app.request("POST", "/invocations", {"messages": CHAT, **greedy}).json()
+    assert chat["object"] == "chat.completion" and chat["choices"] == app.chat(**greedy).json()["choices"]
+    text = app.request("POST", "/invocations", {"prompt": "Hi", "model": NAME, **greedy}).json()
+    assert text["object"] == "text_completion" and text["choices"] == app.complete(**greedy).json()["choices"]
+    streamed = app.request("POST", "/invocations", {"prompt": "Hi", "stream": True, **greedy})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    for body in ({}, {"prompt": "Hi", "messages": CHAT}):
+        refused = app.request("POST", "/invocations", body)
+        assert (
+            refused.status_code == 400
+            and "either 'messages', of a chat, or 'prompt'" in refused.json()["error"]["message"]
+        )
+    assert app.request("POST", "/invocations", {"prompt": "Hi", "model": "other"}).status_code == 404

@@ -105,14 +105,26 @@ def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
     return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES))
 
 
-def take_replica_cores(replica: int, world_size: int) -> None:
-    """Makes the process of a replica take its own cores: of those that it may see, the ones behind those of the replicas
-    before it on this machine."""
+def replica_cores(replica: int, world_size: int) -> str | None:
+    """The cores of a replica, of those that this process may see: the ones behind those of the replicas before it on this machine.
+
+    None: the first ones, which a process takes by itself.
+
+    Raises:
+        RuntimeError: fewer are visible.
+    """
     if replica == 0 and VISIBLE_CORES not in os.environ:
-        return  # the first ones
+        return None
     last = (replica + 1) * world_size
     visible = _take_cores(None, last, os.environ.get(VISIBLE_CORES))
-    os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
+    return ",".join(str(core) for core in visible[replica * world_size : last])
+
+
+def take_replica_cores(replica: int, world_size: int) -> None:
+    """Makes the process of a replica take its own cores."""
+    cores = replica_cores(replica, world_size)
+    if cores is not None:
+        os.environ[VISIBLE_CORES] = cores
 
 
 def _take_cores(present: int | None, world_size: int, visible: str | None) -> list[int]:
