@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentParser
+import subprocess
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,40 @@ def test_files_that_the_services_mount_exist() -> None:
     assert context == ROOT and copied and all((ROOT / name).exists() for line in copied for name in line.split())
 
 
-def test_the_server_is_started_with_options_that_it_has_and_found_where_it_listens() -> None:
-    server = read("compose.yaml")["services"]["server"]
-    entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)[0])
-    assert entry[:3] == ["optimum-cli", "neuron", "serve"]
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages, by their names."""
+    parts = re.split(r"^FROM (\S+) AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    sources, names, texts = parts[::3], parts[1::3], parts[2::3]
+    assert all(source in names[:index] or ":" in source for index, source in enumerate(sources))
+    return dict(zip(names, texts, strict=True))
+
+
+def entry(stage: str) -> list[str]:
+    found: list[str] = json.loads(re.findall(r"^ENTRYPOINT (.*)$", stages()[stage], re.MULTILINE)[0])
+    return found
+
+
+def parsed(words: list[str]) -> Namespace:
+    """What the command makes of a container's words."""
+    assert words[:3] == ["optimum-cli", "neuron", "serve"]
     parser = ArgumentParser()
     NeuronServeCommand.parse_args(parser)
-    args = parser.parse_args([*entry[3:], *server["command"]])
+    return parser.parse_args(words[3:])
+
+
+def routes(app: App) -> set[str]:
+    return {route.path for route in app.app.routes}  # type: ignore[attr-defined]
+
+
+def manifests(name: str) -> dict[str, Any]:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text(encoding="utf-8")))
+    return {document["kind"]: document for document in documents}
+
+
+def test_the_server_is_started_with_options_that_it_has_and_found_where_it_listens() -> None:
+    server = read("compose.yaml")["services"]["server"]
+    args = parsed([*entry(server["build"]["target"]), *server["command"]])
+    assert list(stages())[-1] == "server" and f"EXPOSE {args.port}" in stages()["server"]
     (job,) = read("prometheus.yaml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"server:{args.port}"]}]
     assert server["ports"] == [f"127.0.0.1:{args.port}:{args.port}"] and f":{args.port}/health" in str(
@@ -79,3 +107,59 @@ def test_the_dashboard_shows_what_the_server_tells_and_nothing_else(app: App) ->
     assert unseen == {"optimum_neuron:graph_padding_share"}
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
+
+
+def test_sagemaker_gets_what_it_asks(app: App) -> None:
+    """It runs `IMAGE serve`, with the artifact in /opt/ml/model, and asks /ping and /invocations at port 8080."""
+    shell, option, line = entry("sagemaker")
+    assert (shell, option) == ("sh", "-c") and line.startswith("exec ")
+    ran = subprocess.run(
+        [shell, option, line.replace("exec ", "exec printf '%s ' "), "serve"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    args = parsed(ran.stdout.split())
+    assert (str(args.artifact), args.host, args.port) == ("/opt/ml/model", "0.0.0.0", 8080)
+    assert f"EXPOSE {args.port}" in stages()["sagemaker"] and {"/ping", "/invocations"} <= routes(app)
+
+
+def test_kubernetes_starts_asks_and_ends_servers_as_they_are(app: App) -> None:
+    found = manifests("server.yaml")
+    assert set(found) == {"Deployment", "Service", "PodDisruptionBudget"}
+    template = found["Deployment"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    args = parsed([*entry("server"), *container["args"]])
+    (port,) = container["ports"]
+    assert port["containerPort"] == args.port == int(template["metadata"]["annotations"]["prometheus.io/port"])
+    asked = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    asked["metrics"] = {"path": template["metadata"]["annotations"]["prometheus.io/path"], "port": port["name"]}
+    assert all(probe["port"] == port["name"] and probe["path"] in routes(app) for probe in asked.values())
+    assert [variable["name"] for variable in container["env"]] == [KEY_VARIABLE]
+    (mount,), (volume,) = container["volumeMounts"], template["spec"]["volumes"]
+    assert mount["mountPath"] == str(args.artifact) and mount["name"] == volume["name"]
+    assert container["resources"]["limits"]["aws.amazon.com/neuron"] == "1"
+    # Time to be forgotten by the Service, and then for the last answers.
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[0] == "sleep" and int(command[1]) + 60 < template["spec"]["terminationGracePeriodSeconds"]
+    labels = template["metadata"]["labels"]
+    (service,) = found["Service"]["spec"]["ports"]
+    assert found["Service"]["spec"]["selector"] == labels and service["targetPort"] == port["name"]
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        assert found[kind]["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_kubernetes_watches_and_scales_by_what_servers_tell(app: App) -> None:
+    monitor = manifests("monitor.yaml")["ServiceMonitor"]["spec"]
+    server = manifests("server.yaml")
+    (endpoint,) = monitor["endpoints"]
+    assert monitor["selector"]["matchLabels"] == server["Service"]["metadata"]["labels"]
+    assert endpoint["path"] in routes(app) and endpoint["port"] == server["Service"]["spec"]["ports"][0]["name"]
+    scaler = manifests("autoscaler.yaml")["HorizontalPodAutoscaler"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == server["Deployment"]["metadata"]["name"]
+    assert scaler["minReplicas"] == server["Deployment"]["spec"]["replicas"]
+    (rule,) = read("kubernetes/adapter-values.yaml")["rules"]["custom"]
+    (metric,) = scaler["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    (name,) = re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])
+    assert f"\n{name}{{" in app.request("GET", "/metrics").text
