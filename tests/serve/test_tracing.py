@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import http.server
 import importlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_collector import Collector, told
 from served_app import NAME, App
 
 from optimum_neuron.serve import tracing
@@ -25,47 +23,12 @@ LATENCIES = {
 }  # fmt: skip
 
 
-class Collector:
-    """Takes spans by OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        collector = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-                for resource in asked.resource_spans:
-                    collector.spans += [span for scope in resource.scope_spans for span in scope.spans]
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
     collector = Collector()
     yield collector
     collector.close()
-
-
-def told(span: Any) -> dict[str, Any]:
-    values = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-    return {
-        key: [part.string_value for part in value.values] if hasattr(value, "values") else value
-        for key, value in values.items()
-    }
 
 
 def test_each_request_of_the_engine_is_a_span_below_its_clients(

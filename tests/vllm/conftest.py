@@ -6,14 +6,13 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import SMOLLM2_SIZES
-from serving import Server, cli_command, serving
+from serving import Server, SharedServer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
@@ -119,29 +118,6 @@ def open_llm() -> Iterator[Callable[..., Any]]:
         _shut_down(llm)
 
 
-class SharedServer:
-    """A server of the tiny artifact with tool calls, started again for whoever comes after a test that ended it."""
-
-    def __init__(self, artifact: Path, folders: Callable[[str], Path]) -> None:
-        self._artifact = artifact
-        self._folders = folders
-        self._running = ExitStack()
-        self._server: Server | None = None
-
-    def get(self) -> Server:
-        if self._server is None or self._server.process.poll() is not None:
-            self.close()
-            options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
-            # A random model would fill a JSON text with spaces.
-            options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-            server = serving(self._folders("server"), self._artifact, *options, command_of=cli_command)
-            self._server = self._running.enter_context(server)
-        return self._server
-
-    def close(self) -> None:
-        self._running.close()
-
-
 @pytest.fixture(scope="session")
 def shared_server(
     export_text: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -149,6 +125,7 @@ def shared_server(
     server = SharedServer(export_text(), tmp_path_factory.mktemp)
     yield server
     server.close()
+    server.collector.close()
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import requests
 from openai import AsyncOpenAI, OpenAI
+from otlp_collector import Collector
 
 
 # How long anything may take before a test fails instead of hanging; a busy machine is ten times slower than an idle one.
@@ -165,3 +166,29 @@ def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
+
+
+class SharedServer:
+    """A server of the tiny artifact with tool calls, started again for whoever comes after a test that ended it."""
+
+    def __init__(self, artifact: Path, folders: Callable[[str], Path]) -> None:
+        self._artifact = artifact
+        self._folders = folders
+        self._running = ExitStack()
+        self._server: Server | None = None
+        self.collector = Collector()
+
+    def get(self) -> Server:
+        if self._server is None or self._server.process.poll() is not None:
+            self.close()
+            options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
+            # A random model would fill a JSON text with spaces.
+            options += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+            options += ["--otlp-traces-endpoint", self.collector.endpoint]
+            traces = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+            server = serving(self._folders("server"), self._artifact, *options, command_of=cli_command, **traces)
+            self._server = self._running.enter_context(server)
+        return self._server
+
+    def close(self) -> None:
+        self._running.close()

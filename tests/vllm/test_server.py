@@ -12,7 +12,8 @@ from typing import Any
 import openai
 import pytest
 import torch
-from serving import Server
+from otlp_collector import told
+from serving import Server, SharedServer, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -257,3 +258,25 @@ def test_a_client_that_goes_away_frees_its_slot(text_server: Server, greedy: Cal
     prompts = [[200 + index, 7, 8] for index in range(2 * SLOTS)]
     for prompt, choice in zip(prompts, complete(text_server, prompts, 12).choices, strict=True):
         assert choice.token_ids == greedy(prompt, 12)
+
+
+def test_a_request_is_a_span_below_its_clients(text_server: Server, shared_server: SharedServer) -> None:
+    """The option is vLLM's; `optimum-cli neuron serve` passes it on."""
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    text_server.client.completions.create(
+        model=text_server.model,
+        prompt=[7, 8, 9],
+        max_tokens=4,
+        extra_body={"ignore_eos": True},
+        extra_headers={"traceparent": f"00-{trace}-{parent}-01"},
+    )
+
+    def spans() -> list[Any]:
+        return [span for span in shared_server.collector.spans if span.trace_id.hex() == trace]
+
+    wait_for(lambda: any(span.name == "llm_request" for span in spans()))
+    (span,) = [span for span in spans() if span.name == "llm_request"]
+    found = told(span)
+    assert span.parent_span_id.hex() == parent
+    assert (found["gen_ai.usage.prompt_tokens"], found["gen_ai.usage.completion_tokens"]) == (3, 4)
+    assert 0 <= found["gen_ai.latency.time_in_queue"] <= found["gen_ai.latency.e2e"]

@@ -18,6 +18,7 @@ from .supervisor import Supervisor
 
 
 _CONNECT = 5.0  # seconds to a server that answered just now
+_IDLE = 2.0  # seconds after which a connection is not used again: servers close theirs after 5
 
 
 def serve_replicas(launcher: Launcher, count: int, name: str, bound: socket.socket) -> None:
@@ -39,8 +40,10 @@ async def _serve(launcher: Launcher, count: int, name: str, bound: socket.socket
     replicas = [Replica(index) for index in range(count)]
     # Answers take as long as they take; a server that is gone is found by the supervisor.
     timeout = httpx2.Timeout(None, connect=_CONNECT)
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE)
+    # What is sent is the client's to choose: no encoding is accepted in its name.
+    headers = {"accept-encoding": "identity"}
+    async with httpx2.AsyncClient(timeout=timeout, limits=limits, headers=headers, trust_env=False) as client:
         router = Router(replicas, client)
         server = DrainingServer(server_config(router), router)
         kept = asyncio.create_task(Supervisor(launcher, replicas, client).run())
