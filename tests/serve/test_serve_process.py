@@ -22,8 +22,8 @@ import uvicorn
 from helpers import python_process
 from served_app import PATIENCE, metric
 
+from optimum_neuron.serve.draining import DrainingServer
 from optimum_neuron.serve.gate import Gate
-from optimum_neuron.serve.server import DrainingServer
 
 
 # A tiny model's requests would be over before anybody could look.
