@@ -12,6 +12,10 @@ from .local import LocalServer
 
 _RESOURCE = "neuron_cores"  # as Ray counts a machine's logical Neuron cores, and hands them out
 _ADDRESS = "RAY_ADDRESS"
+# Else an actor that ends kills its own children, and no further ones: the guard of its server (guard.py), but not the server, which
+# that guard would have ended.
+_LEAVE_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+_LAST_ANSWER = 10.0  # seconds to end a server
 
 
 class ServerActor:
@@ -30,6 +34,10 @@ class ServerActor:
     def wait(self) -> str:
         """Why it ended, once it has."""
         return self._server.wait()
+
+    def stop(self) -> None:
+        """Ends it and all that it started."""
+        self._server.stop()
 
 
 class RayServer:
@@ -57,7 +65,9 @@ class RayServer:
         return reason
 
     def stop(self) -> None:
-        """Kills the actor, with which its server ends."""
+        """Ends the server and its actor; on a node that is not reached both end when it finds that it is alone."""
+        stopped = self._actor.stop.remote()
+        self._ray.wait([stopped], timeout=_LAST_ANSWER if self._url is not None else 0)
         self._ray.kill(self._actor, no_restart=True)
 
     def _is_answered(self, asked: Any) -> bool:
@@ -100,6 +110,8 @@ class RayLauncher:
             num_cpus=0 if self._command.cores else 1,
             resources=self._resources,
             max_restarts=0,  # the front starts another one, which may be elsewhere
+            max_concurrency=2,  # one waits, and one stops
+            runtime_env={"env_vars": _LEAVE_CHILDREN},
             scheduling_strategy="SPREAD",
         )
         return RayServer(self._ray, actor.remote(self._command))
