@@ -267,7 +267,7 @@ def _artifacts() -> list[Line]:
     ]
     for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
         for command in ("inspect", "generate", "check", "lint", "serve"):
-            told = "pip install protobuf" if command == "lint" else path if path and len(path) < 300 else ""
+            told = path if path and len(path) < 300 else ""
             lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
         for command in ("inspect", "generate", "check", "serve", "card"):

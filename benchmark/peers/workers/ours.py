@@ -78,10 +78,9 @@ class Ours:
         return self._loaded[rows]
 
     def _export(self, folder: str, precision: str, rows: int, sizes: Sizes) -> Export:
-        quantized = {"quantization": precision} if precision in QUANTIZED else {}
-        config = replace(
-            artifact_config("bfloat16" if quantized else precision, "cpu", rows, sizes.length), **quantized
-        )
+        config = artifact_config("bfloat16" if precision in QUANTIZED else precision, "cpu", rows, sizes.length)
+        if precision in QUANTIZED:
+            config = replace(config, quantization=precision)
         if rows == sizes.slots and rows > 1:  # this one serves requests too
             config = replace(config, mixed_step=True)
         return export(str((Path(folder) / "checkpoint").resolve()), config, Path(folder))
