@@ -22,6 +22,7 @@
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
     python -m benchmark.simulate.blocks        blocks against slots of the same memory on trn2
+    python -m benchmark.tune                   what the tuner predicts for a trace on this CPU, beside what is then served
 
 Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to
 read the numbers, and has those that decisions rest on.

@@ -16,6 +16,7 @@ from optimum.commands.register.neuron_generate import NeuronGenerateCommand
 from optimum.commands.register.neuron_hub import NeuronCardCommand, NeuronPushCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 from optimum.commands.register.neuron_serve import NeuronServeCommand
+from optimum.commands.register.neuron_tune import NeuronTuneCommand
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
 
@@ -90,6 +91,7 @@ class NeuronCommand(BaseOptimumCLICommand):
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
         for command in (
             NeuronEstimateCommand,
+            NeuronTuneCommand,
             NeuronLintCommand,
             NeuronInspectCommand,
             NeuronGenerateCommand,

@@ -79,7 +79,10 @@ def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (
         ["export", "neuron"],
-        *(["neuron", name] for name in ("bench", "card", "chat", "generate", "inspect", "lint", "push", "serve")),
+        *(
+            ["neuron", name]
+            for name in ("bench", "card", "chat", "generate", "inspect", "lint", "push", "serve", "tune")
+        ),
     ):
         monkeypatch.setattr(sys, "argv", ["optimum-cli", *command, "--help"])
         with pytest.raises(SystemExit):

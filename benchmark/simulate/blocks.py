@@ -24,11 +24,12 @@ from optimum_neuron.cli import add_option, reported_errors
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.graphs.spec import GraphSpec
+from optimum_neuron.tune.simulate import Outcome
 
 from ..options import add_result_options, make_parser, positive
 from ..output import console, make_table, publish
 from .lengths import LENGTHS, Lengths
-from .simulation import Outcome, Simulation, Workload
+from .simulation import Workload, simulate
 
 
 LLAMA_8B: dict[str, Any] = {
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in args.lengths:
                 found[name] = []
                 for system, config in systems(args, LENGTHS[name]).items():
-                    found[name].append(simulate(args, LENGTHS[name], system, config, cost))
+                    found[name].append(serve(args, LENGTHS[name], system, config, cost))
                     advance(f"{name}: {system}")
         for name, rows in found.items():
             print_table(name, rows)
@@ -124,14 +125,14 @@ def step_seconds() -> Callable[[GraphSpec], float]:
     return lambda graph: graph_work(sizes, graph, CHIPS["trn2"], CORES).seconds(STEP_TIMES)
 
 
-def simulate(
+def serve(
     args: Namespace, lengths: Lengths, system: str, config: NeuronConfig, cost: Callable[[GraphSpec], float]
 ) -> dict[str, Any]:
     """What users of one system get."""
     load = Workload(
         requests=args.requests, users=args.users, prompt_quantiles=lengths.prompts, new_quantiles=lengths.answers
     )
-    outcome = Simulation(config, SchedulerOptions(prefix_reuse=False), cost, load).run()
+    outcome = simulate(config, SchedulerOptions(prefix_reuse=False), cost, load)
     return {"system": system, **_numbers(outcome)}
 
 

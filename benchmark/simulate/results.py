@@ -12,8 +12,9 @@ import numpy as np
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import Policy
+from optimum_neuron.tune.simulate import Outcome
 
-from .simulation import Outcome, Workload
+from .simulation import Workload
 from .step_costs import Calibration
 
 

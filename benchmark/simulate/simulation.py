@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler on a simulated clock: who sends requests, and what the users get. Runs no model."""
+"""Who sends requests to a simulated engine: users, or requests at random times, with lengths of a distribution."""
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, deque
+from bisect import insort
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,14 +14,11 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.statistics import Statistics
-from optimum_neuron.engine.step import Step, TokenEvent
 from optimum_neuron.graphs.spec import GraphSpec
+from optimum_neuron.tune.simulate import Outcome, Simulation, by_graph
 
 
 VOCABULARY = 32_000
-# Steps kept for a picture of how they follow each other.
-TIMELINE_STEPS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,37 +50,12 @@ class Workload:
     seed: int = 0
 
 
-@dataclass
-class Outcome:
-    """What a simulation measured, in simulated seconds.
-
-    Attributes:
-        ttft, queue: per request: from its arrival to its first token, and to its first step.
-        itl: per token but the first of a request: time since the one before.
-        kinds: steps by kind.
-        timeline: start, duration and kind of some steps in a row.
-        busy: time in which a step ran.
-        finished_tokens, unfinished_tokens: generated for requests that finished, and for those that did not.
-    """
-
-    ttft: array[float] = field(default_factory=lambda: array("d"))
-    queue: array[float] = field(default_factory=lambda: array("d"))
-    itl: array[float] = field(default_factory=lambda: array("d"))
-    kinds: Counter[str] = field(default_factory=Counter)
-    statistics: Statistics = field(default_factory=Statistics)
-    timeline: list[tuple[float, float, str]] = field(default_factory=list)
-    seconds: float = 0.0
-    busy: float = 0.0
-    finished: int = 0
-    finished_tokens: int = 0
-    unfinished_tokens: int = 0
-
-
 class _Traffic:
     """Makes the requests of a workload. The n-th one is the same whatever serves it."""
 
     def __init__(self, workload: Workload, config: NeuronConfig) -> None:
         self._workload = workload
+        self.requests = workload.requests
         # Users go on when the last requests finish, several of them in one step.
         most = workload.requests + 2 * workload.users
         random = np.random.default_rng(workload.seed)
@@ -111,9 +82,9 @@ class _Traffic:
             prompt[min(shared, len(prompt) - 1)] = VOCABULARY + index
         return Request(request_id=str(index), prompt_token_ids=prompt, max_new_tokens=int(self._new[index]))
 
-    def new_tokens(self, request_id: str) -> int:
-        """Tokens that a request asked for."""
-        return int(self._new[int(request_id)])
+    def answered(self, now: float) -> None:
+        if self._workload.users:
+            insort(self.due, now)
 
 
 def _lengths(
@@ -126,8 +97,14 @@ def _lengths(
     return np.rint(found).astype(np.int64)
 
 
-class Simulation:
-    """One engine.
+def simulate(
+    config: NeuronConfig,
+    options: SchedulerOptions,
+    seconds: Callable[[GraphSpec], float],
+    workload: Workload,
+    on_finish: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """What users get of one engine.
 
     Args:
         seconds: of a step of each graph, however few of its rows and tokens are in use.
@@ -136,75 +113,5 @@ class Simulation:
     Raises:
         ValueError: the scheduler refuses the options.
     """
-
-    def __init__(
-        self,
-        config: NeuronConfig,
-        options: SchedulerOptions,
-        seconds: Callable[[GraphSpec], float],
-        workload: Workload,
-        on_finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._config, self._workload = config, workload
-        self._seconds = cache(seconds)
-        self._on_finish = on_finish
-        self._scheduler = Scheduler(config, options)
-        self._traffic = _Traffic(workload, config)
-        self._arrivals: dict[str, float] = {}
-        self._latest: dict[str, float] = {}
-        self._outcome = Outcome()
-
-    def run(self) -> Outcome:
-        """Runs the scheduler until the workload's requests have finished."""
-        outcome, scheduler, due = self._outcome, self._scheduler, self._traffic.due
-        tokens = [0] * self._config.batch_size
-        now = 0.0
-        while outcome.finished < self._workload.requests:
-            while due and due[0] <= now:
-                self._send(due.popleft())
-            step = scheduler.schedule()
-            if step is None:
-                now = due[0]
-                continue
-            seconds = self._seconds(step.graph)
-            self._count(step, now, seconds)
-            now += seconds
-            events = scheduler.commit(step, tokens[: len(step.decodes)], tokens[: len(step.chunks)], seconds)
-            self._take(events, now)
-        outcome.seconds = now
-        outcome.unfinished_tokens = sum(len(scheduler.state(name).output_token_ids) for name in self._latest)
-        return outcome
-
-    def _send(self, arrival: float) -> None:
-        request = self._traffic.next_request()
-        self._arrivals[request.request_id] = arrival
-        self._scheduler.add(request)
-
-    def _count(self, step: Step, now: float, seconds: float) -> None:
-        outcome = self._outcome
-        outcome.kinds[step.graph.kind] += 1
-        outcome.busy += seconds
-        outcome.statistics.count_step(step)
-        for chunk in step.chunks:
-            if chunk.is_first and not chunk.preemptions:
-                outcome.queue.append(now - self._arrivals[chunk.request_id])
-        # Half way through, the first rush is over and the last requests are not.
-        if len(outcome.timeline) < TIMELINE_STEPS and 2 * outcome.finished >= self._workload.requests:
-            outcome.timeline.append((now, seconds, step.graph.kind))
-
-    def _take(self, events: list[TokenEvent], now: float) -> None:
-        outcome, latest = self._outcome, self._latest
-        for event in events:
-            name = event.request_id
-            if name in latest:
-                outcome.itl.append(now - latest[name])
-            else:
-                outcome.ttft.append(now - self._arrivals[name])
-            latest[name] = now
-            if event.finish_reason:
-                del latest[name], self._arrivals[name]
-                outcome.finished += 1
-                outcome.finished_tokens += self._traffic.new_tokens(name)
-                self._on_finish()
-                if self._workload.users:
-                    self._send(now)
+    scheduler = Scheduler(config, options)
+    return Simulation(scheduler, by_graph(seconds), _Traffic(workload, config), on_finish=on_finish).run()

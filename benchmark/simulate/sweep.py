@@ -15,7 +15,7 @@ from optimum_neuron.engine.policy import SchedulerOptions
 
 from ..output import warn
 from .results import Check, Row, Setting
-from .simulation import Simulation, Workload
+from .simulation import Workload, simulate
 from .step_costs import Calibration
 
 
@@ -63,7 +63,7 @@ def check_calibration() -> list[Check]:
     rows = []
     for name, workload in CHECKED.items():
         config = _config(setting, 4096, [])
-        row = Row.of(setting, config, [Simulation(config, options, Calibration().seconds, workload).run()])
+        row = Row.of(setting, config, [simulate(config, options, Calibration().seconds, workload)])
         simulated = (row.tok_s, row.itl_mean_ms, row.ttft_mean_ms)
         rows.append(Check(name, PUBLISHED, dict(zip(PUBLISHED, simulated, strict=True))))
     return rows
@@ -83,7 +83,7 @@ def run(args: Namespace, calibration: Calibration) -> list[Row]:
         for setting, config, options, workload in cases:
             shares = list(_shares(workload, setting.replicas))
             on_finish = _percent(sum(share.requests for share in shares), advance, setting.describe())
-            outcomes = [Simulation(config, options, calibration.seconds, share, on_finish).run() for share in shares]
+            outcomes = [simulate(config, options, calibration.seconds, share, on_finish) for share in shares]
             rows.append(Row.of(setting, config, outcomes))
     return rows
 

@@ -106,12 +106,12 @@ def run_jobs(jobs: Iterable[Callable[[], None]], threads: int, end_processes: Ca
 def parallel_jobs(jobs: int, memory_per_job: int) -> int:
     """How many of `jobs` may run at once, by the CPUs that this process may use and free memory; at least one."""
     cpus = usable_cpus()
-    memory = _available_memory()
+    memory = available_memory()
     fitting = cpus if memory is None else memory // memory_per_job
     return max(1, min(jobs, cpus, fitting))
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Bytes that new processes can use, or None where the system does not tell."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():

@@ -11,7 +11,7 @@ import pytest
 
 from benchmark.simulate.__main__ import main
 from benchmark.simulate.options import POLICIES
-from benchmark.simulate.simulation import Outcome, Simulation, Workload
+from benchmark.simulate.simulation import Workload, simulate
 from benchmark.simulate.step_costs import Calibration
 from benchmark.simulate.sweep import check_calibration
 from optimum_neuron.config import NeuronConfig
@@ -19,6 +19,7 @@ from optimum_neuron.engine.policy import Policy, SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.graphs.family import GraphFamily
 from optimum_neuron.graphs.spec import GraphKind, graph_specs
+from optimum_neuron.tune.simulate import Outcome
 
 
 SMALL = ("--requests", "12", "--users", "4", "--batch-sizes", "4", "--chunk-sizes", "256", "--new-tokens", "20")
@@ -44,7 +45,7 @@ def seconds(kind: GraphKind, context: int = 4096, cost: Calibration | None = Non
 def outcome(policy: Policy = "mixed", calibration: Calibration | None = None, **load: Any) -> Outcome:
     workload = Workload(**{"requests": 30, "users": 12, "new_tokens": 40, **load})
     options = SchedulerOptions(policy=policy, prefix_reuse=workload.shared_prefix > 0)
-    return Simulation(config(policy), options, (calibration or Calibration()).seconds, workload).run()
+    return simulate(config(policy), options, (calibration or Calibration()).seconds, workload)
 
 
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:

@@ -146,7 +146,7 @@ def estimate_model(
     from ....graphs.checks.inspect import check_snapshots
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    sizes, assumed = _measure(found, config)
+    sizes, assumed = measure_checkpoint(found, config)
     check_snapshots(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
     return Report(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
@@ -192,7 +192,12 @@ def _groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, An
     return groups, [f"{error}." for error in refused]
 
 
-def _measure(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, list[str]]:
+def measure_checkpoint(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, list[str]]:
+    """What a checkpoint's config describes, in the config's type and quantization, and sentences about what was assumed.
+
+    Raises:
+        ValueError: the model cannot be exported, or is not made for texts of this length.
+    """
     from ....artifacts.quantization import read_formats
     from ....checkpoints.quantize import formats_of
     from .model_sizes import measure
