@@ -4,27 +4,30 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import progress
+from .artifacts.disk_space import check_disk, expected_bytes, written_bytes
+from .artifacts.filesystem import explained_full_disk
 from .artifacts.manifest import describe_graph
 from .artifacts.quantization import write_formats
 from .artifacts.weights import named_tensors
-from .artifacts.writer import check_output, write_artifact
+from .artifacts.writer import check_output, unfinished_bytes, write_artifact
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint, find_checkpoint
 from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
+from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, check_snapshots, inspect_model
@@ -43,8 +46,6 @@ from .version import __version__
 logger = logging.getLogger(__name__)
 
 TASKS = ("text-generation",)
-# Compiled graphs and tokenizer files beside the weights, generously.
-_DISK_MARGIN = 64 << 20
 
 
 def export_model(
@@ -116,32 +117,63 @@ def export_model(
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
-    with progress.stage("Loading the checkpoint"):
+    source = _source(checkpoint, adapters, config)
+    folder = next(parent for parent in output.parents if parent.is_dir())
+    check_disk(folder, expected_bytes(checkpoint, config) - unfinished_bytes(output, source))
+    with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
+        loaded, config = _load(checkpoint, adapters, config)
+        graphs = graph_specs(config)
+        check_every_step_has_a_graph(config, graphs)
+        _warn_of_host_sampling(loaded, config)
+        with tensors_in_files():
+            quantize(loaded, config)
+        with progress.stage("Checking that step graphs compute what the model does"), giving_back():
+            spec = _inspect(loaded, config)
+        check_disk(folder, written_bytes(named_tensors(loaded)) - unfinished_bytes(output, source))
+        return _write(
+            checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite, source
+        )
+
+
+def _source(checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig) -> str:
+    """A digest of all that decides on an artifact's weights, of files by what the system says of them."""
+    document = {
+        "config": config.to_dict(),
+        "checkpoint": checkpoint.identity(),
+        "adapters": [adapter.record() for adapter in adapters],
+        "versions": _versions(),
+    }
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _load(
+    checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig
+) -> tuple[PreTrainedModel, NeuronConfig]:
+    """The model, and the config with the type and the codes that it has."""
+    with progress.stage("Loading the checkpoint"), tensors_in_files():
         for each in adapters:
             each.warn_of_other_base(checkpoint)
         loaded = checkpoint.load_model(config.dtype, adapters)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
     if config.quantization is None and weight_formats(loaded):
         config = dataclasses.replace(config, quantization="checkpoint")
-    graphs = graph_specs(config)
-    check_every_step_has_a_graph(config, graphs)
-    _warn_of_host_sampling(loaded, config)
-    quantize(loaded, config)
-    with progress.stage("Checking that step graphs compute what the model does"):
-        spec = inspect_model(loaded)
-        check_tables(loaded, config.sequence_length)
-        if config.long_frequencies:
-            take_long_frequencies(loaded, config.sequence_length)
-        check_text_length(loaded, config.sequence_length)
-        _warn_of_gathered_blocks(loaded, config, spec)
-        _tell_of_selections(loaded, config, spec)
-        check_compressions(loaded, spec, config)
-        check_snapshots(loaded, spec, config)
-        keep_frequencies(loaded)
-        if config.target != "eager":
-            check_fixed_shapes(loaded, config.target)
-    _check_disk(output, named_tensors(loaded))
-    return _write(checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite)
+    return loaded, config
+
+
+def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
+    spec = inspect_model(model)
+    check_tables(model, config.sequence_length)
+    if config.long_frequencies:
+        take_long_frequencies(model, config.sequence_length)
+    check_text_length(model, config.sequence_length)
+    _warn_of_gathered_blocks(model, config, spec)
+    _tell_of_selections(model, config, spec)
+    check_compressions(model, spec, config)
+    check_snapshots(model, spec, config)
+    keep_frequencies(model)
+    if config.target != "eager":
+        check_fixed_shapes(model, config.target)
+    return spec
 
 
 def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: bool) -> str | None:
@@ -169,8 +201,9 @@ def _write(
     output: Path,
     certificate: bool,
     overwrite: bool,
+    source: str,
 ) -> Path:
-    with write_artifact(output, overwrite=overwrite) as writer:
+    with write_artifact(output, overwrite=overwrite, source=source) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
         write_formats(weight_formats(model), writer.path)
         with progress.stage("Writing weights"):
@@ -248,18 +281,6 @@ def _tell_of_selections(model: PreTrainedModel, config: NeuronConfig, spec: Mode
             type(model).__name__,
             min(each.always for each in spec.selections if each.layer_idx in without),
             config.sequence_length,
-        )
-
-
-def _check_disk(output: Path, tensors: dict[str, Tensor]) -> None:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    needed = sum(storages.values()) + _DISK_MARGIN
-    folder = next(parent for parent in output.parents if parent.is_dir())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            f"the artifact needs about {needed / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free; free some space "
-            f"or name another folder"
         )
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +22,17 @@ def zeroed(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _prefer_huge_pages(memory)
     return memory
+
+
+def never_filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory, and that nobody can write to: the process that does is ended by the system."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells that the memory cannot be written to
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def copied(file: BinaryIO, size: int) -> mmap.mmap:

@@ -13,15 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..checkpoints.mapped import DTYPES
 from .artifact import ArtifactError
 from .schema import TEXT, Check, choice, listed, named, parse_object, record, shown, whole
 
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
 # As in the safetensors library.
 _LARGEST_HEADER = 100_000_000
 _MOST_DIMENSIONS = 16

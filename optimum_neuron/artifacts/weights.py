@@ -16,14 +16,14 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import progress
 from ..graphs.spec import TensorSpec
 from ..graphs.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, has_huge_pages, mapped, zeroed
-from .tensor_file import StoredTensor, file_head, parse_head, read_head, stored_tensors, tensor_bytes
+from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
 from .verified import read_verified
+from .weight_file import write_tensor_files
 
 
 _ALIGNMENT = 64
@@ -73,17 +73,8 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     unique, tied = untie(tensors)
     # Stable: within a type, tensors stand in the order of the model, in which steps read them.
     names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
-    path = folder / WEIGHTS_NAME
-    try:
-        with path.open("wb") as file:
-            file.write(file_head((name, unique[name].dtype, tuple(unique[name].shape)) for name in names))
-            size = sum(unique[name].nbytes for name in names)
-            with progress.stage("Writing", size) as advance:
-                for name in names:
-                    file.write(tensor_bytes(unique[name]))
-                    advance(name, unique[name].nbytes)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a write does not tell where
+    described = [(name, unique[name].dtype, tuple(unique[name].shape)) for name in names]
+    write_tensor_files([folder / WEIGHTS_NAME], described, lambda name, _: unique[name])
     return tied
 
 

@@ -135,6 +135,26 @@ class Checkpoint:
         path = self.folder / INDEX_NAME
         return frozenset(indexed(path)) if path.is_file() else frozenset()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its files hold the weights of the exported model as plain numbers, and no others."""
+        if self.gguf_file is not None or quantization_method(self._whole_config) is not None:
+            return False
+        return self._runs_own_code(self._whole_config) or not is_multimodal(self._whole_config)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint, and what is made of it, from others: of each file what changes with its content."""
+        files = [self.folder / self.gguf_file] if self.gguf_file is not None else sorted(self.folder.rglob("*"))
+        found = {str(path): path.stat() for path in files if path.is_file()}
+        return {
+            "codes": self.codes,
+            "trust_remote_code": self.trust_remote_code,
+            "files": {
+                name: [each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns]
+                for name, each in found.items()
+            },
+        }
+
     def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
         """The language model in `dtype` ("auto": the checkpoint's own), its attention replaced by the cached one.
 
@@ -154,6 +174,8 @@ class Checkpoint:
         attention = "eager" if multimodal or adapters else ATTENTION_NAME
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
         self._check_codes(adapters)
+        # An adapter is added to weights where they lie, and a checkpoint's own code may do anything.
+        mapped = self.gguf_file is None and not adapters and not self.trust_remote_code
         method = quantization_method(config)
         if self.gguf_file is None and method not in (None, *DEQUANTIZED):
             assert self._form is not None
@@ -167,7 +189,7 @@ class Checkpoint:
             read = read_dequantized(self._form, self.source, attention, plain, made)
         else:
             with self._reading():
-                read = read_model(auto, self.folder, self.source, attention, config, options)
+                read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
         model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between

@@ -24,6 +24,7 @@ from ..graphs.quantized.weight import QuantizedWeight
 from .formats.format import CheckpointFormat
 from .formats.stored import PLAIN_REMEDY, NotKeptError
 from .read import ReadModel, read_model
+from .scratch import in_file
 
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def read_dequantized(
     tensors: dict[str, Tensor] = {}
     with progress.stage("Dequantizing the checkpoint", len(form.layers)) as advance:
         for name in form.layers:
-            tensors[name] = form.dequantize(name).to(dtype)
+            tensors[name] = in_file(form.dequantize(name).to(dtype))
             advance(name)
     tensors |= {name: form.read_plain(name) for name in form.plain}
     mapping = AutoModelForCausalLM._model_mapping

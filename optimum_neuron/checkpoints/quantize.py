@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..config import NeuronConfig
+from ..graphs.checks.parity import count_nonfinite
 from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
 from ..graphs.quantized.expert_weights import natural_shape, plain_weights, replace_weights
@@ -155,7 +156,7 @@ class _Rounding:
 
     def of(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
         """`[..., outputs, inputs]`; `finest`: as many bits as there are."""
-        count = weight.numel() - int(weight.isfinite().sum())
+        count = count_nonfinite(weight)
         if count:
             raise ValueError(
                 f"{name} holds NaN or infinity in {count:,} of {weight.numel():,} places; repair it, or download it again"

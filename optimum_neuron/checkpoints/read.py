@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import first_line
 from ..graphs.interface import with_attention
+from .mapped import reading_mapped_files
 
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def read_model(
     attention: str,
     config: PreTrainedConfig,
     options: dict[str, Any],
+    *,
+    mapped: bool = False,
 ) -> ReadModel:
     """Loads a checkpoint by a class of transformers, with the attention of a name.
 
@@ -88,6 +91,7 @@ def read_model(
         folder: the checkpoint's; None where `options` have its tensors.
         config: the checkpoint's, as it was read; is not changed.
         options: further ones of its `from_pretrained`.
+        mapped: tensors that are taken as they are stay in the checkpoint's files, and cannot be written to.
 
     Raises:
         ValueError: transformers cannot load it.
@@ -108,7 +112,7 @@ def read_model(
         return model
 
     try:
-        with _without_report():
+        with _without_report(), reading_mapped_files() if mapped else nullcontext():
             model = with_attention(read, attention)
     except _FAILURES as error:
         raise ValueError(f"{source}: {first_line(error)}") from error

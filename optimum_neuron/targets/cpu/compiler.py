@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ... import progress
 from ...artifacts.artifact import WEIGHTS_NAME
 from ...artifacts.skeleton import assign, empty_model
 from ...artifacts.tensor_file import stored_tensors
+from ...checkpoints.mapped import map_tensors
 from ...graphs.kv_cache import KVCache
 from ...graphs.one_thread import one_thread
 from ...graphs.program import export_layers_once
@@ -71,7 +72,7 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
 
 def _load(job: CompileJob) -> tuple[nn.Module, KVCache]:
     """The model over the weights that the export has written: they are mapped, not copied."""
-    tensors = load_file(job.folder / WEIGHTS_NAME)
+    tensors = map_tensors(job.folder / WEIGHTS_NAME)
     tensors |= {alias: tensors[name] for alias, name in job.tied_weights.items()}
     model = empty_model(job.folder, job.config.dtype, trust_remote_code=job.trust_remote_code)
     use_natural_layout(model, tensors)

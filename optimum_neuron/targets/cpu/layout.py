@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...artifacts.tensor_file import Stored
+from ...checkpoints.scratch import in_file
 from ...graphs.expert_modules import is_experts
 
 
@@ -27,7 +28,7 @@ def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = N
             own = None if stored is None or not told else stored.get(f"model.{name}.{told[0]}")
             if told and (own is None or tuple(own.shape) != tuple(weights[told[0]].shape)):
                 for weight in weights.values():
-                    weight.data = weight.data.transpose(1, 2).contiguous()
+                    weight.data = in_file(weight.data.transpose(1, 2).contiguous())
                 module.is_transposed = False
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
+from ....artifacts.pages import never_filled
 from ....artifacts.skeleton import assign, empty_model
 from ....artifacts.weights import named_tensors
 from ....config import NeuronConfig
@@ -132,6 +133,6 @@ def _assign_memory(model: nn.Module, tied_weights: Mapping[str, str]) -> None:
             f"weights are tied to {foreign}, which the model of config.json lacks; export the model again"
         )
     tensors: dict[str, Tensor] = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in expected.items()
+        name: never_filled(tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()
     }
     assign(model, tensors | {alias: tensors[stored] for alias, stored in tied_weights.items()})

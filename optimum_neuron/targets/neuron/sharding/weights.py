@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....artifacts.tensor_file import file_head, tensor_bytes
+from ....artifacts.weight_file import write_tensor_files
 from ....artifacts.weights import place, rank_weights_name
 from ..graph_io import NARROW
 from ..weight_layout import WeightLayout
@@ -42,12 +42,9 @@ def write_sharded_weights(
     tensors = {name: _narrow(name, tensor) for name, tensor in tensors.items()}
     tied = tied_names(tensors, plan)
     files = _Files(tensors, plan, WeightLayout() if layout is None else layout, tied)
-    head = file_head((name, files.dtype(name), files.shape(name)) for name in files.names)
-    for rank in range(plan.world_size):
-        with (folder / rank_weights_name(rank, plan.world_size)).open("wb") as file:
-            file.write(head)
-            for name in files.names:
-                file.write(tensor_bytes(files.tensor(name, rank)))
+    described = [(name, files.dtype(name), files.shape(name)) for name in files.names]
+    paths = [folder / rank_weights_name(rank, plan.world_size) for rank in range(plan.world_size)]
+    write_tensor_files(paths, described, files.tensor)
     return tied
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large tensors that are made while a model is loaded, in files without a name: the system writes them out where memory is short.
+
+A tensor that a model takes from a checkpoint's file as it is lies in that file. One that is cast, joined, dequantized or rounded to
+codes has memory of its own, and all of them would be a second copy of the model. Pages of files that were read are given back
+as soon as a module has run, or a tensor was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+
+# Smaller ones are not worth a file.
+_LEAST = 1 << 20
+_MAPPINGS = Path("/proc/self/maps")
+_OPEN_FILES = Path("/proc/self/fd")
+_SHARED, _PRIVATE = "shared", "private"
+# Tells transformers to make one tensor after another, in place of all at once by other threads.
+_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+
+_folder: ContextVar[Path | None] = ContextVar("where files for large tensors are", default=None)
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[None]:
+    """Within it, `in_file` and `tensors_in_files` put large tensors into files in a folder, where nobody sees them."""
+    token = _folder.set(folder if _MAPPINGS.is_file() and _OPEN_FILES.is_dir() else None)
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+@contextmanager
+def tensors_in_files() -> Iterator[None]:
+    """Within it, whatever large tensors modules are given as parameters and buffers, their data lies in files; nothing is done where no
+    `scratch_folder` is."""
+    if _folder.get() is None:
+        yield
+        return
+
+    def move(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            moved = in_file(tensor.detach())
+            if moved.data_ptr() != tensor.data_ptr():
+                tensor.data = moved
+
+    with ExitStack() as stack:
+        for register in (
+            torch_module.register_module_parameter_registration_hook,
+            torch_module.register_module_buffer_registration_hook,
+        ):
+            stack.callback(register(move).remove)
+        stack.enter_context(_in_turn())
+        yield
+
+
+@contextmanager
+def _in_turn() -> Iterator[None]:
+    before = os.environ.get(_IN_TURN)
+    os.environ[_IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_IN_TURN]
+        else:
+            os.environ[_IN_TURN] = before
+
+
+def in_file(tensor: Tensor) -> Tensor:
+    """The same numbers in a file that is gone when the tensor is; the tensor itself where it is small, or lies in a file already.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    folder = _folder.get()
+    if folder is None or type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
+        return tensor
+    if _mapping_of(tensor.data_ptr()) is not None:
+        return tensor
+    contents = tensor.contiguous().flatten().view(torch.uint8)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(contents.numpy().data)
+        file.flush()
+        path = _OPEN_FILES / str(file.fileno())
+        stored = torch.from_file(str(path), shared=True, size=contents.numel(), dtype=torch.uint8)
+    return stored.view(tensor.dtype).view(tensor.shape)
+
+
+@contextmanager
+def giving_back() -> Iterator[None]:
+    """Within it, whatever module has run, the pages of its large tensors are given back; nothing is done where no `scratch_folder` is."""
+    if _folder.get() is None:
+        yield
+        return
+
+    def leave(module: nn.Module, *_: object) -> None:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                give_back(tensor.detach())
+
+    handle = torch_module.register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def give_back(tensor: Tensor) -> None:
+    """Takes the pages of a large tensor that lies in a file out of this process; the system keeps them as long as it has room for them."""
+    if _folder.get() is None or type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
+        return
+    storage = tensor.untyped_storage()
+    if _mapping_of(storage.data_ptr()) == _SHARED:
+        first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = storage.data_ptr() + storage.nbytes() - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+def _mapping_of(address: int) -> str | None:
+    """How the memory at an address is that of a file; None where it is not."""
+    with _MAPPINGS.open("rb") as lines:
+        for line in lines:
+            bounds, flags, _, _, inode, *_ = line.split(None, 5)
+            start, end = (int(bound, 16) for bound in bounds.split(b"-"))
+            if start <= address < end:
+                return None if int(inode) == 0 else _SHARED if flags.endswith(b"s") else _PRIVATE
+    return None
