@@ -5,7 +5,7 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 export PROMPT
 
 VENV ?= .venv
-EXTRAS ?= dev,gguf
+EXTRAS ?= dev,docs,gguf
 BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
@@ -24,7 +24,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm lint format bench bench-peers bench-serving bench-vllm clean
+.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm docs newcomer lint format bench bench-peers bench-serving bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,13 @@ test-neuron-full: test-neuron ## the same by more architectures and numbers of r
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
 	VLLM_NO_USAGE_STATS=1 $(subst $(BIN),.venv-vllm/bin,$(PYTEST)) tests/vllm
+
+docs: $(INSTALLED) ## build the documentation site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -c docs . build/docs
+	@echo "build/docs/index.html"
+
+newcomer: ## time the first steps of a user, from an empty folder to an answered HTTP request (1 GB)
+	$(PYTHON) -m benchmark.newcomer --editable
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check

@@ -20,6 +20,7 @@
     python -m benchmark.kernels.quantized      its kernels of quantized weights against those of plain ones
     python -m benchmark.kernels.sample         its kernel of sampling against transformers' warpers
     python -m benchmark.export_memory          an export under a limit of memory that the kernel keeps
+    python -m benchmark.newcomer               the first steps of a user, from an empty folder to an answered request
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
     python -m benchmark.simulate.blocks        blocks against slots of the same memory on trn2

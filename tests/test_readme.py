@@ -1,57 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs promise: their commands parse, their make targets and files exist, their Python compiles."""
+"""What README and docs promise: their commands parse, their make targets, files and options exist. tests/docs runs what they show."""
 
 from __future__ import annotations
 
 import importlib
 import re
-import shlex
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, PAGES, README, ROOT, SHELL, all_commands, blocks, code_spans, prose
 from optimum.commands import optimum_cli
 
 
-ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 MOST_WORDS = 900
-SHELL = ("bash", "console", "sh", "shell")
+LANGUAGES = {*SHELL, "python", "text", "json", "yaml", "{cli-reference}", "{eval-rst}"}
 SOURCE_SUFFIXES = (".cpp", ".md", ".py", ".toml")
-SHELL_OPERATORS = {"&&", "||", "|", ";", "<", ">", ">>", "2>", "&"}
-
-
-@cache
-def code_blocks() -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
-    text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
-    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-@cache
-def prose(document: Path) -> str:
-    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+INDEX = ROOT / "docs" / "index.md"
 
 
 def shell_commands(program: str) -> list[list[str]]:
     """The arguments of each call of a program in the shell blocks."""
-    text = "\n".join(text for language, text in code_blocks() if language in SHELL).replace("\\\n", " ")
-    calls = []
-    for line in text.splitlines():
-        words = shlex.split(line.strip().removeprefix("$ "), comments=True)
-        while words:
-            stop = next((index for index, word in enumerate(words) if word in SHELL_OPERATORS), len(words))
-            command = [word for word in words[:stop] if not re.fullmatch(r"[A-Z_]+=.*", word)]
-            if command and Path(command[0]).name == program:
-                calls.append(command[1:])
-            words = words[stop + 1 :]
-    return calls
+    calls = [call for document in DOCUMENTS for call in all_commands(document)]
+    return [list(call.words[1:]) for call in calls if call.program == program]
 
 
-def code_spans() -> list[str]:
-    return [span for each in DOCUMENTS for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(each))]
+def links(document: Path) -> set[str]:
+    return set(re.findall(r"\]\(([^)#\s]+)", prose(document)))
 
 
 def test_make_targets_exist() -> None:
@@ -77,30 +52,28 @@ def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in (
-        ["export", "neuron"],
-        *(
-            ["neuron", name]
-            for name in ("bench", "card", "chat", "generate", "inspect", "lint", "push", "serve", "tune")
-        ),
-    ):
+    neuron = importlib.import_module("optimum.commands.register.neuron").NeuronCommand
+    named = [("neuron", each.name) for each in neuron.SUBCOMMANDS]
+    nested = [
+        ("neuron", each.name, sub.name) for each in neuron.SUBCOMMANDS for sub in each.subcommand_class.SUBCOMMANDS
+    ]
+    for command in (("export", "neuron"), *named, *nested):
         monkeypatch.setattr(sys, "argv", ["optimum-cli", *command, "--help"])
         with pytest.raises(SystemExit):
             optimum_cli.main()
-    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    named = {span.split()[0].partition("=")[0] for span in code_spans() if span.startswith("--")}
-    assert named <= known
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", capsys.readouterr().out))
+    spans = {span.split()[0].partition("=")[0] for span in code_spans() if span.startswith("--")}
+    assert spans <= known
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", prose(document))
-    assert not [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not [link for link in links(document) if "://" not in link and not (document.parent / link).exists()]
 
 
-def test_every_page_is_linked_from_the_readme_which_is_read_in_minutes() -> None:
-    links = set(re.findall(r"\]\(([^)#\s]+)", prose(README)))
-    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= links
+def test_every_page_can_be_found_from_the_readme_which_is_read_in_minutes() -> None:
+    found = {README.parent / link for link in links(README)} | {INDEX.parent / link for link in links(INDEX)}
+    assert set(PAGES) <= {path.resolve() for path in found}
     assert len(README.read_text(encoding="utf-8").split()) <= MOST_WORDS
 
 
@@ -115,7 +88,10 @@ def test_files_in_the_text_exist() -> None:
             assert (ROOT / span).exists() or span in names, span
 
 
-def test_python_blocks_compile() -> None:
-    for language, text in code_blocks():
-        if language in ("py", "python"):
-            compile(text, "README.md", "exec")
+def test_blocks_say_what_they_are() -> None:
+    kinds = {
+        (document.name, block.language.split()[0] if block.language else "")
+        for document in DOCUMENTS
+        for block in blocks(document)
+    }
+    assert not [(name, kind) for name, kind in kinds if kind not in LANGUAGES]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speeds depend on besides the artifact: the machine and the versions."""
+"""What speeds depend on besides the artifact: the machine and the versions. Imports torch late."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from ..targets.cores import usable_cpus
-from ..targets.cpu.host import instruction_set
 from ..version import __version__
 
 
 def describe_machine() -> dict[str, Any]:
     """CPU, instruction sets of torch and of the kernels, cores that may be used, threads that compute, and versions."""
+    import torch
+    import transformers
+
+    from ..targets.cores import usable_cpus
+    from ..targets.cpu.host import instruction_set
+
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "kernels": instruction_set().name,
         "cores": usable_cpus(),
@@ -31,7 +32,8 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name that the CPU has for itself."""
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
         if line.startswith("model name"):

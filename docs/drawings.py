@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws docs/drawings/*.svg, the drawings of concepts.md: what stands in them is asked of the scheduler and of the graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from optimum_neuron import NeuronConfig, Request, SchedulerOptions
+from optimum_neuron.engine.scheduler import Scheduler
+from optimum_neuron.graphs.spec import graph_specs
+
+
+FOLDER = Path(__file__).parent / "drawings"
+DECODE, CHUNK, SECOND, EMPTY, LINE = "#4c9be8", "#f2a541", "#7fc97f", "#eceff3", "#5b6470"
+# Time of a step in the drawing: one of decodes alone, and a full chunk beside it.
+DECODE_TIME, CHUNK_TIME = 20, 40
+
+
+@dataclass
+class Drawing:
+    """Shapes on a white ground, readable on dark pages too."""
+
+    width: int
+    height: int
+    title: str
+    shapes: list[str] = field(default_factory=list)
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, text: str = "", size: int = 12) -> None:
+        self.shapes.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{LINE}" stroke-width="0.7"/>'
+        )
+        if text:
+            self.text(x + width / 2, y + height / 2 + size * 0.36, text, anchor="middle", size=size)
+
+    def text(
+        self, x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, bold: bool = False
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self.shapes.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(text)}</text>'
+        )
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.shapes.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{LINE}" stroke-width="1.4" marker-end="url(#head)"/>'
+        )
+
+    def svg(self) -> str:
+        head = (
+            f'<svg viewBox="0 0 {self.width} {self.height}" xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" '
+            f'fill="#1d2430" role="img"><title>{escape(self.title)}</title>\n<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" '
+            f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>\n'
+            f'<rect width="{self.width}" height="{self.height}" rx="6" fill="#ffffff"/>\n'
+        )
+        return head + "\n".join(self.shapes) + "\n</svg>\n"
+
+
+def steps() -> Drawing:
+    """Three requests decode, then a prompt of four chunks comes: what the scheduler plans, by policy."""
+    drawing = Drawing(760, 330, "Steps when a long prompt comes, by policy")
+    for row, (policy, told) in enumerate(
+        (
+            ("mixed", "a chunk beside everybody's next token (default)"),
+            ("prefill_first", "all chunks of a prompt first"),
+        )
+    ):
+        _timeline(drawing, 20 + row * 155, policy, told)
+    drawing.box(110, 308, 14, 12, DECODE)
+    drawing.text(130, 318, "a new token", size=11)
+    drawing.box(220, 308, 14, 12, CHUNK)
+    drawing.text(
+        240, 318, "a chunk of the prompt; steps as wide as they take, by a made-up but equal measure", size=11
+    )
+    return drawing
+
+
+def _timeline(drawing: Drawing, top: int, policy: str, told: str) -> None:
+    config = NeuronConfig(
+        batch_size=4, sequence_length=256, prefill_chunk_size=16, mixed_step=policy == "mixed", target="eager"
+    )
+    scheduler = Scheduler(config, SchedulerOptions(policy=policy))
+    for number in range(3):
+        scheduler.add(
+            Request(
+                request_id=f"{number}",
+                prompt_token_ids=[number * 20 + 3 + each for each in range(4)],
+                max_new_tokens=100,
+            )
+        )
+    while len(step_plan := scheduler.schedule().decodes) < 3:
+        _run(scheduler)
+    assert len(step_plan) == 3
+    scheduler.add(Request(request_id="3", prompt_token_ids=[100 + each for each in range(64)], max_new_tokens=100))
+    drawing.text(20, top + 8, f"{policy}: {told}", bold=True)
+    for slot in range(4):
+        drawing.text(100, top + 34 + slot * 28, f"request {slot}", anchor="end", size=11)
+    x = 110
+    while x < 720:
+        step = scheduler.schedule()
+        width = CHUNK_TIME if step.chunks else DECODE_TIME
+        for decode in step.decodes:
+            drawing.box(x, top + 20 + int(decode.request_id) * 28, width - 2, 22, DECODE)
+        for chunk in step.chunks:
+            number = chunk.start // config.prefill_chunk_size + 1
+            drawing.box(x, top + 20 + int(chunk.request_id) * 28, width - 2, 22, CHUNK, str(number), 11)
+        x += width
+        _run(scheduler)
+
+
+def _run(scheduler: Scheduler) -> None:
+    step = scheduler.schedule()
+    scheduler.commit(step, [1] * len(step.decodes), [1] * len(step.chunks))
+
+
+def cache() -> Drawing:
+    """Slots of a fixed length, and blocks that rows take as they grow."""
+    drawing = Drawing(760, 250, "The KV cache: slots, or blocks")
+    fills = (11, 4, 14, 2)
+    drawing.text(20, 24, "Slots (default): each row has sequence_length tokens of its own", bold=True)
+    for slot, tokens in enumerate((*fills[:3], 0)):
+        drawing.text(72, 50 + slot * 24, f"slot {slot}" if slot < 3 else "padding", anchor="end", size=11)
+        for column in range(16):
+            drawing.box(
+                80 + column * 18, 36 + slot * 24, 17, 18, (DECODE, CHUNK, SECOND)[slot] if column < tokens else EMPTY
+            )
+    drawing.text(
+        20,
+        152,
+        "Blocks (--kv-block-size): rows have as many as their tokens fill, anywhere; a common prefix is shared",
+        bold=True,
+    )
+    owners = (0, 1, 2, 0, 2, 3, 2, 0, 1, 2, None, None, None, None)
+    colours = (DECODE, CHUNK, SECOND, "#c39be0")
+    for place, owner in enumerate(owners):
+        drawing.box(
+            80 + place * 46,
+            166,
+            44,
+            26,
+            EMPTY if owner is None else colours[owner],
+            "" if owner is None else f"row {owner}",
+            11,
+        )
+        drawing.text(102 + place * 46, 206, str(place), anchor="middle", size=10)
+    drawing.text(72, 184, "blocks", anchor="end", size=11)
+    drawing.text(
+        80,
+        232,
+        "row 0's table: 0, 3, 7    row 1's: 1, 8    row 2's: 2, 4, 6, 9    row 3's: 5    free: 10 to 13",
+        size=11,
+    )
+    return drawing
+
+
+def graphs() -> Drawing:
+    """The family of graphs of one export, as its config asks for them."""
+    config = NeuronConfig(
+        target="trn2", batch_size=4, sequence_length=4096, prefill_chunk_size=512, prefill_chunk_buckets=(128,)
+    )
+    found = {(graph.kind, graph.chunk_size, graph.context_length): graph.name for graph in graph_specs(config)}
+    rows = [
+        ("token_generation", 0),
+        *((kind, size) for kind in ("chunked_prefill", "mixed") for size in config.chunk_sizes),
+    ]
+    drawing = Drawing(760, 300, "Graphs of an export for trn2")
+    drawing.text(
+        20,
+        24,
+        f"{len(found)} graphs: --target trn2 --batch-size 4 --sequence-length 4096 --prefill-chunk-buckets 128",
+        bold=True,
+    )
+    for column, context in enumerate(config.context_buckets):
+        drawing.text(330 + column * 150, 52, f"context {context}", anchor="middle", size=11)
+    for row, (kind, size) in enumerate(rows):
+        tokens = {"token_generation": "4 decode rows", "mixed": f"4 decode rows + a chunk of {size}"}.get(
+            kind, f"a chunk of {size}"
+        )
+        drawing.text(20, 82 + row * 42, kind, size=12)
+        drawing.text(20, 96 + row * 42, tokens, size=10)
+        for column, context in enumerate(config.context_buckets):
+            there = (kind, size, context) in found
+            fill = (
+                {"token_generation": DECODE, "chunked_prefill": CHUNK, "mixed": SECOND}[kind] if there else "#ffffff"
+            )
+            drawing.box(265 + column * 150, 64 + row * 42, 130, 32, fill, "" if there else "none: no chunk fits", 11)
+    drawing.text(
+        20,
+        286,
+        "A step runs in the smallest graph of its kind that holds its chunk and the longest of its contexts.",
+        size=11,
+    )
+    return drawing
+
+
+def export() -> Drawing:
+    """From a checkpoint to an artifact, and to where it runs."""
+    drawing = Drawing(760, 290, "From a checkpoint to an artifact, and to where it runs")
+    drawing.box(20, 50, 120, 60, EMPTY, "checkpoint")
+    drawing.text(80, 128, "config, weights, tokenizer", anchor="middle", size=10)
+    drawing.box(190, 50, 150, 60, EMPTY, "step graphs")
+    drawing.text(265, 128, "transformers' own modelling code,", anchor="middle", size=10)
+    drawing.text(265, 141, "compared with transformers", anchor="middle", size=10)
+    drawing.arrow(140, 80, 188, 80)
+    for row, (target, told) in enumerate(
+        (
+            ("cpu", "plans of kernels for any CPU"),
+            ("trn1 trn2 trn3 inf2", "HLO, compiled by neuronx-cc"),
+            ("hlo", "the same HLO, run by XLA"),
+            ("eager", "torch: the reference for all"),
+        )
+    ):
+        drawing.box(390, 20 + row * 50, 130, 34, (DECODE, CHUNK, SECOND, EMPTY)[row], target)
+        drawing.text(455, 66 + row * 50, told, anchor="middle", size=9)
+        drawing.arrow(340, 80, 388, 37 + row * 50)
+        drawing.arrow(520, 37 + row * 50, 566, 130)
+    drawing.text(570, 30, "artifact", bold=True)
+    files = (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json ...",
+        "graphs/<name>.<suffix>",
+        "weights/model.safetensors",
+        "neuron_config.json",
+    )
+    for row, name in enumerate(files):
+        drawing.box(570, 40 + row * 32, 172, 27, CHUNK if row == 5 else EMPTY, name, 11)
+    drawing.text(570, 250, "the manifest: options, versions,", size=10)
+    drawing.text(570, 263, "a sha256 of each file; written last", size=10)
+    return drawing
+
+
+def isolation() -> Drawing:
+    """One prompt, cut and accompanied in three ways, and the same bits."""
+    drawing = Drawing(760, 215, "A prompt gives the same bits whatever its chunks and neighbours")
+    drawing.text(20, 24, "The same prompt of 12 tokens, cut and accompanied in three ways", bold=True)
+    for row, (cuts, neighbours) in enumerate((((12,), 0), ((4, 4, 4), 2), ((5, 7), 3))):
+        x, top = 130, 42 + row * 50
+        drawing.text(120, top + 20, ("alone", "two neighbours", "three neighbours")[row], anchor="end", size=11)
+        for cut in cuts:
+            width = cut * 20
+            drawing.box(x, top, width - 3, 18, CHUNK, f"{cut} tokens", 10)
+            for number in range(neighbours):
+                drawing.box(x + number * 24, top + 21, 20, 12, DECODE)
+            x += width + 8
+        drawing.arrow(x, top + 10, 560, 100)
+    drawing.box(564, 78, 170, 44, SECOND, "the same logits, to the bit")
+    drawing.text(
+        20,
+        204,
+        "Each token of a step is computed by the same arithmetic in the same order, whatever stands beside it.",
+        size=11,
+    )
+    return drawing
+
+
+DRAWINGS = {each.__name__: each for each in (steps, cache, graphs, export, isolation)}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in DRAWINGS.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

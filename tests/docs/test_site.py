@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the site is made of besides its pages: the reference of commands, the navigation, the drawings. `make docs` builds the whole."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from documents import PAGES, ROOT
+
+
+pytest.importorskip("sphinx", reason="the extra [docs] is not installed")
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(autouse=True)
+def _import_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (DOCS, DOCS / "extensions"):
+            del sys.modules[name]
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_the_reference_has_every_command_and_option_of_the_parsers() -> None:
+    reference = load("cli_reference")
+    found = dict(reference.commands())
+    assert {"optimum-cli export neuron", "optimum-cli neuron serve", "optimum-cli neuron cache lookup"} <= found.keys()
+    for words, command in found.items():
+        parser = ArgumentParser(prog=words, add_help=False)
+        command.parse_args(parser)
+        section = reference.section_of(words, command)
+        text, terms = (
+            section.astext(),
+            [term.astext() for term in section.findall(lambda node: node.tagname == "term")],
+        )
+        shown = [action for action in parser._actions if action.help != SUPPRESS]
+        assert len(terms) == len(shown) and words in text and "%(default)s" not in text
+        for action in shown:
+            starts = ", ".join(action.option_strings) or (action.dest, str(action.metavar), "{")
+            assert any(term.startswith(starts) for term in terms)
+            assert "_" not in "".join(action.option_strings)
+
+
+def test_a_new_page_stands_in_the_navigation() -> None:
+    tree = load("page_tree")
+    found = [path.relative_to(ROOT).with_suffix("").as_posix() for path in PAGES]
+    source = ["# Title"]
+    env = SimpleNamespace(found_docs={*found, "docs/brand-new", "NEURON", "docs/nested/page"})
+    tree._add_tree(SimpleNamespace(config=SimpleNamespace(root_doc="docs/index"), env=env), "docs/index", source)
+    lines = source[0].splitlines()
+    listed = {f"docs/{line}" if not line.startswith("/") else line[1:] for line in lines}
+    assert source[0].startswith("# Title") and env.found_docs - {"docs/index"} <= listed
+    assert lines.index("brand-new") < lines.index(":caption: Reference")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (DOCS / "drawings").glob("*.svg")))
+def test_drawings_are_those_that_the_script_draws(name: str) -> None:
+    drawings = load("drawings")
+    assert set(drawings.DRAWINGS) == {path.stem for path in (DOCS / "drawings").glob("*.svg")}
+    drawn = drawings.DRAWINGS[name]().svg()
+    assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run python docs/drawings.py"
