@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from optimum_neuron.artifacts.pages import zeroed
+
 
 READ_BYTES = 1 << 30
 PRODUCT_SIZE = 2048
@@ -41,8 +43,9 @@ class Limits:
 
 
 def measure_limits() -> Limits:
-    """Takes some seconds and 1 GiB of memory."""
-    numbers = torch.ones(READ_BYTES // 4)
+    """Takes some seconds and 1 GiB of memory, in huge pages, as a loaded artifact's weights have them."""
+    memory = zeroed(READ_BYTES)
+    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
     read = READ_BYTES / _fastest(numbers.sum)
     products = {name: _products(getattr(torch, name)) for name in ("float32", "bfloat16")}
     products["bfloat16"] = max(products.values())

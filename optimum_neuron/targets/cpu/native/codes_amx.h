@@ -85,61 +85,42 @@ struct Line<Coding::kFp8> {
   __m512i subnormal_;
 };
 
-// Unpacks columns of a weight row: whole lines, from a tile's to the next tile's.
-template <Coding C>
-INLINE void unpackLine(
-    uint16_t* to, const uint8_t* codes, const Line<C>& numbers, int64_t columns) {
-  constexpr int64_t bytes = bytesOf(C, kLineColumns), tile = kAmxLines * kLineColumns, most = 4;
-  for (; columns >= most * kLineColumns; columns -= most * kLineColumns) {
-    UNROLL for (int64_t i = 0; i < most; ++i, codes += bytes, to += tile) {
-      storeBits(to, numbers(codes));
-    }
-  }
-  for (; columns > 0; columns -= kLineColumns, codes += bytes, to += tile) {
-    storeBits(to, numbers(codes));
-  }
+// Where a column of a padded row lies: its number among those that have codes, and in its group.
+struct LinePlace {
+  int64_t column, inGroup;
+};
+INLINE LinePlace linePlace(const CodeForm& form, int64_t column) {
+  const int64_t padded = form.paddedGroup(), in = column % padded;
+  return {column / padded * form.group + in, in};
 }
 
-// The same where groups end within a line, from column `in` of a group on.
-template <Coding C>
+// Unpacks columns of a weight row, from column `in` of a group on: lines, from a tile's to that `Tiles` tiles further.
+template <Coding C, int64_t Tiles = 1>
 INLINE void unpackLine(
-    uint16_t* to, const uint8_t* codes, const Line<C>& numbers, int64_t columns, int64_t group, int64_t in) {
-  for (; columns > 0; columns -= kLineColumns, to += kAmxLines * kLineColumns) {
-    const int64_t count = std::min(kLineColumns, group - in);
+    uint16_t* to, const uint8_t* codes, const Line<C>& numbers, const CodeForm& form, int64_t columns, int64_t in) {
+  constexpr int64_t bytes = bytesOf(C, kLineColumns), tile = Tiles * kAmxLines * kLineColumns, most = 4;
+  if (form.group % kLineColumns == 0) {
+    if (columns == most * kLineColumns) {
+      UNROLL for (int64_t i = 0; i < most; ++i) {
+        storeBits(to + i * tile, numbers(codes + i * bytes));
+      }
+      return;
+    }
+    for (; columns > 0; columns -= kLineColumns, codes += bytes, to += tile) {
+      storeBits(to, numbers(codes));
+    }
+    return;
+  }
+  // Groups end within a line.
+  for (; columns > 0; columns -= kLineColumns, to += tile) {
+    const int64_t count = std::min(kLineColumns, form.group - in);
     const __mmask32 used = (uint64_t{1} << bytesOf(C, count)) - 1;
     alignas(32) uint8_t copy[kLineColumns];
     _mm256_store_si256(reinterpret_cast<__m256i*>(copy), _mm256_maskz_loadu_epi8(used, codes));
     storeBits(to, numbers(copy));
     codes += bytesOf(C, count);
-    in = in + kLineColumns >= group ? 0 : in + kLineColumns;
+    in = in + kLineColumns >= form.group ? 0 : in + kLineColumns;
   }
-}
-
-// Unpacks the lines of tiles, of weight rows `row`, `row` + 1 and so on, of which those behind `last` are copies of that.
-template <Coding C>
-void unpackLines(
-    uint16_t* to, const uint8_t* codes, int64_t row, int64_t last, const CodeForm& form, Range columns, bool hasShift) {
-  const Line<C> numbers(hasShift);
-  const int64_t padded = form.paddedGroup(), group = form.group, rowBytes = form.rowBytes();
-  const int64_t in = padded == group ? 0 : columns.begin % padded;
-  const int64_t begin = padded == group ? columns.begin : columns.begin / padded * group + in;
-  codes += row * rowBytes + bytesOf(C, begin);
-  for (int64_t i = 0; i < kAmxLines; ++i, to += kLineColumns) {
-    if (padded == group) {
-      unpackLine<C>(to, codes, numbers, columns.end - columns.begin);
-    } else {
-      unpackLine<C>(to, codes, numbers, columns.end - columns.begin, group, in);
-    }
-    codes += row + i < last ? rowBytes : 0;
-  }
-}
-
-inline void unpackLines(
-    uint16_t* to, const uint8_t* codes, int64_t row, int64_t last, const CodeForm& form, Range columns, bool hasShift) {
-  static constexpr void (*kUnpackers[])(
-      uint16_t*, const uint8_t*, int64_t, int64_t, const CodeForm&, Range, bool) = {
-      unpackLines<Coding::kInt8>, unpackLines<Coding::kInt4>, unpackLines<Coding::kFp8>, unpackLines<Coding::kFp4>};
-  kUnpackers[static_cast<int>(form.coding) - 1](to, codes, row, last, form, columns, hasShift);
 }
 
 // Up to kLanes scales as float32; those behind the last are zero.

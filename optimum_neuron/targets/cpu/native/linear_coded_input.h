@@ -14,22 +14,12 @@
 namespace step {
 namespace {
 
-// Rows that are few: linear_codes_few.h.
-constexpr int64_t kFewRows = 4;
+// Rows that are few, and columns of a group that is short: linear_codes_few.h.
+constexpr int64_t kFewRows = 2, kShortGroup = 128;
 
 struct AmxCodedInput : CodedInput<kAmxLines> {
-  static constexpr int64_t kSegment = 128;  // columns, at most
-
-  bool hasSums;             // whether each row has the sum of each of its groups behind its columns, as weights have shifts
-  int64_t segmentsOfGroup;  // parts of a group of so many columns
-  int64_t slots;            // of few rows: segments that have lines of a tile of x; else 0
-
-  int64_t segments() const { return form.groups * segmentsOfGroup; }
-  Range columnsOf(int64_t segment) const {
-    const int64_t padded = form.paddedGroup();
-    const int64_t group = segment / segmentsOfGroup * padded, begin = segment % segmentsOfGroup * kSegment;
-    return {group + begin, group + std::min(begin + kSegment, padded)};
-  }
+  bool hasSums;   // whether each row has the sum of each of its groups behind its columns, as weights have shifts
+  int64_t slots;  // of few rows and short groups: groups that have lines of a tile of x; else 0
 
   // Columns from `column` on of a tile.
   const uint16_t* columnsOf(int64_t tile, int64_t column) const {
@@ -40,8 +30,8 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
 
   // Memory for packed rows, and for what is read behind the last tile.
   int64_t bytes() const {
-    const int64_t lines = slots ? kAmxLines : rows;
     const int64_t sums = hasSums ? rows * form.groups * static_cast<int64_t>(sizeof(float)) : 0;
+    const int64_t lines = slots ? kAmxLines : rows;
     return lines * form.padded() * static_cast<int64_t>(sizeof(uint16_t)) + sums + kAmxLineBytes;
   }
 
@@ -70,7 +60,7 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
           }
         }
         transpose(words);
-        const int64_t line = slots ? (g * segmentsOfGroup + k / kSegment) % slots * count : 0;
+        const int64_t line = slots ? g % slots * count : 0;
         UNROLL for (int pair = 0; pair < kLanes; ++pair) {
           if (slots) {
             storeBits(to, (BitVec)_mm512_maskz_expand_epi32(used << line, (__m512i)words[pair]));
@@ -100,11 +90,8 @@ AmxCodedInput codedInputOf(const Call& call, void* packed, int64_t rows, const i
   const CodeForm form = formOf(call.coding, call.columns, call.group, kLineColumns);
   const bool sums = hasShift(call);
   const int64_t stride = form.padded() + (sums ? form.groups * static_cast<int64_t>(sizeof(float) / sizeof(uint16_t)) : 0);
-  return {
-      {{packed, rows, form.padded(), stride, places}, form},
-      sums,
-      divideUp(form.paddedGroup(), AmxCodedInput::kSegment),
-      rows <= kFewRows ? kAmxLines / std::max<int64_t>(rows, 1) : 0};
+  const bool isFew = rows <= kFewRows && form.paddedGroup() <= kShortGroup;
+  return {{{packed, rows, form.padded(), stride, places}, form}, sums, isFew ? kAmxLines / std::max<int64_t>(rows, 1) : 0};
 }
 
 }  // namespace

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Linear layers of bfloat16 whose weights are codes, by the tile registers of AMX. Codes become bfloat16, exactly, tile by tile; what a
-// tile of weights makes of one of x is multiplied by its scales in float32 and added up in vector registers. Every output is
-// summed in one order: 32 columns after 32 columns of a segment, then segment after segment. A segment is a group, or a part of a
-// long one; after a group's last one follows its shift times the sum of its x.
+// Linear layers of bfloat16 whose weights are codes, by the tile registers of AMX. Codes become bfloat16, exactly, a panel's at once, while
+// rows of x pass over them. What a group of columns comes to is multiplied by its scale in float32 and added to what the groups before
+// came to. Every output is summed in one order: 32 columns after 32 columns of a group, then group after group, and after each its shift
+// times the sum of its x.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <cstring>
 
 #include "ahead.h"
 #include "amx.h"
@@ -17,8 +16,8 @@
 #include "codes_amx.h"
 #include "linear_block.h"
 #include "linear_codes_few.h"
+#include "linear_codes_tile.h"
 #include "linear_coded_input.h"
-#include "transpose.h"
 
 namespace step {
 namespace {
@@ -32,28 +31,30 @@ class AmxCodesWorker {
   static constexpr int64_t kTileRows = kAmxLines, kOutputs = 2 * kAmxLines;
 
  private:
-  static constexpr int64_t kSums = kLanes * kLanes, kPairSums = 2 * kSums;  // of a tile of weights, and of two
-  // Columns of a panel that are unpacked at once: they stay in the first-level cache while rows pass over them.
-  static constexpr int64_t kColumns = AmxCodedInput::kSegment;
+  static constexpr int64_t kSums = kLanes * kLanes, kTileElements = kAmxBytes / sizeof(Element);
+  static constexpr int64_t kPanelTiles = kPanelOutputs / kAmxLines;
   static constexpr int64_t kLeastTiles = 8, kMostTiles = 32, kBatchBytes = 1024 * 1024;
-  static constexpr int64_t kPanelPairs = kPanelOutputs / kOutputs, kTileElements = kAmxBytes / sizeof(Element);
-  static constexpr int64_t kCodesBytes = kPanelOutputs * kColumns * sizeof(Element);
-  static constexpr int64_t kSumsBytes = kPanelPairs * kMostTiles * kPairSums * sizeof(float);
-  static constexpr int64_t kScalesBytes = kPanelOutputs * kLanes * sizeof(float);
+  // Tiles of weights in a row that are unpacked at once: of a long group as many as the second-level cache holds beside x; of short
+  // ones as many as the first-level cache holds beside what they come to.
+  static constexpr int64_t kLongSteps = 64, kShortSteps = kShortGroup / kLineColumns;
+  static constexpr int64_t kSumsBytes = kPanelTiles * kMostTiles * kAmxBytes;
 
  public:
-  // Memory of a worker: the sums of a panel and a batch, weights, their scales and shifts, and what segments come to.
-  static constexpr int64_t kBytes = kSumsBytes + kCodesBytes + 2 * kScalesBytes + kColumns / kLineColumns * 2 * kPairSums * sizeof(float);
-  static_assert(kBytes >= FewRowsWorker::kBytes);
+  // Memory of a worker: what groups came to before and what this one comes to, of a panel and a batch; complete sums of groups, scales,
+  // shifts and weights.
+  static constexpr int64_t kBytes = 2 * kSumsBytes + (kShortSteps * 4 + 2 * kPanelTiles + kPanelTiles * kLongSteps) * kAmxBytes;
+  static_assert(kBytes >= std::max(FewRowsWorker::kBytes, OneTileWorker::kBytes));
 
   AmxCodesWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
         linear_(linear),
-        sums_(static_cast<float*>(memory)),
-        weights_(reinterpret_cast<Element*>(sums_ + kSumsBytes / sizeof(float))),
-        scales_(reinterpret_cast<float*>(weights_ + kCodesBytes / sizeof(Element))),
-        shifts_(scales_ + kScalesBytes / sizeof(float)),
-        parts_(shifts_ + kScalesBytes / sizeof(float)) {}
+        groupSteps_(input.form.paddedGroup() / kLineColumns),
+        totals_(static_cast<float*>(memory)),
+        sums_(totals_ + kSumsBytes / sizeof(float)),
+        parts_(sums_ + kSumsBytes / sizeof(float)),
+        scales_(parts_ + kShortSteps * 4 * kSums),
+        shifts_(scales_ + kPanelTiles * kSums),
+        weights_(reinterpret_cast<Element*>(shifts_ + kPanelTiles * kSums)) {}
 
   static int64_t batchTiles(const Input& input) {
     return std::clamp<int64_t>(kBatchBytes / (input.stride * kTileRows * sizeof(Packed)), kLeastTiles, kMostTiles);
@@ -77,17 +78,21 @@ class AmxCodesWorker {
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
     const AmxTiles registers;
+    const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
     if (input_.slots) {
-      FewRowsWorker(input_, linear_, sums_).run(outputs, next);
+      FewRowsWorker(input_, linear_, totals_).run(outputs, next);
       return;
     }
-    const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
+    if (all == 1) {
+      OneTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
+      return;
+    }
     const int64_t panels = divideUp(count, kPanelOutputs), batches = divideUp(all, batchTiles(input_));
     const auto panelOf = [&](int64_t i) { return shift(part(count, i, panels, kOutputs), outputs.begin); };
     for (int64_t i = 0; i < panels; ++i) {
       const Range panel = panelOf(i);
-      const Bytes then = i + 1 < panels ? bytesOfRows(panelOf(i + 1)) : next;
-      Ahead ahead(then, divideUp(panel.end - panel.begin, kOutputs) * divideUp(all, 2));
+      const int64_t asks = divideUp(panel.end - panel.begin, kOutputs) * divideUp(all, 2) * divideUp(steps(), kShortSteps);
+      Ahead ahead(i + 1 < panels ? bytesOfRows(panelOf(i + 1)) : next, asks);
       for (int64_t j = 0; j < batches; ++j) {
         computeBatch(panel, shift(part(all, j, batches), tiles.begin), ahead);
       }
@@ -95,185 +100,174 @@ class AmxCodesWorker {
   }
 
  private:
-  // Two tiles of weights: unpacked ones of some segments, and for each of their lines the scales and shifts of their groups.
-  struct Weights {
-    const Element* numbers;
-    const float *scales, *shifts;
-  };
-
-  // A segment of those that are unpacked: its columns, its group among theirs and among all, and whether it ends that.
-  struct Segment {
-    int64_t columns, own, group;
-    bool isLast;
-  };
-
-  // One or two tiles of x, from the first column that is unpacked on, and their rows.
-  template <int Tiles>
-  struct Rows {
-    const Packed* x[Tiles];
-    const float* sums[Tiles];
-    int64_t count[Tiles];
+  // Weights that are unpacked, by the tiles of 32 columns that they fill.
+  struct Chunk {
+    Range steps;
+    int64_t group;      // the first one
+    bool begins, ends;  // whether they begin with a group, and end with one
   };
 
   Bytes bytesOfRows(Range outputs) const {
     const int64_t row = input_.form.rowBytes();
     return {static_cast<const char*>(linear_.weight) + outputs.begin * row, (outputs.end - outputs.begin) * row};
   }
+  int64_t steps() const { return input_.form.padded() / kLineColumns; }
+
   void computeBatch(Range panel, Range batch, Ahead& ahead) {
-    const int64_t segments = input_.segments(), pairs = divideUp(panel.end - panel.begin, kOutputs);
-    for (int64_t begin = 0, end = 1; begin < segments; begin = end++) {
-      const int64_t column = input_.columnsOf(begin).begin;
-      while (end < segments && input_.columnsOf(end).end - column <= kColumns) {
-        ++end;
-      }
-      isFirst_ = begin == 0;
-      count_ = end - begin;
-      for (int64_t s = begin; s < end; ++s) {
-        const int64_t group = s / input_.segmentsOfGroup;
-        const Range columns = input_.columnsOf(s);
-        segments_[s - begin] = {
-            columns.end - columns.begin, group - begin / input_.segmentsOfGroup, group,
-            linear_.scales.shift && (s + 1) % input_.segmentsOfGroup == 0};
-      }
-      Weights weights[kPanelPairs];
-      for (int64_t a = 0; a < pairs; ++a) {
-        weights[a] = unpack(panel, a, {begin, end});
-      }
-      for (int64_t t = batch.begin; t < batch.end; t += 2) {
-        float* sums = sums_ + (t - batch.begin) * kPanelPairs * kPairSums;
-        t + 1 < batch.end ? multiply(weights, pairs, rowsOf<2>(t, column), sums, ahead)
-                          : multiply(weights, pairs, rowsOf<1>(t, column), sums, ahead);
+    const int64_t pairs = divideUp(panel.end - panel.begin, kOutputs), all = steps();
+    for (int64_t begin = 0, end; begin < all; begin = end) {
+      const int64_t group = begin / groupSteps_;
+      end = groupSteps_ <= kShortSteps ? std::min(begin + kShortSteps / groupSteps_ * groupSteps_, all)
+                      : std::min(begin + kLongSteps, (group + 1) * groupSteps_);
+      const Chunk chunk{{begin, end}, group, begin % groupSteps_ == 0, end % groupSteps_ == 0};
+      unpack(panel, pairs, chunk);
+      for (int64_t a = 0; a < 2 * pairs; a += 2) {
+        for (int64_t t = batch.begin; t < batch.end; t += 2) {
+          t + 1 < batch.end ? multiply<2>(chunk, t, a, t - batch.begin, ahead) : multiply<1>(chunk, t, a, t - batch.begin, ahead);
+        }
       }
     }
     for (int64_t t = batch.begin; t < batch.end; ++t) {
-      const int64_t place = (t - batch.begin) / 2 * 2 * kPanelPairs + (t - batch.begin) % 2;
-      store(panel, t, sums_ + place * kPairSums);
+      store(panel, t, totals_ + placeOf(t - batch.begin, 0));
     }
   }
 
-  template <int Tiles>
-  Rows<Tiles> rowsOf(int64_t tile, int64_t column) const {
-    Rows<Tiles> rows;
-    for (int b = 0; b < Tiles; ++b) {
-      const auto [first, last] = input_.tileRows(tile + b);
-      rows.x[b] = input_.columnsOf(tile + b, column);
-      rows.sums[b] = input_.sumsOf(tile + b);
-      rows.count[b] = last - first;
-    }
-    return rows;
-  }
+  // Where sums of a tile of x and one of weights lie.
+  static int64_t placeOf(int64_t t, int64_t a) { return (t * kPanelTiles + a) * kSums; }
+  // Tiles of a pair lie side by side.
+  Element* weightsOf(int64_t a, int64_t step) const { return weights_ + ((a / 2 * kLongSteps + step) * 2 + a % 2) * kTileElements; }
 
   // A line that is missing is a copy of the last one.
-  Weights unpack(Range panel, int64_t a, Range segments) {
-    const Range columns{input_.columnsOf(segments.begin).begin, input_.columnsOf(segments.end - 1).end};
-    const int64_t first = segments.begin / input_.segmentsOfGroup;
-    const int64_t count = (segments.end - 1) / input_.segmentsOfGroup + 1 - first;
+  void unpack(Range panel, int64_t pairs, const Chunk& chunk) {
+    static constexpr void (AmxCodesWorker::*kUnpackers[])(Range, int64_t, const Chunk&) = {
+        &AmxCodesWorker::unpackAll<Coding::kInt8>, &AmxCodesWorker::unpackAll<Coding::kInt4>,
+        &AmxCodesWorker::unpackAll<Coding::kFp8>, &AmxCodesWorker::unpackAll<Coding::kFp4>};
+    (this->*kUnpackers[static_cast<int>(input_.form.coding) - 1])(panel, pairs, chunk);
     const Scales& own = linear_.scales;
-    Element* to = weights_ + a * kOutputs * kColumns;
-    float *scales = scales_ + a * kOutputs * kLanes, *shifts = shifts_ + a * kOutputs * kLanes;
-    for (int64_t line = 0; line < kOutputs; ++line) {
-      const int64_t row = std::min(panel.begin + a * kOutputs + line, panel.end - 1);
-      const int64_t group = row * input_.form.groups + first;
-      const char* scale = static_cast<const char*>(own.scale) + group * sizeOf(own.type);
-      storeVec(scales + line * kLanes, loadScales(own.type, scale, count));
+    const int64_t count = std::min<int64_t>(divideUp(chunk.steps.end - chunk.steps.begin, groupSteps_), kLanes);
+    for (int64_t line = 0; line < pairs * kOutputs; ++line) {
+      const int64_t first = std::min(panel.begin + line, panel.end - 1) * input_.form.groups + chunk.group;
+      const char* scale = static_cast<const char*>(own.scale) + first * sizeOf(own.type);
+      storeVec(scales_ + line * kLanes, loadScales(own.type, scale, count));
       if (own.shift) {
-        storeVec(shifts + line * kLanes, loadScales(Type::kFloat32, own.shift + group, count));
+        storeVec(shifts_ + line * kLanes, loadScales(Type::kFloat32, own.shift + first, count));
       }
-    }
-    for (int64_t tile = 0; tile < 2; ++tile) {
-      const int64_t row = std::min(panel.begin + a * kOutputs + tile * kAmxLines, panel.end - 1);
-      unpackLines(
-          to + tile * kAmxLines * kColumns, static_cast<const uint8_t*>(linear_.weight), row, panel.end - 1, input_.form,
-          columns, own.shift);
-    }
-    return {to, scales, shifts};
-  }
-
-  // Adds the products of pairs of tiles of weights and one or two tiles of x to their sums, a line of which is an output of 16 rows.
-  template <int Tiles>
-  void multiply(const Weights* weights, int64_t pairs, const Rows<Tiles>& rows, float* sums, Ahead& ahead) {
-    for (int64_t a = 0; a < pairs; ++a, sums += 2 * kPairSums) {
-      ahead.ask();
-      const Element* numbers = weights[a].numbers;
-      Rows<Tiles> rest = rows;
-      for (int64_t s = 0; s < count_; ++s) {
-        multiplySegment<Tiles>(numbers, rest, segments_[s].columns);
-        float* part = partsOf(s);
-        amxStore<0>(part, kAmxLineBytes);
-        amxStore<1>(part + kSums, kAmxLineBytes);
-        if constexpr (Tiles == 2) {
-          amxStore<2>(part + 2 * kSums, kAmxLineBytes);
-          amxStore<3>(part + 3 * kSums, kAmxLineBytes);
-        }
-      }
-      add<Tiles>(weights[a], rows, sums);
     }
   }
 
-  // Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x. Leaves what follows the segment.
+  template <Coding C>
+  void unpackAll(Range panel, int64_t pairs, const Chunk& chunk) {
+    constexpr int64_t kColumns = 4 * kLineColumns;
+    const Line<C> numbers(linear_.scales.shift);
+    const CodeForm& form = input_.form;
+    for (int64_t line = 0; line < pairs * kOutputs; ++line) {
+      const uint8_t* codes = static_cast<const uint8_t*>(linear_.weight) + std::min(panel.begin + line, panel.end - 1) * form.rowBytes();
+      Element* to = weightsOf(line / kAmxLines, 0) + line % kAmxLines * kLineColumns;
+      const int64_t end = chunk.steps.end * kLineColumns;
+      for (int64_t k = chunk.steps.begin * kLineColumns; k < end; k += kColumns, to += 4 * 2 * kTileElements) {
+        const auto [column, in] = linePlace(form, k);
+        unpackLine<C, 2>(to, codes + bytesOf(C, column), numbers, form, std::min(end - k, kColumns), in);
+      }
+    }
+  }
+
+  // Two tiles of weights meet one or two of x, four products for four loads. Registers 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows of x.
   template <int Tiles>
-  static INLINE void multiplySegment(const Element*& numbers, Rows<Tiles>& rows, int64_t columns) {
-    amxZero<0>();
-    amxZero<1>();
-    amxZero<2>();
-    amxZero<3>();
-    for (int64_t k = 0; k < columns; k += kLineColumns, numbers += kTileElements) {
-      amxLoad<4>(numbers, kAmxLineBytes);
-      amxLoad<5>(numbers + kAmxLines * kColumns, kAmxLineBytes);
-      amxLoad<6>(rows.x[0], rows.count[0] * sizeof(uint32_t));
-      amxMultiplyAdd<0, 4, 6>();
-      amxMultiplyAdd<1, 5, 6>();
-      rows.x[0] += kLineColumns * rows.count[0];
+  void multiply(const Chunk& chunk, int64_t t, int64_t a, int64_t place, Ahead& ahead) {
+    const Packed* x[Tiles];
+    int64_t rows[Tiles];
+    for (int b = 0; b < Tiles; ++b) {
+      const auto [first, last] = input_.tileRows(t + b);
+      rows[b] = last - first;
+      x[b] = input_.columnsOf(t + b, chunk.steps.begin * kLineColumns);
+    }
+    float *const before = sums_ + placeOf(place, a), *const other = before + placeOf(1, 0);
+    const Element* numbers = weightsOf(a, 0);
+    const int64_t all = chunk.steps.end - chunk.steps.begin, each = std::min(groupSteps_, all);
+    for (int64_t end = each; end <= all; end += each) {
+      begin<0>(chunk, before);
+      begin<1>(chunk, before + kSums);
       if constexpr (Tiles == 2) {
-        amxLoad<7>(rows.x[1], rows.count[1] * sizeof(uint32_t));
-        amxMultiplyAdd<2, 4, 7>();
-        amxMultiplyAdd<3, 5, 7>();
-        rows.x[1] += kLineColumns * rows.count[1];
+        begin<2>(chunk, other);
+        begin<3>(chunk, other + kSums);
       }
+      for (int64_t step = end - each; step < end; ++step, numbers += 2 * kTileElements) {
+        if (step % kShortSteps == 0) {
+          ahead.ask();
+        }
+        amxLoad<4>(numbers, kAmxLineBytes);
+        amxLoad<5>(numbers + kTileElements, kAmxLineBytes);
+        amxLoad<6>(x[0], rows[0] * sizeof(uint32_t));
+        amxMultiplyAdd<0, 4, 6>();
+        amxMultiplyAdd<1, 5, 6>();
+        x[0] += kLineColumns * rows[0];
+        if constexpr (Tiles == 2) {
+          amxLoad<7>(x[1], rows[1] * sizeof(uint32_t));
+          amxMultiplyAdd<2, 4, 7>();
+          amxMultiplyAdd<3, 5, 7>();
+          x[1] += kLineColumns * rows[1];
+        }
+      }
+      float* const part = partsOf(end / each - 1);
+      float *const after = chunk.ends ? part : before, *const otherAfter = chunk.ends ? part + 2 * kSums : other;
+      amxStore<0>(after, kAmxLineBytes);
+      amxStore<1>(after + kSums, kAmxLineBytes);
+      if constexpr (Tiles == 2) {
+        amxStore<2>(otherAfter, kAmxLineBytes);
+        amxStore<3>(otherAfter + kSums, kAmxLineBytes);
+      }
+    }
+    for (int i = 0; chunk.ends && i < 2 * Tiles; ++i) {
+      add(chunk, all / each, t + i / 2, a + i % 2, i, totals_ + placeOf(place + i / 2, a + i % 2));
     }
   }
 
-  // Adds up what segments came to, times their scales.
-  template <int Tiles>
-  INLINE void add(const Weights& weights, const Rows<Tiles>& rows, float* sums) const {
-    for (int64_t tile = 0; tile < 2 * Tiles; ++tile, sums += kSums) {
-      const float *scales = weights.scales + tile % 2 * kSums, *shifts = weights.shifts + tile % 2 * kSums;
-      Vec total[kAmxLines];
+  float* partsOf(int64_t group) const { return parts_ + group * 4 * kSums; }
+
+  // Adds what groups came to, times their scales, and their shifts times the sums of x.
+  INLINE void add(const Chunk& chunk, int64_t groups, int64_t t, int64_t a, int64_t part, float* totals) const {
+    Vec total[kAmxLines];
+    UNROLL for (int line = 0; line < kAmxLines; ++line) {
+      total[line] = chunk.group == 0 ? Vec{} : loadVec(totals + line * kLanes);
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      const float *parts = partsOf(g) + part * kSums, *scales = scales_ + a * kSums + g, *shifts = shifts_ + a * kSums + g;
       UNROLL for (int line = 0; line < kAmxLines; ++line) {
-        total[line] = isFirst_ ? Vec{} : loadVec(sums + line * kLanes);
+        total[line] = fma(loadVec(parts + line * kLanes), broadcast(scales[line * kLanes]), total[line]);
       }
-      for (int64_t s = 0; s < count_; ++s) {
-        const auto& [columns, own, group, isLast] = segments_[s];
-        const float* part = partsOf(s) + tile * kSums;
+      if (linear_.scales.shift) {
+        const auto [first, last] = input_.tileRows(t);
+        const Vec x = loadVec(input_.sumsOf(t) + (chunk.group + g) * (last - first));
         UNROLL for (int line = 0; line < kAmxLines; ++line) {
-          total[line] = fma(loadVec(part + line * kLanes), broadcast(scales[line * kLanes + own]), total[line]);
-        }
-        if (isLast) {
-          const Vec x = loadVec(rows.sums[tile / 2] + group * rows.count[tile / 2]);
-          UNROLL for (int line = 0; line < kAmxLines; ++line) {
-            total[line] = fma(x, broadcast(shifts[line * kLanes + own]), total[line]);
-          }
+          total[line] = fma(x, broadcast(shifts[line * kLanes]), total[line]);
         }
       }
-      UNROLL for (int line = 0; line < kAmxLines; ++line) {
-        storeVec(sums + line * kLanes, total[line]);
-      }
+    }
+    UNROLL for (int line = 0; line < kAmxLines; ++line) {
+      storeVec(totals + line * kLanes, total[line]);
     }
   }
 
-  float* partsOf(int64_t s) const { return parts_ + s * 2 * kPairSums; }
+  template <int Register>
+  static INLINE void begin(const Chunk& chunk, const float* before) {
+    if (chunk.begins) {
+      amxZero<Register>();
+    } else {
+      amxLoad<Register>(before, kAmxLineBytes);
+    }
+  }
 
-  // `sums` are those of a tile of x; of two such tiles in turn.
-  void store(Range panel, int64_t tile, const float* sums) const {
+  // `totals` are those of a tile of x, for all outputs of a panel.
+  void store(Range panel, int64_t tile, const float* totals) const {
     alignas(64) float biases[kOutputs];
     const auto* bias = static_cast<const Element*>(linear_.bias);
-    for (int64_t n = panel.begin; n < panel.end; n += kOutputs, sums += 2 * kPairSums) {
+    for (int64_t n = panel.begin; n < panel.end; n += kOutputs, totals += 2 * kSums) {
       const int64_t count = std::min(panel.end - n, kOutputs);
       for (int64_t i = 0; i < kOutputs; ++i) {
         // Adding -0 changes no value, adding +0 would make +0 of -0.
         biases[i] = !bias || i >= count ? -0.0f : std::bit_cast<float>(uint32_t{bias[n + i]} << 16);
       }
-      storePairs(sums, biases, count, input_.tileRows(tile), [&](int64_t row) {
+      storePairs(totals, biases, count, input_.tileRows(tile), [&](int64_t row) {
         return static_cast<Element*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
       });
     }
@@ -281,13 +275,9 @@ class AmxCodesWorker {
 
   const Input& input_;
   const Linear& linear_;
-  float* const sums_;
+  const int64_t groupSteps_;
+  float *const totals_, *const sums_, *const parts_, *const scales_, *const shifts_;
   Element* const weights_;
-  float *const scales_, *const shifts_, *const parts_;
-  // What is unpacked.
-  Segment segments_[kColumns / kLineColumns];
-  int64_t count_ = 0;
-  bool isFirst_ = false;
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same as linear_codes_amx.h for few rows of x, to the bit. There are 16 lines of x in a tile, and few rows fill few of them: here each
-// segment has lines of its own, as many segments as there is room for, and zeros elsewhere. So one tile holds what several
-// segments come to, and is stored once for all of them.
+// The same as linear_codes_amx.h for few rows of x and short groups, to the bit. There are 16 lines of x in a tile, and few rows fill few of
+// them: here each group has lines of its own, as many groups as there is room for, and zeros elsewhere. So one tile holds what several
+// groups come to, and is stored once for all of them.
 #pragma once
 
 #include <algorithm>
@@ -53,11 +53,11 @@ class FewRowsWorker {
   }
 
   void computePanel(Range panel, int64_t tiles, Ahead& ahead) {
-    const int64_t segments = input_.segments(), slots = input_.slots;
+    const int64_t groups = input_.form.groups, padded = input_.form.paddedGroup(), slots = input_.slots;
     Vec total[kPanelTiles][kFewRows] = {};
-    for (int64_t begin = 0; begin < segments; begin += slots) {
-      const Range range{begin, std::min(begin + slots, segments)};
-      multiply(panel, tiles, {input_.columnsOf(range.begin).begin, input_.columnsOf(range.end - 1).end}, ahead);
+    for (int64_t begin = 0; begin < groups; begin += slots) {
+      const Range range{begin, std::min(begin + slots, groups)};
+      multiply(panel, tiles, {range.begin * padded, range.end * padded}, ahead);
       for (int64_t a = 0; a < tiles; ++a) {
         add(panel, a, range, total[a]);
       }
@@ -77,9 +77,7 @@ class FewRowsWorker {
       const Range some{k, std::min(k + kColumns, columns.end)};
       for (int64_t a = 0; a < tiles; ++a) {
         ahead.ask();
-        unpackLines(
-            weights_ + a * kColumns * kAmxLines, static_cast<const uint8_t*>(linear_.weight), panel.begin + a * kAmxLines,
-            panel.end - 1, input_.form, some, linear_.scales.shift);
+        unpack(a, panel, some);
       }
       const uint16_t* weights = weights_;
       for (int64_t column = k; column < some.end; column += kLineColumns, weights += kTileElements) {
@@ -97,6 +95,36 @@ class FewRowsWorker {
     amxStore<3>(parts_ + 3 * kSums, kAmxLineBytes);
   }
 
+  void unpack(int64_t a, Range panel, Range columns) const {
+    static constexpr void (FewRowsWorker::*kUnpackers[])(int64_t, Range, Range) const = {
+        &FewRowsWorker::unpackAs<Coding::kInt8>, &FewRowsWorker::unpackAs<Coding::kInt4>,
+        &FewRowsWorker::unpackAs<Coding::kFp8>, &FewRowsWorker::unpackAs<Coding::kFp4>};
+    (this->*kUnpackers[static_cast<int>(input_.form.coding) - 1])(a, panel, columns);
+  }
+
+  // A line that is missing is a copy of the last one.
+  template <Coding C>
+  void unpackAs(int64_t a, Range panel, Range columns) const {
+    const Line<C> numbers(linear_.scales.shift);
+    const auto [column, in] = linePlace(input_.form, columns.begin);
+    const int64_t row = panel.begin + a * kAmxLines, bytes = input_.form.rowBytes();
+    const auto* codes = static_cast<const uint8_t*>(linear_.weight) + row * bytes + bytesOf(C, column);
+    uint16_t* to = weights_ + a * kColumns * kAmxLines;
+    if (columns.end - columns.begin == kColumns && input_.form.group % kLineColumns == 0) {
+      for (int64_t line = 0; line < kAmxLines; ++line, to += kLineColumns) {
+        UNROLL for (int64_t k = 0; k < kColumns / kLineColumns; ++k) {
+          storeBits(to + k * kTileElements, numbers(codes + bytesOf(C, k * kLineColumns)));
+        }
+        codes += row + line + 1 < panel.end ? bytes : 0;
+      }
+      return;
+    }
+    for (int64_t line = 0; line < kAmxLines; ++line, to += kLineColumns) {
+      unpackLine(to, codes, numbers, input_.form, columns.end - columns.begin, in);
+      codes += row + line + 1 < panel.end ? bytes : 0;
+    }
+  }
+
   template <int Sums>
   static INLINE void multiplyTile(const uint16_t* weights, int64_t tiles) {
     if (Sums < tiles) {
@@ -105,10 +133,9 @@ class FewRowsWorker {
     }
   }
 
-  // Adds what segments come to, a lane of a vector for each output.
-  void add(Range panel, int64_t a, Range segments, Vec* total) const {
-    const int64_t first = segments.begin / input_.segmentsOfGroup;
-    const int64_t groups = (segments.end - 1) / input_.segmentsOfGroup + 1 - first;
+  // Adds what groups come to, a lane of a vector for each output.
+  void add(Range panel, int64_t a, Range range, Vec* total) const {
+    const int64_t first = range.begin, groups = range.end - first;
     Vec parts[kLanes], scales[kLanes], shifts[kLanes];
     const Scales& own = linear_.scales;
     UNROLL for (int line = 0; line < kLanes; ++line) {
@@ -129,13 +156,11 @@ class FewRowsWorker {
       transpose(shifts);
     }
     const Vec* part = parts;
-    for (int64_t s = segments.begin; s < segments.end; ++s) {
-      const int64_t g = s / input_.segmentsOfGroup;
-      const bool isLast = own.shift && (s + 1) % input_.segmentsOfGroup == 0;
+    for (int64_t g = 0; g < groups; ++g) {
       for (int64_t row = 0; row < input_.rows; ++row) {
-        total[row] = fma(*part++, scales[g - first], total[row]);
-        if (isLast) {
-          total[row] = fma(broadcast(input_.sumsOf(0)[g * input_.rows + row]), shifts[g - first], total[row]);
+        total[row] = fma(*part++, scales[g], total[row]);
+        if (own.shift) {
+          total[row] = fma(broadcast(input_.sumsOf(0)[(first + g) * input_.rows + row]), shifts[g], total[row]);
         }
       }
     }
