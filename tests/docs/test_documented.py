@@ -45,6 +45,7 @@ NOT_RUN = {
     "--quality": "takes what benchmark.quality wrote of the artifact; tests/hub gives it that",
     "--verify": "executes HLO, which needs torch-xla; tests/targets/neuron/certificate does",
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
+    "--trace": "takes a record of requests; tests/tune has some",
     "ray start": "starts a cluster; tests/vllm/test_ray_replicas.py has one of two nodes",
     "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",
