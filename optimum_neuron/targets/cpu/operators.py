@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ...graphs.attention import attend_cache
 from ...graphs.attention_rows import AttentionRows
+from ...graphs.coded_states import Stored
 from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
+from ...graphs.kv_cache import write_rounded
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
 from ...graphs.quantized.weight import PACKED, QuantizedWeight
@@ -131,14 +133,16 @@ for _name, _shapes in _SHAPES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 
-def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
     """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
+    if not isinstance(keys, Tensor):
+        return False
     plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
     return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
 
 
-def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     """A drop-in for `attend_cache` that reads slots and blocks in place and stops at each token's own position."""
     window = call.sliding_window
     if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
@@ -167,9 +171,9 @@ def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tenso
     return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
 
 
-def _write_cache(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     """A drop-in for `kv_cache.write`."""
-    getattr(torch.ops, NAMESPACE).write_cache(cache, states, blocks, columns)
+    write_rounded(getattr(torch.ops, NAMESPACE).write_cache, cache, states, blocks, columns)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:
