@@ -22,7 +22,7 @@ TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
 # Codes that keys and values are rounded to.
 KV_CACHE_DTYPES = ("int8", "fp8")
 # Targets whose steps read them as codes.
-KV_CACHE_TARGETS = ("auto", "eager")
+KV_CACHE_TARGETS = ("auto", "cpu", "eager")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
 WALKING_TARGETS: tuple[str, ...] = ("cpu",)
