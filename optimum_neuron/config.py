@@ -21,8 +21,6 @@ KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
 # Codes that keys and values are rounded to.
 KV_CACHE_DTYPES = ("int8", "fp8")
-# Targets whose steps read them as codes.
-KV_CACHE_TARGETS = ("auto", "cpu", "eager")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
 WALKING_TARGETS: tuple[str, ...] = ("cpu",)
@@ -196,11 +194,6 @@ class NeuronConfig:
         if kind == "fp8" and self.target in TARGETS_WITHOUT_FP8:
             raise ValueError(
                 f"kv_cache_dtype='fp8' needs a type that target={self.target!r} lacks; use kv_cache_dtype='int8', or target='trn2' or later"
-            )
-        if self.target not in KV_CACHE_TARGETS:
-            raise ValueError(
-                f"kv_cache_dtype={kind!r} is of target={' and '.join(KV_CACHE_TARGETS[1:])}, and target={self.target!r} has no such "
-                f"cache; leave it out"
             )
         kernels = [name for name in self.kernels if name.startswith("attention")]
         if kernels:

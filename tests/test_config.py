@@ -324,7 +324,6 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "int8, fp8"]),
         ({"kv_cache_dtype": "fp8", "target": "trn1"}, ["kv_cache_dtype='fp8'", "target='trn1'", "'int8'"]),
-        ({"kv_cache_dtype": "int8", "target": "hlo"}, ["kv_cache_dtype='int8'", "target='hlo'"]),
         (
             {"kv_cache_dtype": "int8", "kernels": ("moe_tkg", "attention_cte")},
             ["kv_cache_dtype='int8'", "kernels=('attention_cte',)"],

@@ -67,8 +67,15 @@ def round_states(states: Tensor, dtype: torch.dtype) -> CodedStates:
     scale = torch.where(largest < SMALLEST_HEAD, 1.0, largest / largest_code)
     broken = scale - scale  # NaN where a number is not finite; not a constant, which devices refuse
     codes = torch.where(broken == 0, numbers / scale, 0.0)
-    codes = codes.round() if dtype == torch.int8 else codes
+    codes = _nearest(codes) if dtype == torch.int8 else codes
     return CodedStates(codes.clamp(-largest_code, largest_code).to(dtype), scale + broken)
+
+
+def _nearest(values: Tensor) -> Tensor:
+    """The nearest whole numbers, ties to even, by operators that every target has."""
+    below = torch.floor(values)
+    rest, odd = values - below, below - 2.0 * torch.floor(below * 0.5)
+    return below + torch.where(rest == 0.5, odd, (rest > 0.5).float())
 
 
 def as_kept(states: Tensor, cache: Stored) -> Stored:
