@@ -13,7 +13,15 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
-from optimum_neuron.config import DTYPES, KERNEL_TARGETS, KERNELS, MOST_LOGPROBS, TARGETS, NeuronConfig
+from optimum_neuron.config import (
+    DTYPES,
+    KERNEL_TARGETS,
+    KERNELS,
+    KV_CACHE_DTYPES,
+    MOST_LOGPROBS,
+    TARGETS,
+    NeuronConfig,
+)
 from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS
 
 
@@ -257,7 +265,7 @@ def add_quantization_options(parser: ArgumentParser) -> None:
     """Options of the form of weights; shared by the commands that ask what an export would make."""
     group = parser.add_argument_group(
         "quantization",
-        "Weights of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",
+        "Weights, and keys and values, of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",
     )
     add_option(
         group,
@@ -288,6 +296,13 @@ def add_quantization_options(parser: ArgumentParser) -> None:
         metavar="PATTERN",
         help="linear layers that stay as they are, by name, as in 'model.layers.0.*'; give the option again for another pattern "
         "(default: routers, and what decides how fast a recurrence forgets or which keys are selected; in int4, the head is int8)",
+    )
+    add_option(
+        group,
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        help="keep keys and values as codes of 8 bits, with a scale for each token and head: half of bfloat16's size, and four bytes for each "
+        "scale (default: they are of the type of activations)",
     )
 
 

@@ -19,6 +19,8 @@ KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 # Their compiler takes no number of 8 bits as the Open Compute Project has it (e4m3); error code EVRF051 of the SDK.
 TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
+# Codes that keys and values are rounded to.
+KV_CACHE_DTYPES = ("int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
 WALKING_TARGETS: tuple[str, ...] = ("cpu",)
@@ -76,6 +78,9 @@ class NeuronConfig:
             `sequence_length` alone, because attention there stops at each token's own position. A default follows the
             target, also where `dataclasses.replace` changes "auto" into what it stands for.
         dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
+        kv_cache_dtype: keys and values are kept as codes of 8 bits, "int8" or "fp8" (e4m3), with a scale for each token and head: half of
+            bfloat16's bytes, and 4 for each scale. What else a request keeps (index keys, states of recurrences and convolutions) stays as
+            it is. Default: they are of type `dtype`.
         on_device_sampling: the graphs return tokens; otherwise logits only.
         output_logits: the graphs return the logits of every row beside the tokens.
         prompt_logits: beside the other graphs there is one of each chunk size that returns the logits of all its tokens, for who scores
@@ -114,6 +119,7 @@ class NeuronConfig:
     mixed_step: bool = _DERIVED
     context_buckets: tuple[int, ...] = _DERIVED
     dtype: str = "auto"
+    kv_cache_dtype: str | None = None
     on_device_sampling: bool = True
     output_logits: bool = False
     prompt_logits: bool = False
@@ -155,6 +161,7 @@ class NeuronConfig:
             raise ValueError(
                 f"quantization='fp8' needs a type that target={self.target!r} lacks; use quantization='int8', or target='trn2' or later"
             )
+        self._check_kv_codes()
         check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
         self._check_snapshots()
         self._complete_sizes()
@@ -177,6 +184,21 @@ class NeuronConfig:
             raise ValueError(
                 f"kernels={self.kernels} are of {', '.join(KERNEL_TARGETS[1:])}, and target={self.target!r} has none; leave "
                 f"kernels out"
+            )
+
+    def _check_kv_codes(self) -> None:
+        kind = self.kv_cache_dtype
+        if kind is None:
+            return
+        check.choice("kv_cache_dtype", kind, KV_CACHE_DTYPES)
+        if kind == "fp8" and self.target in TARGETS_WITHOUT_FP8:
+            raise ValueError(
+                f"kv_cache_dtype='fp8' needs a type that target={self.target!r} lacks; use kv_cache_dtype='int8', or target='trn2' or later"
+            )
+        kernels = [name for name in self.kernels if name.startswith("attention")]
+        if kernels:
+            raise ValueError(
+                f"kv_cache_dtype={kind!r} keeps codes, and kernels={tuple(kernels)} read keys and values as they are; leave out one of them"
             )
 
     def _check_snapshots(self) -> None:

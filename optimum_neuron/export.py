@@ -30,7 +30,14 @@ from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
-from .graphs.checks.inspect import check_blocks, check_compressions, check_selections, check_snapshots, inspect_model
+from .graphs.checks.inspect import (
+    check_blocks,
+    check_compressions,
+    check_kv_codes,
+    check_selections,
+    check_snapshots,
+    inspect_model,
+)
 from .graphs.checks.rope_length import check_text_length, keep_frequencies, take_long_frequencies
 from .graphs.checks.text_length import check_tables
 from .graphs.family import check_every_step_has_a_graph
@@ -169,6 +176,7 @@ def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
     _warn_of_gathered_blocks(model, config, spec)
     _tell_of_selections(model, config, spec)
     check_compressions(model, spec, config)
+    check_kv_codes(model, spec, config)
     check_snapshots(model, spec, config)
     keep_frequencies(model)
     if config.target != "eager":

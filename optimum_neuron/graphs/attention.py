@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
 from . import kv_cache
 from .attention_rows import AttentionRows
+from .coded_states import CodedStates, Stored, raw_scores, weighted_sum
 from .compression import CompressedKeys
 from .interface import AttentionCall
 from .layer_recorder import LayerCalls
@@ -29,13 +30,13 @@ MASKED = -1e9
 MASKED_HALF = -3e4  # float16 ends at -65504
 
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
-CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor], Tensor]
-# The same of decode rows, from the cache as it was before the step and the rows' own `[rows, kv_heads, dim]` key and value.
-DecodeAttention = Callable[[AttentionCall, AttentionRows, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Stored, Stored], Tensor]
+# The same of decode rows, from the cache as it was before the step and the rows' own `[rows, kv_heads, dim]` key and value, not yet rounded.
+DecodeAttention = Callable[[AttentionCall, AttentionRows, Tensor, Stored, Stored, Tensor, Tensor], Tensor]
 # Whether a call's attention reads no key that a token does not see, so that what is written need not be marked.
-ReadsVisible = Callable[[AttentionCall, Tensor, Tensor], bool]
+ReadsVisible = Callable[[AttentionCall, Stored, Stored], bool]
 # As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the block and column of each token.
-CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+CacheWrite = Callable[[Stored, Tensor, Tensor, Tensor], None]
 
 
 class AllSlots(Protocol):
@@ -74,16 +75,17 @@ class CachedAttention:
     biased: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
-    def _write(self, states: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+    def _write(self, states: tuple[Tensor, Tensor], keys: Stored, values: Stored) -> None:
         for cache, each in zip((keys, values), states, strict=True):
             self.write_cache(cache, each, self.write_blocks, self.write_columns)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """For a model that attends by itself: keys and values of all slots, as `AllSlots.read` returns them."""
         assert self.all_slots is not None
-        states = self.cache.layer(self.calls.number(layer_idx))
-        self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), *states)
-        return self.all_slots.read(*states)
+        keys, values = self.cache.layer(self.calls.number(layer_idx))
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # check_kv_codes refuses others
+        self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), keys, values)
+        return self.all_slots.read(keys, values)
 
     def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
         if self.biased:
@@ -142,7 +144,7 @@ def _by_token(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     """The reference: torch operators that every target can lower.
 
     Args:
@@ -162,6 +164,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     broken = kv_cache.broken(keys)
     seen = group.seen(call.sliding_window)
     if call.compressed is not None:
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # check_kv_codes refuses others
         more, sees_more = compressed_of(call.compressed, group)
         keys, values = torch.cat([keys, more], 2), torch.cat([values, more], 2)
         visible = torch.cat([visible, sees_more[:, None].expand(-1, visible.shape[1], -1, -1)], -1)
@@ -172,7 +175,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     added = None
     if call.column_bias is not None:
         added = added_bias(call.column_bias, group.position_ids, 0, group.context_length)
-    if call.softcap is None and call.sinks is None:
+    if call.softcap is None and call.sinks is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
         # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
         bias = torch.where(visible, broken[:, None, None], -torch.inf)
         bias = bias if added is None else bias + added
@@ -212,8 +215,14 @@ def compressed_of(compressed: CompressedKeys, group: AttentionRows) -> tuple[Ten
     return keys, visible if compressed.selected is None else visible & compressed.selected
 
 
-def select_columns(states: Tensor, kept: Tensor) -> Tensor:
+@overload
+def select_columns(states: Tensor, kept: Tensor) -> Tensor: ...
+@overload
+def select_columns(states: Stored, kept: Tensor) -> Stored: ...
+def select_columns(states: Stored, kept: Tensor) -> Stored:
     """Keys or values `[rows, kv_heads, columns, dim]`, zero in columns that `kept [rows, columns]` leaves out."""
+    if isinstance(states, CodedStates):  # codes are always finite
+        return CodedStates(states.codes, select_columns(states.scale, kept))
     return torch.where(kept[:, None, :, None], states, states.new_zeros(()))
 
 
@@ -232,12 +241,12 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
 
 
 def _explicit(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, added: Tensor | None, call: AttentionCall
+    query: Tensor, keys: Stored, values: Stored, visible: Tensor, added: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS); scores and softmax in float32."""
+    """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS), and over codes; scores and softmax in float32."""
     rows, kv_heads, _, _ = query.shape
     tokens = visible.shape[2]
-    scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
+    scores = raw_scores(query, keys, torch.float32) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores.unflatten(2, (-1, tokens))  # [rows, kv_heads, group, tokens, context]
@@ -245,7 +254,8 @@ def _explicit(
         scores = scores + added.unflatten(1, (kv_heads, -1))
     scores = torch.where(visible[:, :, None], scores, MASKED)
     if call.sinks is None:
-        return torch.softmax(scores, dim=-1).to(values.dtype).flatten(2, 3) @ values
+        weights = torch.softmax(scores, dim=-1)
+        return weighted_sum(weights.flatten(2, 3), values, torch.float32).to(query.dtype)
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
     weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
-    return weights.to(values.dtype).flatten(2, 3) @ values
+    return weighted_sum(weights.flatten(2, 3), values, torch.float32).to(query.dtype)

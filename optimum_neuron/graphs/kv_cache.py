@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static KV cache, and what slots keep beside it. This module alone knows the layout of keys and values.
 
-Per layer, keys and values are `[blocks, kv_heads, block_length, head_dim]`. A row of a step has the blocks of its table, in
+Per layer, keys and values are `[blocks, kv_heads, block_length, head_dim]`; as codes (coded_states.py) they have scales beside them,
+`[blocks, kv_heads, block_length, 1]`. A row of a step has the blocks of its table, in
 their order; without blocks, row i has one, its slot, of `sequence_length` tokens. Behind those that rows may have is trash:
 tokens that are padding write there, each at its own place, so that a scatter never has two equal indices and padding never
 touches what is live. That is one slot more, or as many blocks as a step's tokens fill.
@@ -11,17 +12,18 @@ What a column holds that a token does not see has no effect, whatever it is: rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from .coded_states import CodedStates, Stored, round_states
 from .spec import TensorSpec
 
 
 class KVCache(nn.Module):
-    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, of recurrences
+    """State buffers, zeroed: `key_<layer>`, `value_<layer>`, of codes `keyscale_<layer>` and `valuescale_<layer>`, `index_<layer>`, `conv_<layer>_<index>`, of recurrences
     `state_<layer>_<index>`, `anchor_<layer>_<index>`, `tail_<layer>_<index>` and `scanned`, and of compressions `buffer_<layer>_<index>`
     and `group_<layer>_<index>`.
 
@@ -41,9 +43,13 @@ class KVCache(nn.Module):
             raise LookupError(f"{name} is away")
         return super().__getattr__(name)
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def layer(self, layer_idx: int) -> tuple[Stored, Stored]:
         """Keys and values of one layer, the buffers themselves."""
-        return getattr(self, f"key_{layer_idx}"), getattr(self, f"value_{layer_idx}")
+        return self._stored("key", layer_idx), self._stored("value", layer_idx)
+
+    def _stored(self, role: str, layer_idx: int) -> Stored:
+        states, scale = getattr(self, f"{role}_{layer_idx}"), getattr(self, f"{role}scale_{layer_idx}", None)
+        return states if scale is None else CodedStates(states, scale)
 
     def index_keys(self, layer_idx: int) -> Tensor | None:
         """`[blocks, 1, block_length, dim]`, the keys by which a layer selects: the buffer itself; None where it selects nothing."""
@@ -72,25 +78,51 @@ class KVCache(nn.Module):
         return None if tokens is None else (tokens, getattr(self, f"group_{number}"))
 
 
-def write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """Writes one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`.
+def write(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    """Writes one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`, rounded where the cache has codes.
 
     Args:
         cache: `[blocks, kv_heads, block_length, head_dim]`.
         states: `[tokens, kv_heads, head_dim]`.
         blocks, columns: `[tokens]`; no pair occurs twice.
     """
+    write_rounded(_write, cache, states, blocks, columns)
+
+
+def write_rounded(
+    put: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+    cache: Stored,
+    states: Tensor,
+    blocks: Tensor,
+    columns: Tensor,
+) -> None:
+    """As `write`, by a function that puts plain numbers into a tensor."""
+    if isinstance(cache, Tensor):
+        put(cache, states, blocks, columns)
+        return
+    rounded = round_states(states, cache.codes.dtype)
+    put(cache.codes, rounded.codes, blocks, columns)
+    put(cache.scale, rounded.scale, blocks, columns)
+
+
+def _write(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     heads = torch.arange(cache.shape[1], dtype=blocks.dtype)
     cache.index_put_((blocks[:, None], heads[None, :], columns[:, None]), states)
 
 
-def read(cache: Tensor, blocks: Tensor | None, rows: int, context_length: int) -> Tensor:
+@overload
+def read(cache: Tensor, blocks: Tensor | None, rows: int, context_length: int) -> Tensor: ...
+@overload
+def read(cache: Stored, blocks: Tensor | None, rows: int, context_length: int) -> Stored: ...
+def read(cache: Stored, blocks: Tensor | None, rows: int, context_length: int) -> Stored:
     """The first `context_length` tokens of some rows: `[rows, kv_heads, context_length, head_dim]`.
 
     Args:
         blocks: `[rows, n]`, the blocks of each row in order, to be gathered; `[rows]` where a row has one; None reads blocks 0
             to rows - 1 in place, without a copy.
     """
+    if isinstance(cache, CodedStates):
+        return CodedStates(*(read(each, blocks, rows, context_length) for each in (cache.codes, cache.scale)))
     if blocks is None:
         return cache[:rows, :, :context_length]
     if blocks.dim() == 1:
@@ -113,13 +145,13 @@ def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def broken(keys: Tensor) -> Tensor:
+def broken(keys: Stored) -> Tensor:
     """`[rows, columns]` float32: NaN where a column holds a token that `whole_or_nan` made NaN, else zero.
 
     Args:
         keys: `[rows, kv_heads, columns, dim]`.
     """
-    one = keys[:, 0, :, 0].float()
+    one = (keys if isinstance(keys, Tensor) else keys.scale)[:, 0, :, 0].float()
     return one - one
 
 

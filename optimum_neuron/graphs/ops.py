@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kv_cache
 from .attention import CacheAttention, CacheWrite, DecodeAttention, ReadsVisible, attend_cache
+from .coded_states import Stored
 from .convolution import SlotConvolution
 from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
@@ -28,7 +29,7 @@ def _as_they_are(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _reads_all(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+def _reads_all(call: AttentionCall, keys: Stored, values: Stored) -> bool:
     return False
 
 
@@ -41,7 +42,7 @@ class StepOps:
         attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
         attend_decode: attention of decode rows over a layer's cache before the step and over their own tokens, so that nothing
             of it waits for the write; None: they attend as chunk rows do.
-        write_cache: puts the keys or values of the step's tokens into a layer's cache, in place.
+        write_cache: puts the keys or values of the step's tokens into a layer's cache, in place; rounds them where it has codes.
         reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
         quantized_linear: a linear layer whose weight is quantized.
         convolve: a layer's short convolution over the tokens of each slot; None: as SlotConvolutions does.

@@ -11,9 +11,9 @@ from .spec import TensorSpec
 
 
 # States that have a place for each token, `[blocks, heads, block_length, dim]`; all others have a row for each slot.
-BY_TOKEN = tuple(f"kv_cache.{role}_" for role in ("key", "value", "index"))
+BY_TOKEN = tuple(f"kv_cache.{role}_" for role in ("key", "value", "keyscale", "valuescale", "index"))
 # The types of state tensors.
-_ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 def byte_count(states: Iterable[TensorSpec]) -> int:
@@ -26,7 +26,7 @@ class StateSizes:
     """Bytes, of all layers together.
 
     Attributes:
-        per_token: keys, values and index keys of a token.
+        per_token: keys, values, their scales where they are codes, and index keys of a token.
         per_slot: inputs of convolutions, states of recurrences and compressed keys, as large for a short text as for a long one.
     """
 

@@ -10,6 +10,10 @@ from .model_spec import Compression, ConvolutionState, KeySelection, LayerCache,
 from .spec import TensorSpec
 
 
+# Types of codes, by what `NeuronConfig.kv_cache_dtype` calls them.
+_CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
 def group_windows(tokens: int, rate: int) -> int:
     """How many groups of `rate` consecutive tokens a row of so many may end, wherever it begins."""
     return -(-tokens // rate)
@@ -19,7 +23,8 @@ def state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...
     """All that requests keep, as state tensors.
 
     Per attention layer, keys and values `[kv_blocks + trash_blocks, kv_heads, block_length, head_dim]`, which are
-    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks; per layer that selects keys, its index keys, as those of
+    `[batch_size + 1, kv_heads, sequence_length, head_dim]` without blocks, and of codes of `kv_cache_dtype` their scales,
+    `[..., block_length, 1]` float32; per layer that selects keys, its index keys, as those of
     one head; per convolution `[batch_size + 1, past, channels]`;
     per recurrence, in float32, `[batch_size + 1, heads, key_dim, value_dim]`; where the target computes in blocks, once more, with a
     tail `[batch_size + 1, scan_block, width]`, and for all of them `[batch_size + 1]` int32 (ScanState, ScanRows); per compression
@@ -54,8 +59,11 @@ def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, 
 def _layer_states(config: NeuronConfig, layers: Iterable[LayerCache]) -> Iterable[TensorSpec]:
     for layer in layers:
         for role, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
-            shape = (config.kv_blocks + config.trash_blocks, layer.kv_heads, config.block_length, dim)
-            yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", shape, config.dtype)
+            places = (config.kv_blocks + config.trash_blocks, layer.kv_heads, config.block_length)
+            codes = _CODES.get(config.kv_cache_dtype or "")
+            yield TensorSpec(f"kv_cache.{role}_{layer.layer_idx}", (*places, dim), codes or config.dtype)
+            if codes is not None:
+                yield TensorSpec(f"kv_cache.{role}scale_{layer.layer_idx}", (*places, 1), "float32")
 
 
 def _index_states(config: NeuronConfig, selections: Iterable[KeySelection]) -> Iterable[TensorSpec]:

@@ -22,6 +22,7 @@ class Given(NamedTuple):
     max_num_seqs: bool = True
     max_num_batched_tokens: bool = True
     dtype: bool = True
+    cache_dtype: bool = True
     prefix_caching: bool | None = None
 
 
@@ -48,6 +49,7 @@ def watch_engine_args() -> None:
             self.max_num_seqs is not None,
             self.max_num_batched_tokens is not None,
             self.dtype != "auto",
+            self.kv_cache_dtype != "auto",
             self.enable_prefix_caching,
         )
         before = _given.set(vars(self).setdefault("given", found))

@@ -137,7 +137,7 @@ def _refusal(option: _Option, value: Any) -> str:
 
 
 def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
-    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.tensor_parallel_size > 1:
         yield _tensor_parallel_reason(parallel.tensor_parallel_size)
     if vllm_config.speculative_config is not None:
@@ -146,8 +146,6 @@ def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
         yield "--enable-lora is not supported: weights are fixed at export; merge the adapter before the export"
     if model.runner_type != "generate":
         yield f"--runner {model.runner_type} is not supported: an artifact generates text; use --runner generate"
-    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported: the cache has the type of the weights; leave it out"
     for option, value in _set(vllm_config, _REFUSED if fitted else _REFUSED + _REFUSED_AT_FIRST):
         yield _refusal(option, value)
 

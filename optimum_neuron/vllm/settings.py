@@ -104,12 +104,13 @@ def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
         "kv_block_size": _given_block_size(vllm_config.cache_config),
         # vLLM's requests sample from the whole vocabulary unless they say otherwise, and may ask for logprobs.
         "output_logits": True,
-    }
+    } | _given_cache_dtype(vllm_config.cache_config.cache_dtype)
     budget = scheduler.max_num_batched_tokens
     config = NeuronConfig.from_dict(sizes | options)
     smaller = given().max_num_batched_tokens and budget < config.prefill_chunk_size
     if smaller and "prefill_chunk_size" not in options:
         config = NeuronConfig.from_dict(sizes | options | {"prefill_chunk_size": budget})
+    _check_cache_dtype(vllm_config.cache_config.cache_dtype, config)
     return config
 
 
@@ -194,6 +195,7 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
             f"--block-size {asked} differs from the cache that the artifact was exported with, of {had}; leave it out, or export "
             f"with --kv-block-size {asked}"
         )
+    _check_cache_dtype(vllm_config.cache_config.cache_dtype, artifact.config)
     events = vllm_config.kv_events_config
     if compiled is None and events is not None and events.enable_kv_cache_events:
         raise ValueError(
@@ -211,6 +213,30 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
             f"--enable-prefix-caching is not supported: {state}, which --scheduler-cls {_scheduler_name(vllm_config)} does not look for "
             f"beside blocks; leave one of them out"
         )
+
+
+# What vLLM calls codes with a scale for each token and head, and fp8 whatever its scales are.
+_CODES_OF_CACHES = {"int8_per_token_head": "int8", "fp8_per_token_head": "fp8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+
+
+def _check_cache_dtype(asked: str, config: NeuronConfig) -> None:
+    """Raises ValueError where --kv-cache-dtype is another one than the compiled cache's, or than the one to be compiled."""
+    compiled = config.kv_cache_dtype or config.dtype
+    if asked == "auto" or _CODES_OF_CACHES.get(asked, asked) == compiled:
+        return
+    if not given().cache_dtype:
+        logger.warning("the checkpoint asks for a cache of %s, and the artifact's is of %s", asked, compiled)
+        return
+    kind = _CODES_OF_CACHES.get(asked)
+    remedy = "" if kind is None else f", or export with --kv-cache-dtype {kind}"
+    raise ValueError(
+        f"--kv-cache-dtype {asked} differs from the {compiled} of the artifact's cache; leave it out{remedy}"
+    )
+
+
+def _given_cache_dtype(asked: str) -> dict[str, str]:
+    """What --kv-cache-dtype says of an artifact that is still to be exported."""
+    return {"kv_cache_dtype": _CODES_OF_CACHES[asked]} if given().cache_dtype and asked in _CODES_OF_CACHES else {}
 
 
 def _reuses_prefixes(vllm_config: VllmConfig, artifact: Artifact) -> bool:

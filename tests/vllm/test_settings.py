@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"runner": "pooling"}, "--runner pooling is not supported: an artifact generates text; use --runner generate"),
     (
         {"kv_cache_dtype": "fp8"},
-        "--kv-cache-dtype fp8 is not supported: the cache has the type of the weights; leave it",
+        "--kv-cache-dtype fp8 differs from the float32 of the artifact's cache; leave it out, or export with --kv-cache-dtype fp8",
     ),
     (
         {"num_gpu_blocks_override": 3},
@@ -363,6 +363,34 @@ def test_over_blocks_our_scheduler_alone_finds_the_state_behind_a_prefix(
     ):
         config_of(path, enable_prefix_caching=True, **own)
     assert config_of(path, **own).cache_config.enable_prefix_caching is False
+
+
+def test_the_type_of_a_cache_of_codes_may_be_repeated_and_no_other_given(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    sizes = NeuronConfig(
+        batch_size=2, sequence_length=128, prefill_chunk_size=16, target="eager", kv_cache_dtype="int8"
+    )
+    path = export_model(tiny_checkpoints["llama"], tmp_path / "coded", config=sizes)
+    for kind in ("auto", "int8_per_token_head"):
+        assert config_of(path, kv_cache_dtype=kind).cache_config.block_size == 128
+    for kind, remedy in (
+        ("fp8", "leave it out, or export with --kv-cache-dtype fp8"),
+        ("fp8_per_token_head", "leave it out, or export with --kv-cache-dtype fp8"),
+        ("bfloat16", "leave it out"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            config_of(path, kv_cache_dtype=kind)
+        assert f"--kv-cache-dtype {kind} differs from the int8 of the artifact's cache; {remedy}" in str(refusal.value)
+
+
+def test_a_checkpoint_is_exported_with_the_cache_that_is_asked_for(tiny_checkpoints: dict[str, Path]) -> None:
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "dtype": "float32"}
+    options["additional_config"] = {"target": "eager"}
+    served = find_served(config_of(tiny_checkpoints["llama"], kv_cache_dtype="fp8", **options))
+    assert served is not None and served.artifact.config.kv_cache_dtype == "fp8"
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8_e5m2 differs from the float32 of the artifact's cache"):
+        config_of(tiny_checkpoints["llama"], kv_cache_dtype="fp8_e5m2", **options)
 
 
 def test_the_folder_of_the_artifact_is_no_option(artifact: Path) -> None:

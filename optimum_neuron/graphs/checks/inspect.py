@@ -108,6 +108,26 @@ def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronCo
         )
 
 
+def check_kv_codes(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+    """Raises ValueError where keys and values are to be codes, and the model has none, or reads them in other ways than attention does."""
+    if config.kv_cache_dtype is None:
+        return
+    name, option = type(model).__name__, f"kv_cache_dtype={config.kv_cache_dtype!r}"
+    if not spec.layers:
+        raise ValueError(
+            f"{option} is of keys and values, and {name} keeps none: states of recurrences and convolutions stay as they are; leave it out"
+        )
+    if CacheNeeds.of(model).by_itself:
+        raise ValueError(
+            f"{name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; leave it out"
+        )
+    layers = {each.layer_idx for each in spec.compressions if each.has_groups(config)}
+    if layers:
+        raise ValueError(
+            f"{len(layers)} layers of {name} attend to compressed keys beside the others, and {option} has no codes of these; leave it out"
+        )
+
+
 def check_snapshots(model: nn.Module, spec: ModelSpec, config: NeuronConfig) -> None:
     """Raises ValueError where snapshots of state are asked for, and slots keep none."""
     for name in ("state_snapshots", "state_snapshot_interval"):

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ...graphs.attention import attend_cache
 from ...graphs.attention_rows import AttentionRows
+from ...graphs.coded_states import Stored
 from ...graphs.experts import ExpertsCall, dense_experts
 from ...graphs.interface import AttentionCall
+from ...graphs.kv_cache import write_rounded
 from ...graphs.masks import AttentionChunk
 from ...graphs.ops import StepOps
 from ...graphs.quantized.weight import PACKED, QuantizedWeight
@@ -31,9 +33,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, "
-    "int sliding_window, float softcap, Tensor? sinks, Tensor? column_bias) -> Tensor"
+    "int sliding_window, float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor"
 )
 _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
+_library.define("write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
     "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor"
@@ -63,12 +66,18 @@ def _attended(
     softcap: float,
     sinks: Tensor | None,
     column_bias: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> Tensor:
     rows, heads, tokens, dim = query.shape
     return query.new_empty((rows, tokens, heads, dim))
 
 
 def _written(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    return None
+
+
+def _written_as_codes(codes: Tensor, scale: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     return None
 
 
@@ -119,6 +128,7 @@ def _chosen(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor
 _SHAPES: dict[str, Any] = {
     "attend": _attended,
     "write_cache": _written,
+    "write_codes": _written_as_codes,
     "expert_linear": _projected,
     "quantized_linear": _multiplied,
     "quantized_expert_linear": _projected_by_codes,
@@ -131,32 +141,39 @@ for _name, _shapes in _SHAPES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
 
 
-def is_taken(call: AttentionCall, keys: Tensor, values: Tensor) -> bool:
+def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
     """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
     plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
-    return plain and keys.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
+    return plain and call.query.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
 
 
-def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     """A drop-in for `attend_cache` that reads slots and blocks in place and stops at each token's own position."""
     window = call.sliding_window
     if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
         return attend_cache(call, group, query, keys, values)
     sinks = None if call.sinks is None else call.sinks.float()
+    (codes, key_scale), (value_codes, value_scale) = _parts(keys), _parts(values)
     output: Tensor = getattr(torch.ops, NAMESPACE).attend(
         query,
-        keys,
-        values,
+        codes,
+        value_codes,
         group.blocks,
         group.position_ids,
         call.scaling,
         window or 0,
         call.softcap or 0.0,
         sinks,
-        None if call.column_bias is None else _in_blocks(call.column_bias, group, keys),
+        None if call.column_bias is None else _in_blocks(call.column_bias, group, codes),
+        key_scale,
+        value_scale,
     )
     return output
+
+
+def _parts(states: Stored) -> tuple[Tensor, Tensor | None]:
+    return (states, None) if isinstance(states, Tensor) else (states.codes, states.scale)
 
 
 def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
@@ -167,9 +184,15 @@ def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tenso
     return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
 
 
-def _write_cache(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     """A drop-in for `kv_cache.write`."""
-    getattr(torch.ops, NAMESPACE).write_cache(cache, states, blocks, columns)
+    operators = getattr(torch.ops, NAMESPACE)
+    if isinstance(cache, Tensor):
+        operators.write_cache(cache, states, blocks, columns)
+    elif states.dtype in DTYPES:
+        operators.write_codes(cache.codes, cache.scale, states, blocks, columns)
+    else:
+        write_rounded(operators.write_cache, cache, states, blocks, columns)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:

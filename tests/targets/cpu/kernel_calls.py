@@ -46,6 +46,7 @@ from optimum_neuron.targets.cpu.plan.program import (
     TorchCall,
     Walk,
     WriteCache,
+    WriteCodes,
 )
 
 
@@ -228,6 +229,7 @@ class Kernels:
         sinks: Tensor | None = None,
         *,
         column_bias: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
         output: Tensor | None = None,
     ) -> Tensor:
         rows, heads, tokens, dim = query.shape
@@ -243,6 +245,7 @@ class Kernels:
             scaling,
             window,
             softcap,
+            *map(tensors, scales or ()),
         )
         self.run(step, tensors)
         check_guards(output)
@@ -261,6 +264,10 @@ class Kernels:
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
         self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+    def write_codes(self, codes: Tensor, scale: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        tensors = Tensors()
+        self.run(WriteCodes(*(tensors(each) for each in (codes, scale, states, rows, columns))), tensors)
 
     def convolve(
         self,

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "attend_state.h"
+#include "cached_codes.h"
 #include "pack_block.h"
 
 namespace step {
@@ -22,13 +23,13 @@ struct AttendTile {
   Range sections() const { return {seen.begin / kSection, divideUp(seen.end, kSection)}; }
 };
 
-// What a thread works in: the queries of a tile, two states of them, and one packed block.
+// What a thread works in: the queries of a tile, two states of them, and one packed block; of codes, before it is packed.
 struct Scratch {
   QueryState state, later;
-  Word *queries, *keys, *values;
+  Word *queries, *keys, *values, *decoded;
 
   static int64_t floats(int64_t queries, int64_t dim) {
-    return 2 * QueryState::floats(queries, dim) + (queries + 2 * kBlock) * dim;
+    return 2 * QueryState::floats(queries, dim) + (queries + 3 * kBlock) * dim;
   }
   // Rows of queries behind the last, which a product of fewer rows than it has may read, are keys.
   Scratch(float* memory, int64_t count, int64_t dim)
@@ -36,7 +37,8 @@ struct Scratch {
         later(memory + QueryState::floats(count, dim), count),
         queries(reinterpret_cast<Word*>(memory + 2 * QueryState::floats(count, dim))),
         keys(queries + count * dim),
-        values(keys + kBlock * dim) {}
+        values(keys + kBlock * dim),
+        decoded(values + kBlock * dim) {}
 };
 
 // The part of `range` in a block, counted from its begin.
@@ -122,32 +124,64 @@ class TileWorker {
   }
 
   void attendBlock(int64_t block, const QueryState& state) {
-    const auto offset = [&](int64_t column) { return call_.cacheOffset(tile_.row, tile_.kvHead, column); };
-    const auto* keys = static_cast<const Element*>(call_.keys) + offset(block);
-    const auto* values = static_cast<const Element*>(call_.values) + offset(block);
+    const int64_t column = call_.cacheColumn(tile_.row, tile_.kvHead, block);
+    const int64_t next = block + kBlock < tile_.seen.end ? call_.cacheColumn(tile_.row, tile_.kvHead, block + kBlock) : column;
+    if (call_.coding != Coding::kPlain) {
+      attendCodes(block, column, next, state);
+      return;
+    }
+    const auto* keys = static_cast<const Element*>(call_.keys) + column * call_.dim;
+    const auto* values = static_cast<const Element*>(call_.values) + column * call_.dim;
     const Range seen = cut(tile_.seen, block);
     const Range common = cut(tile_.common, block);
-    const int64_t next = block + kBlock < tile_.seen.end ? block + kBlock : block;
-    const auto* nextKeys = static_cast<const Element*>(call_.keys) + offset(next);
-    const auto* nextValues = static_cast<const Element*>(call_.values) + offset(next);
+    const auto* nextKeys = static_cast<const Element*>(call_.keys) + next * call_.dim;
+    const auto* nextValues = static_cast<const Element*>(call_.values) + next * call_.dim;
     packKeys<Kind>(scratch_.keys, keys, nextKeys, call_.dim, seen.end);
     const bool same = common.begin <= seen.begin && common.end >= seen.end;
     // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.
     if (same || allFinite<Kind>(values, call_.dim, seen)) {
-      const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, seen);
-      const int64_t groups = divideUp(tile_.queries, kRows);
-      for (int64_t i = 0; i < groups; ++i) {
-        attendRows(block, packed, part(tile_.queries, i, groups), state);
-      }
+      attendAllRows(block, packValues(Kind(), scratch_.values, values, nextValues, call_.dim, seen), state, {});
       return;
     }
     for (int64_t i = 0; i < tile_.queries; ++i) {
       const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, cut(visible(i), block));
-      attendRows(block, packed, {i, i + 1}, state);
+      attendRows(block, packed, {i, i + 1}, state, {});
     }
   }
 
-  void attendRows(int64_t block, const Word* values, Range queries, const QueryState& all) {
+  // Of a block of codes, which are all finite: what a query does not see has the probability zero, whatever its scale is.
+  void attendCodes(int64_t block, int64_t column, int64_t next, const QueryState& state) {
+    const Range seen = cut(tile_.seen, block);
+    auto* decoded = reinterpret_cast<Element*>(scratch_.decoded);
+    const auto elements = [&](const void* cache) {
+      const auto* codes = static_cast<const uint8_t*>(cache);
+      decode<Kind>(
+          call_.coding, decoded, codes + column * call_.dim, codes + next * call_.dim, seen.end * call_.dim);
+      return decoded;
+    };
+    alignas(64) float keyScales[kBlock] = {}, valueScales[kBlock] = {};
+    std::copy_n(call_.keyScales + column, seen.end, keyScales);
+    std::copy_n(call_.valueScales + column, seen.end, valueScales);
+    const Element* keys = elements(call_.keys);
+    packKeys<Kind>(scratch_.keys, keys, keys, call_.dim, seen.end);
+    const Element* values = elements(call_.values);
+    const Word* packed = packValues(Kind(), scratch_.values, values, values, call_.dim, seen);
+    attendAllRows(block, packed, state, {keyScales, valueScales});
+  }
+
+  // Of a block of codes, [kBlock] each; null of numbers.
+  struct BlockScales {
+    const float *keys = nullptr, *values = nullptr;
+  };
+
+  void attendAllRows(int64_t block, const Word* values, const QueryState& state, BlockScales scales) {
+    const int64_t groups = divideUp(tile_.queries, kRows);
+    for (int64_t i = 0; i < groups; ++i) {
+      attendRows(block, values, part(tile_.queries, i, groups), state, scales);
+    }
+  }
+
+  void attendRows(int64_t block, const Word* values, Range queries, const QueryState& all, BlockScales scales) {
     Range seen{kBlock, 0};
     Range ranges[kRows];
     bool whole = true;
@@ -169,6 +203,9 @@ class TileWorker {
     const int64_t vectors = divideUp(seen.end, kLanes);
     const Word* query = scratch_.queries + queries.begin * words_;
     Products<Kind>::multiply(rows, vectors, {scores, kBlock, query, words_, scratch_.keys, kBlock, words_, nullptr});
+    if (scales.keys) {
+      scaleScores(scores, rows, vectors, kBlock, scales.keys);
+    }
     float scale = call_.scaling * kLog2E;  // of scores, for powers of two
     if (call_.softcap > 0) {
       capScores(scores, rows, vectors, call_.scaling, call_.softcap);
@@ -183,7 +220,9 @@ class TileWorker {
       scale = kLog2E;
     }
     const Softmax state{all.maxima + queries.begin, all.sums + queries.begin * kLanes};
-    (whole ? softmax<Kind, true> : softmax<Kind, false>)(probabilities, factors, state, scores, ranges, rows, scale);
+    const auto probable = scales.values ? (whole ? softmax<Kind, true, true> : softmax<Kind, false, true>)
+                                        : (whole ? softmax<Kind, true, false> : softmax<Kind, false, false>);
+    probable(probabilities, factors, state, scores, ranges, rows, scale, scales.values);
     constexpr int64_t kWords = Products<Kind>::kWords;
     const int64_t step = seen.begin / Kind::kPerWord / kWords * kWords;
     const int64_t steps = roundUp(divideUp(seen.end, Kind::kPerWord), kWords) - step;

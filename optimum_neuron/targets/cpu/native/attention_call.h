@@ -35,13 +35,13 @@ struct Layout : AttendCall {
   int64_t queryOffset(int64_t row, int64_t head, int64_t token) const {
     return row * rowStride + head * headStride + token * tokenStride;
   }
-  // Of a row's column; those up to the next multiple of kBlock lie behind it.
-  int64_t cacheOffset(int64_t row, int64_t kvHead, int64_t column) const {
+  // Of a row's column, in columns; those up to the next multiple of kBlock lie behind it.
+  int64_t cacheColumn(int64_t row, int64_t kvHead, int64_t column) const {
     if (perRow == 1) {
-      return (((blocks ? blocks[row] : row) * kvHeads + kvHead) * columns + column) * dim;
+      return ((blocks ? blocks[row] : row) * kvHeads + kvHead) * columns + column;
     }
     const int64_t number = column / columns;
-    return ((blocks[row * perRow + number] * kvHeads + kvHead) * columns + column - number * columns) * dim;
+    return (blocks[row * perRow + number] * kvHeads + kvHead) * columns + column - number * columns;
   }
   int64_t outputOffset(int64_t row, int64_t head, int64_t token) const {
     return ((row * tokens + token) * heads + head) * dim;

@@ -71,6 +71,8 @@ void codedExperts(Pool& pool, const ExpertsCall& call);
 struct AttendCall {
   Type type;
   const void *query, *keys, *values;  // query by its strides; keys and values [cacheBlocks, kvHeads, columns, dim] contiguous
+  Coding coding;                      // of keys and values: kPlain, of the query's type; kInt8 or kFp8, of which each head of a column has
+  const float *keyScales, *valueScales;  // [cacheBlocks, kvHeads, columns]
   void* output;                       // [rows, tokens, heads, dim] contiguous
   const int32_t* blocks;              // [rows, perRow], those of each row in order; null: row i has block i alone
   const int32_t* positions;           // [rows, tokens]

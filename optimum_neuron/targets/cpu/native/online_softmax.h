@@ -97,9 +97,11 @@ INLINE IntVec seenLanes(Range seen, int j) {
 // that make the earlier ones relative to that score. Where a query sees nothing of the block, 0 and a factor of 1.
 // `seen` are the columns that each of them sees; scores of others may be anything.
 // Whole: all of them see all columns of the block. That is the usual case, and masks cost a tenth of all time.
-template <class Kind, bool Whole>
+// Scaled: values have scales, [kBlock], which are part of what they are multiplied by.
+template <class Kind, bool Whole, bool Scaled>
 void softmax(
-    Word* probabilities, float* factors, Softmax state, float* scores, const Range* seen, int64_t rows, float scale) {
+    Word* probabilities, float* factors, Softmax state, float* scores, const Range* seen, int64_t rows, float scale,
+    const float* valueScales) {
   constexpr int64_t kMost = 16;  // whole vectors
   alignas(64) float before[kMost] = {}, now[kMost] = {}, change[kMost];
   for (int64_t m = 0; m < rows; ++m) {
@@ -131,6 +133,12 @@ void softmax(
         p = seenLanes(seen[m], j) ? p : Vec{};
       }
       sum += p;
+      if constexpr (Scaled) {
+        p *= loadVec(valueScales + j * kLanes);
+        if constexpr (!Whole) {  // the scale of a column that is not seen may be NaN
+          p = seenLanes(seen[m], j) ? p : Vec{};
+        }
+      }
       Kind::packFloats(probabilities + m * kBlock + j * kLanes / Kind::kPerWord, p);
     }
     factors[m] = change[m];

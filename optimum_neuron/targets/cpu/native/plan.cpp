@@ -73,6 +73,8 @@ bool run(Pool& pool, const Memory& memory, const AttendStep& step, int64_t token
   call.positions = memory.as<const int32_t>(step.positions);
   call.sinks = memory.as<const float>(step.sinks);
   call.columnBias = memory.as<const float>(step.columnBias);
+  call.keyScales = memory.as<const float>(step.keyScales);
+  call.valueScales = memory.as<const float>(step.valueScales);
   if (of > 1) {  // of several rows, the last one that has a live token is computed whole
     call.rows = (tokens + call.tokens - 1) / call.tokens;
     call.tokens = std::min(call.tokens, tokens);
@@ -97,6 +99,17 @@ bool run(Pool&, const Memory& memory, const WriteStep& step, int64_t tokens, int
   call.columns = memory.as<const int32_t>(step.columns);
   call.tokens = call.tokens / of * tokens;
   return writeCache(call);
+}
+
+bool run(Pool& pool, const Memory& memory, const WriteCodesStep& step, int64_t tokens, int64_t of) {
+  WriteCodesCall call = step.call;
+  call.codes = memory.as<uint8_t>(step.codes);
+  call.scales = memory.as<float>(step.scales);
+  call.states = memory.at(step.states);
+  call.numbers = memory.as<const int32_t>(step.blocks);
+  call.columns = memory.as<const int32_t>(step.columns);
+  call.tokens = call.tokens / of * tokens;
+  return writeCodes(pool, call);
 }
 
 bool run(Pool& pool, const Memory& memory, const SampleStep& step, int64_t tokens, int64_t of) {
@@ -151,7 +164,8 @@ struct Plan {
 
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
   static constexpr Step (*kReaders[])(Reader&) = {
-      readMap, readLinears, readExperts, readAttend, readSelect, readWrite, readSample, readWalk, readConvolve};
+      readMap, readLinears, readExperts, readAttend, readSelect, readWrite, readSample, readWalk, readConvolve,
+      readWriteCodes};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {
@@ -187,7 +201,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 6; }
+int64_t step_interface() { return 7; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

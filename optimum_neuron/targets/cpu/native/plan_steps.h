@@ -55,7 +55,7 @@ struct ExpertsStep {
 
 struct AttendStep {
   AttendCall call;
-  Place query, keys, values, output, blocks, positions, sinks, columnBias;
+  Place query, keys, values, output, blocks, positions, sinks, columnBias, keyScales, valueScales;
 };
 
 struct SelectStep {
@@ -66,6 +66,11 @@ struct SelectStep {
 struct WriteStep {
   WriteCall call;
   Place cache, states, blocks, columns;
+};
+
+struct WriteCodesStep {
+  WriteCodesCall call;
+  Place codes, scales, states, blocks, columns;
 };
 
 struct ConvolveStep {
@@ -84,7 +89,8 @@ struct SampleStep {
 };
 
 using Step = std::variant<
-    Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep, ConvolveStep>;
+    Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep, ConvolveStep,
+    WriteCodesStep>;
 
 class Reader {
  public:
@@ -218,9 +224,10 @@ Step readAttend(Reader& reader) {
   call.type = reader.type();
   for (Place* place :
        {&step.query, &step.keys, &step.values, &step.output, &step.blocks, &step.positions, &step.sinks,
-        &step.columnBias}) {
+        &step.columnBias, &step.keyScales, &step.valueScales}) {
     *place = reader.place();
   }
+  call.coding = static_cast<Coding>(reader.word());
   for (int64_t* size :
        {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheBlocks,
         &call.perRow, &call.biasColumns, &call.window,
@@ -253,6 +260,21 @@ Step readWrite(Reader& reader) {
   }
   for (int64_t* size :
        {&call.blocks, &call.heads, &call.length, &call.bytes, &call.tokens, &call.tokenStride, &call.headStride}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readWriteCodes(Reader& reader) {
+  WriteCodesStep step{};
+  WriteCodesCall& call = step.call;
+  call.type = reader.type();
+  for (Place* place : {&step.codes, &step.scales, &step.states, &step.blocks, &step.columns}) {
+    *place = reader.place();
+  }
+  call.coding = static_cast<Coding>(reader.word());
+  for (int64_t* size :
+       {&call.blocks, &call.heads, &call.length, &call.dim, &call.tokens, &call.tokenStride, &call.headStride}) {
     *size = reader.word();
   }
   return step;

@@ -34,4 +34,18 @@ struct WriteCall {
 // False: a block or column is outside of the cache, and nothing was written.
 bool writeCache(const WriteCall& call);
 
+// The same of a cache of codes, whose scales are [blocks, heads, columns].
+struct WriteCodesCall {
+  Type type;      // of states: kFloat32, kBFloat16 or kFloat16
+  Coding coding;  // kInt8 or kFp8
+  uint8_t* codes;
+  float* scales;
+  const void* states;
+  const int32_t *numbers, *columns;
+  int64_t blocks, heads, length, dim;
+  int64_t tokens, tokenStride, headStride;  // in elements
+};
+
+bool writeCodes(Pool& pool, const WriteCodesCall& call);
+
 }  // namespace step

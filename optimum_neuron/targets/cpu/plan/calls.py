@@ -14,7 +14,7 @@ from .fusion import REGISTER_DTYPES, Pending
 from .join import Join
 from .operands import contiguous_operand, even_rows, row_stride, rows_operand, whole_operand
 from .pointwise import aten
-from .program import Attend, Convolve, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache
+from .program import Attend, Convolve, Experts, Layer, Linears, Operand, Sample, Select, Walk, WriteCache, WriteCodes
 from .values import Stored
 
 
@@ -85,7 +85,7 @@ def _parameter(builder: PlanBuilder, node: Node, index: int) -> Stored | None:
 
 
 def lower_attend(builder: PlanBuilder, node: Node) -> bool:
-    query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias = arguments(node)
+    query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias, *scales = arguments(node)
     asked = builder.stored(query)
     if asked.layout.stride(-1) != 1:
         asked = builder.contiguous_copy(asked)
@@ -93,6 +93,7 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
     indices = [
         None if each is None else contiguous_operand(builder, each) for each in (blocks, positions, sinks, column_bias)
     ]
+    key_scale, value_scale = (None if each is None else whole_operand(builder.stored(each)) for each in scales)
     output = builder.allocate(builder.fake(node).shape, builder.fake(node).dtype)
     assert indices[1] is not None
     builder.emit(
@@ -108,6 +109,8 @@ def lower_attend(builder: PlanBuilder, node: Node) -> bool:
             float(scaling),
             int(window),
             float(softcap),
+            key_scale,
+            value_scale,
         )
     )
     builder.values[node] = output
@@ -123,6 +126,20 @@ def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
     target = builder.resting(cache)
     builder.before_writing(target.memory)
     builder.emit(WriteCache(whole_operand(target), whole_operand(new), block_numbers, column_numbers))
+    return True
+
+
+def lower_write_codes(builder: PlanBuilder, node: Node) -> bool:
+    codes, scale, states, blocks, columns = arguments(node)
+    new = builder.stored(states)
+    if new.layout.stride(-1) != 1:
+        new = builder.contiguous_copy(new)
+    block_numbers, column_numbers = (contiguous_operand(builder, each) for each in (blocks, columns))
+    targets = [builder.resting(each) for each in (codes, scale)]
+    for each in targets:
+        builder.before_writing(each.memory)
+    own_codes, own_scale = map(whole_operand, targets)
+    builder.emit(WriteCodes(own_codes, own_scale, whole_operand(new), block_numbers, column_numbers))
     return True
 
 

@@ -26,6 +26,7 @@ from .program import (
     Step,
     Walk,
     WriteCache,
+    WriteCodes,
 )
 
 
@@ -34,10 +35,12 @@ TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "boo
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
 # What calls of torch and quantized weights have beside them.
 _OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
-_COPIED = SIZES | {"int8": 1}  # rows of codes are looked up as they are
+_COPIED = SIZES | {"int8": 1, "float8_e4m3fn": 1}  # rows of codes are looked up as they are
 _FLOATS = ("float32", "bfloat16", "float16")
 # Kinds of codes, as numbered in native/kernels.h: each with its number and the type that holds codes, of 4 bits two at a time.
 _CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn"), "fp4": (4, "uint8")}
+# Those of keys and values, by their type.
+_CACHED_CODINGS = {"int8": 1, "float8_e4m3fn": 3}
 _TWO_TO_A_BYTE = ("int4", "fp4")
 _KINDS: dict[type[Any], int] = {
     Map: 0,
@@ -49,6 +52,7 @@ _KINDS: dict[type[Any], int] = {
     Sample: 6,
     Walk: 7,
     Convolve: 8,
+    WriteCodes: 9,
 }
 _MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
@@ -78,6 +82,7 @@ def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
         Sample: encoder.sample,
         Walk: encoder.walk,
         Convolve: encoder.convolve,
+        WriteCodes: encoder.write_codes,
     }
     return [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
 
@@ -315,15 +320,22 @@ class _Encoder:
         )
         yield TYPES[query.dtype]
         yield from self._place(query)
+        coding = 0 if step.key_scale is None else _CACHED_CODINGS.get(keys.dtype, 0)
+        scaled = (coding > 0) == (step.key_scale is not None) == (step.value_scale is not None)
+        _require(scaled, f"its attention has keys of {keys.dtype}, of which not all or none have scales")
         for cache in (keys, step.values):
-            yield from self._contiguous(cache, query.dtype, (blocks, kv_heads, columns, dim))
+            dtype = keys.dtype if coding else query.dtype
+            yield from self._contiguous(cache, dtype, (blocks, kv_heads, columns, dim), _COPIED)
         yield from self._contiguous(step.output, query.dtype, (rows, tokens, heads, dim))
         yield from self._contiguous(step.blocks, "int32", table)
         yield from self._contiguous(step.positions, "int32", (rows, tokens))
         yield from self._contiguous(step.sinks, "float32", (heads,))
         width = -(-columns * per_row // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
         yield from self._contiguous(step.column_bias, "float32", (heads, width))
+        for scale in (step.key_scale, step.value_scale):
+            yield from self._contiguous(scale, "float32", (blocks, kv_heads, columns, 1))
         yield from (
+            coding,
             rows,
             heads,
             tokens,
@@ -368,6 +380,22 @@ class _Encoder:
         for indices in (step.blocks, step.columns):
             yield from self._contiguous(indices, "int32", (tokens,))
         yield from (blocks, heads, length, dim * size, tokens, states.strides[0] * size, states.strides[1] * size)
+
+    def write_codes(self, step: WriteCodes) -> Iterator[int]:
+        codes, states = step.codes, step.states
+        form = len(codes.shape) == 4 and len(states.shape) == 3 and codes.dtype in _CACHED_CODINGS
+        _require(form and states.dtype in _FLOATS, "it writes codes to what is no cache of them")
+        blocks, heads, length, dim = codes.shape
+        tokens = states.shape[0]
+        fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
+        _require(fits, f"it writes {list(states.shape)} to a cache {list(codes.shape)}")
+        yield TYPES[states.dtype]
+        yield from self._contiguous(codes, codes.dtype, codes.shape, _COPIED)
+        yield from self._contiguous(step.scale, "float32", (blocks, heads, length, 1))
+        yield from self._place(states)
+        for indices in (step.blocks, step.columns):
+            yield from self._contiguous(indices, "int32", (tokens,))
+        yield from (_CACHED_CODINGS[codes.dtype], blocks, heads, length, dim, tokens, *states.strides[:2])
 
     def sample(self, step: Sample) -> Iterator[int]:
         logits = step.logits

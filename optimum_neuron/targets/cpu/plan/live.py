@@ -32,6 +32,7 @@ from .program import (
     TorchCall,
     Walk,
     WriteCache,
+    WriteCodes,
 )
 from .row_calls import can_end_early, row_operands
 
@@ -289,6 +290,9 @@ def _form(step: Step, count: int) -> _Form | None:
         return _Form(step, [(step.output, (0,))], [(step.x, 0), (step.index, 0)], parameters)
     if isinstance(step, WriteCache):
         return _Form(step, [], [(step.states, 0), (step.blocks, 0), (step.columns, 0)], [step.cache], is_sink=True)
+    if isinstance(step, WriteCodes):
+        own = [(step.states, 0), (step.blocks, 0), (step.columns, 0)]
+        return _Form(step, [], own, [step.codes, step.scale], is_sink=True)
     if isinstance(step, Convolve):
         own = [(each, 0) for each in (step.inputs, step.slots, step.positions)]
         return _Form(step, [(step.output, (0,))], own, [step.weight, step.bias, step.state])
@@ -317,7 +321,8 @@ def _attend(step: Attend) -> _Form | None:
     stride = by_token if tokens > 1 else by_row
     query = replace(step.query, shape=(count, heads, dim), strides=(stride, by_head, by_element))
     output = replace(step.output, shape=(count, heads * dim), strides=(heads * dim, 1))
-    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks, step.column_bias]
+    scales = [step.key_scale, step.value_scale]
+    rest = [step.keys, step.values, step.blocks, step.positions, step.sinks, step.column_bias, *scales]
     return _Form(step, [(output, (0,))], [(query, 0)], rest)
 
 

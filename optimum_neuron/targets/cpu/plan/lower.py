@@ -29,6 +29,7 @@ from .calls import (
     lower_select,
     lower_walk,
     lower_write_cache,
+    lower_write_codes,
     store,
 )
 from .elementwise import lower_elementwise
@@ -46,6 +47,7 @@ _OWN = getattr(torch.ops, NAMESPACE)
 _CALLS: dict[Any, Any] = {
     _OWN.attend.default: lower_attend,
     _OWN.write_cache.default: lower_write_cache,
+    _OWN.write_codes.default: lower_write_codes,
     _OWN.expert_linear.default: lower_experts,
     _OWN.quantized_linear.default: lower_quantized_linear,
     _OWN.quantized_expert_linear.default: lower_quantized_experts,

@@ -208,11 +208,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`.
+    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`, numbers or codes.
 
     `positions [rows, tokens]` and `blocks [rows, n]`, or `[rows]`, are int32, `sinks [heads]` float32. `blocks` are those of each
     row, in order; without them, row i has block i. `column_bias [heads, n]` float32 has a number for each column that a row may have,
-    up to a whole number of the kernel's blocks.
+    up to a whole number of the kernel's blocks. Codes have `key_scale`, `value_scale [blocks, kv_heads, columns, 1]` float32.
     """
 
     query: Operand
@@ -226,6 +226,8 @@ class Attend:
     scaling: float
     window: int
     softcap: float
+    key_scale: Operand | None = None
+    value_scale: Operand | None = None
     tokens: Tokens | None = None
 
 
@@ -252,6 +254,20 @@ class WriteCache:
     """`cache[blocks[t], :, columns[t]] = states[t]`, of `cache [blocks, heads, columns, dim]`, `states [tokens, heads, dim]`."""
 
     cache: Operand
+    states: Operand
+    blocks: Operand
+    columns: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class WriteCodes:
+    """`states [tokens, heads, dim]` rounded to `codes [blocks, heads, columns, dim]`, int8 or float8_e4m3fn, by each head of a token, with
+    its `scale [blocks, heads, columns, 1]` float32: at `blocks[t], :, columns[t]`.
+    """
+
+    codes: Operand
+    scale: Operand
     states: Operand
     blocks: Operand
     columns: Operand
@@ -327,7 +343,7 @@ class TorchCall:
     tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | Convolve | Walk | Sample | TorchCall
+Step = Map | Linears | Experts | Attend | Select | WriteCache | WriteCodes | Convolve | Walk | Sample | TorchCall
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .program import Convolve, Linears, Map, Operand, Plan, Step, TorchCall, Walk, WriteCache
+from .program import Convolve, Linears, Map, Operand, Plan, Step, TorchCall, Walk, WriteCache, WriteCodes
 
 
 _OF_A_RUN = ("input", "output", "arena")
@@ -31,6 +31,8 @@ def _written(step: Step) -> Iterator[Operand]:
         yield from (layer.output for layer in step.layers)
     elif isinstance(step, WriteCache):
         yield step.cache
+    elif isinstance(step, WriteCodes):
+        yield from (step.codes, step.scale)
     elif isinstance(step, TorchCall):
         yield from (each for each in step.outputs if each is not None)
         if not step.outputs:  # it writes to its first argument

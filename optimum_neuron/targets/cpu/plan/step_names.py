@@ -18,6 +18,7 @@ from .program import (
     TorchCall,
     Walk,
     WriteCache,
+    WriteCodes,
 )
 
 
@@ -34,6 +35,8 @@ def step_name(step: Step, buffers: Sequence[Buffer]) -> str:
         operands = [step.source]
     elif isinstance(step, WriteCache):
         operands = [step.cache]
+    elif isinstance(step, WriteCodes):
+        operands = [step.codes]
     elif isinstance(step, Convolve | Walk):
         operands = [step.state]
     elif isinstance(step, Map):

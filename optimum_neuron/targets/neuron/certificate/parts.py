@@ -40,7 +40,7 @@ def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple
         layout = layouts[layer.layer_idx]
         slots, count = layout.key_value, layout.local_key_value
         parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
-        for role in ("key", "value"):
+        for role in ("key", "value", "keyscale", "valuescale"):
             yield f"kv_cache.{role}_{layer.layer_idx}", parts
 
 

@@ -21,6 +21,7 @@ from .model_sizes import Kind, ModelSizes, Weight
 # Each rank's own number, int32, is a weight.
 _RANK_BYTES = 4
 # Of a number of a recurrence's state, float32 in every model.
+_SCALE_BYTES = 4  # of a head's codes
 _STATE_BYTES = 4
 
 
@@ -75,6 +76,7 @@ class CoreSizes:
         block_width: elements per token that the projections of the widest block read and write, experts aside.
         spec: the model's, with the core's own kv heads.
         local_vocab: columns of the core's share of the head.
+        cache_has_codes: keys and values are read as codes of a byte, with a scale for each head of a token.
     """
 
     weight_bytes: int
@@ -90,6 +92,14 @@ class CoreSizes:
     keeps_logits: bool
     dtype: str
     itemsize: int
+    cache_has_codes: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, of all attention layers."""
+        elements = sum(layer.token_elements for layer in self.attention)
+        scales = sum(2 * layer.layers * layer.kv_heads for layer in self.attention)
+        return elements + _SCALE_BYTES * scales if self.cache_has_codes else elements * self.itemsize
 
     @property
     def heads(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ _INHERITED = (
     "sequence_length",
     "state_snapshots",
     "dtype",
+    "kv_cache_dtype",
     "on_device_sampling",
     "output_logits",
     "prompt_logits",
@@ -143,11 +144,12 @@ def estimate_model(
             f"sequence_length"
         )
     from ....checkpoints.checkpoint import find_config
-    from ....graphs.checks.inspect import check_snapshots
+    from ....graphs.checks.inspect import check_kv_codes, check_snapshots
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     sizes, assumed = measure_checkpoint(found, config)
     check_snapshots(sizes.model, sizes.spec, config)
+    check_kv_codes(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
     return Report(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
 
@@ -155,7 +157,8 @@ def estimate_model(
 def _with_types(targets: Iterable[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Targets that have the types of weights, or all where none does; and why others are left out."""
     asked = list(targets)
-    left = [target for target in asked if target in TARGETS_WITHOUT_FP8 and options.get("quantization") == "fp8"]
+    has_fp8 = "fp8" in (options.get("quantization"), options.get("kv_cache_dtype"))
+    left = [target for target in asked if target in TARGETS_WITHOUT_FP8 and has_fp8]
     if len(left) == len(asked):
         return asked, []
     return [target for target in asked if target not in left], [f"{target} has no fp8." for target in left]
@@ -232,10 +235,11 @@ def _estimates(
     from .core_sizes import core_sizes
 
     shares: dict[int, CoreSizes] = {}
+    has_codes = options.get("kv_cache_dtype") is not None
     refused: dict[int, ValueError] = {}
     for cores in sorted({group["tensor_parallel_size"] for group in groups}):
         try:
-            shares[cores] = core_sizes(sizes, cores)
+            shares[cores] = replace(core_sizes(sizes, cores), cache_has_codes=has_codes)
         except ValueError as error:
             refused[cores] = error
     if not shares:

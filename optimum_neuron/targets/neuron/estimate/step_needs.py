@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ....config import NeuronConfig
 from ....graphs.spec import GraphSpec, TensorSpec, graph_specs
 from ....graphs.state_specs import state_specs
@@ -70,8 +72,8 @@ def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
 
 
 def _state_itemsize(state: TensorSpec, config: NeuronConfig, sizes: CoreSizes) -> int:
-    """Of what has the model's type, which a config may leave open; all else is float32 or int32."""
-    return sizes.itemsize if state.dtype == config.dtype else 4
+    """Of what has the model's type, which a config may leave open; all else is codes, float32 or int32."""
+    return sizes.itemsize if state.dtype == config.dtype else getattr(torch, state.dtype).itemsize
 
 
 def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int | None) -> int:

@@ -165,8 +165,7 @@ def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
 
 def cache_bytes_moved(sizes: CoreSizes, rows: int, context_length: float) -> float:
     """Bytes that a step reads of keys and values, the graph's context, whatever of it is in use; and its rows' states, read and written."""
-    token_bytes = sum(layer.token_elements for layer in sizes.attention) * sizes.itemsize
-    return rows * (context_length * token_bytes + 2 * sizes.state_bytes)
+    return rows * (context_length * sizes.token_bytes + 2 * sizes.state_bytes)
 
 
 def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from ....graphs import kv_cache
 from ....graphs.attention import MASKED, DecodeAttention, select_columns
 from ....graphs.attention_rows import AttentionRows
+from ....graphs.coded_states import Stored
 from ....graphs.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
 from .node import call_kernel
@@ -106,12 +107,14 @@ def attend_decodes(otherwise: DecodeAttention) -> DecodeAttention:
         call: AttentionCall,
         group: AttentionRows,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Stored,
+        values: Stored,
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
         rows, kv_heads, _ = key.shape
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor):  # codes, which the kernel does not read
+            return otherwise(call, group, query, keys, values, key, value)
         if not _fits(call, group, query, key, value):
             return otherwise(call, group, query, keys, values, key, value)
         keys, values = (kv_cache.read(each, None, rows, group.context_length) for each in (keys, values))

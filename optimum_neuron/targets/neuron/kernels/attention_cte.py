@@ -12,6 +12,7 @@ from torch import Tensor
 from ....graphs import kv_cache
 from ....graphs.attention import MASKED, CacheAttention, select_columns
 from ....graphs.attention_rows import AttentionRows
+from ....graphs.coded_states import Stored
 from ....graphs.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Kernel, known
 from .node import call_kernel
@@ -63,7 +64,9 @@ ATTENTION_CTE = known(
 def attend_chunks(otherwise: CacheAttention) -> CacheAttention:
     """Attention of chunk rows by the kernel, where it computes what a layer does; else by what it stands for."""
 
-    def attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor):  # codes, which the kernel does not read
+            return otherwise(call, group, query, keys, values)
         if group.decodes or not _fits(call, group, keys, values):
             return otherwise(call, group, query, keys, values)
         seen = group.seen(None)

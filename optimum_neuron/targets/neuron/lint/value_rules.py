@@ -13,7 +13,11 @@ from .graph import INTEGERS, Graph, Place
 
 
 # An operator's result holds what its operand does.
-_KEEPS_VALUES = frozenset({"parameter", "reshape", "bitcast", "copy", "slice", "gather", "transpose"})
+_KEEPS_VALUES = frozenset(
+    {"parameter", "reshape", "bitcast", "copy", "slice", "gather", "transpose", "broadcast", "scatter", "select"}
+)
+# Of trn2's float8_e4m3.
+_LARGEST_FP8 = 240.0
 CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belong with the weights
 # A power of two above half of the largest number of a type: two that are as large add up to infinity.
 MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
@@ -23,15 +27,28 @@ def types(graph: Graph) -> Iterator[Place]:
     """Error codes EVRF004, EVRF005, EVRF051, EVRF052, ESFH002 and ESPP004 of the SDK.
 
     By an option of its compiler (sdk/flags.py), trn2 takes float8_e4m3fn for its own e4m3, which ends at 240: weights are rounded so, but
-    what is computed might be larger.
+    what is computed might be larger, unless it is clamped.
     """
     reported = set()
     for each in graph.by_id.values():
         name = hlo.dtype_name(each.shape)
-        remedy = _type_remedy(name, each.opcode, graph.target)
+        remedy = None if _is_clamped(graph, each) else _type_remedy(name, each.opcode, graph.target)
         if remedy is not None and (name, each.opcode) not in reported:
             reported.add((name, each.opcode))
             yield each, f"type {name} does not run on {graph.target}", remedy, "error"
+
+
+def _is_clamped(graph: Graph, instruction: Any) -> bool:
+    """Whether a number is converted, on a target that has fp8, that is no larger than all of these count to."""
+    if instruction.opcode != "convert" or graph.target in TARGETS_WITHOUT_FP8:
+        return False
+    source = graph.origin(graph.operands(instruction)[0])
+    bounds = graph.operands(source)[::2] if source.opcode == "clamp" else []
+    constants = [graph.origin(each) for each in bounds]
+    return bool(constants) and all(
+        each.opcode == "constant" and all(abs(value) <= _LARGEST_FP8 for value in hlo.literal_values(each))
+        for each in constants
+    )
 
 
 def _type_remedy(name: str, opcode: str, target: str) -> str | None:

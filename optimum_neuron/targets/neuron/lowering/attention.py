@@ -18,6 +18,8 @@ from ....graphs import kv_cache
 from ....graphs.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
 from ....graphs.attention_parts import merge_attention_states
 from ....graphs.attention_rows import AttentionRows
+from ....graphs.coded_states import Stored, as_kept, numbers, weighted_sum
+from ....graphs.coded_states import raw_scores as products
 from ....graphs.interface import AttentionCall
 from ..sdk.hardware import SBUF
 
@@ -37,14 +39,14 @@ Look = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
 def attend_decode(
-    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
 ) -> Tensor:
     """Decode rows over the cache before the step and over their own tokens.
 
     Args:
         query: `[rows, heads, 1, key_dim]`.
         keys, values: the layer's whole cache, without what the step writes.
-        key, value: `[rows, kv_heads, dim]`, as the step writes them.
+        key, value: `[rows, kv_heads, dim]`, which the step writes.
 
     Returns:
         `[rows, 1, heads, value_dim]`.
@@ -61,7 +63,7 @@ def attend_decode(
         return earlier, seen[:, 0], _added(call, group, start, stop)
 
     past = _over_blocks(call, query, keys, values, look, width)
-    own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    own = own_token(call, query, as_kept(key, keys), as_kept(value, values))
     if call.selected is not None:
         column = torch.arange(group.context_length, dtype=torch.int32)
         attended = (call.selected & (column == group.position_ids[:, None, :, None])).any(-1)
@@ -70,7 +72,12 @@ def attend_decode(
     return by_token(with_sinks(call, state), value.dtype, 1)
 
 
-def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def own_token(call: AttentionCall, query: Tensor, key: Stored, value: Stored) -> State:
+    """Attention of decode rows, `query [rows, kv_heads, group, key_dim]`, over their own `key`, `value [rows, kv_heads, dim]` alone."""
+    return numbers(value)[:, :, None], raw_scores(call, query, key[:, :, None])[..., 0]
+
+
+def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     """As `graphs.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
     rows, heads, tokens, _ = query.shape
     keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
@@ -82,7 +89,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
         part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
         state = _over_blocks(call, part, keys, values, look, width)
         state = _with_compressed(part_call, part_group, part, state)
-        outputs.append(by_token(with_sinks(call, state), values.dtype, length))
+        outputs.append(by_token(with_sinks(call, state), query.dtype, length))
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
@@ -129,7 +136,7 @@ def _part(call: AttentionCall, first: int, last: int) -> AttentionCall:
     return call if call.selected is None else replace(call, selected=call.selected[:, :, first:last])
 
 
-def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Tensor) -> Look:
+def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Stored) -> Look:
     window = call.sliding_window
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,7 +152,7 @@ def _added(call: AttentionCall, group: AttentionRows, start: int, stop: int) -> 
     return None if call.column_bias is None else added_bias(call.column_bias, group.position_ids, start, stop)
 
 
-def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, look: Look, width: int) -> State:
+def _over_blocks(call: AttentionCall, query: Tensor, keys: Stored, values: Stored, look: Look, width: int) -> State:
     """`attend_columns` over all columns, `width` at a time."""
     state: State | None = None
     for start in range(0, keys.shape[2], width):
@@ -159,8 +166,8 @@ def _over_blocks(call: AttentionCall, query: Tensor, keys: Tensor, values: Tenso
 def attend_columns(
     call: AttentionCall,
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     visible: Tensor,
     kept: Tensor,
     added: Tensor | None,
@@ -183,13 +190,18 @@ def attend_columns(
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
-    output = (weights.to(values.dtype) @ values).float() * (1.0 / total)
+    output = weighted_sum(weights, values, _type_of_codes(query)).float() * (1.0 / total)
     return output, (largest + torch.log(total))[..., 0]
 
 
-def raw_scores(call: AttentionCall, query: Tensor, keys: Tensor) -> Tensor:
+def _type_of_codes(query: Tensor) -> torch.dtype:
+    """In which codes are multiplied: each is exact in any, but a sum of them would leave float16."""
+    return torch.float32 if query.dtype == torch.float16 else query.dtype
+
+
+def raw_scores(call: AttentionCall, query: Tensor, keys: Stored) -> Tensor:
     """`[rows, kv_heads, group * tokens, columns]` in float32, without a mask."""
-    scores = (query @ keys.transpose(-1, -2)).float() * call.scaling
+    scores = products(query, keys, _type_of_codes(query)) * call.scaling
     return scores if call.softcap is None else torch.tanh(scores * (1.0 / call.softcap)) * call.softcap
 
 

@@ -16,21 +16,22 @@ from torch import Tensor
 from ....graphs import kv_cache
 from ....graphs.attention import MASKED
 from ....graphs.attention_parts import join_attention_states, merge_attention_states
+from ....graphs.coded_states import Stored, as_kept
 from ....graphs.interface import AttentionCall
 from ....graphs.owned_blocks import OwnedBlocks
 from . import attention
-from .attention import State, attend_columns, by_kv_head, by_token, raw_scores, with_sinks
+from .attention import State, attend_columns, by_kv_head, by_token, own_token, with_sinks
 
 
 def attend_blocks(
-    call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+    call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
 ) -> Tensor:
     """As `attention.attend_decode`, over blocks.
 
     Args:
         query: `[R, heads, 1, key_dim]`.
         keys, values: the layer's whole cache `[blocks, kv_heads, block_length, dim]`, without what the step writes.
-        key, value: `[R, kv_heads, dim]`, as the step writes them.
+        key, value: `[R, kv_heads, dim]`, which the step writes.
 
     Returns:
         `[R, 1, heads, value_dim]`.
@@ -43,7 +44,7 @@ def attend_blocks(
         part = slice(first, first + heads)
         parts.append(_past(_of_heads(call, kv_heads, part), owned, query[:, part], keys[:, part], values[:, part]))
     output, total = parts[0] if len(parts) == 1 else (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-    own = value[:, :, None].float(), raw_scores(call, query, key[:, :, None])[..., 0]
+    own = own_token(call, query, as_kept(key, keys), as_kept(value, values))
     return by_token(with_sinks(call, merge_attention_states(output, total, *own)), value.dtype, 1)
 
 
@@ -59,7 +60,7 @@ def heads_at_once(blocks: int, group: int, block_length: int, value_dim: int) ->
     return max(1, attention.SCORES_LIMIT // (4 * blocks * group * max(block_length, value_dim + 1)))
 
 
-def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Tensor, values: Tensor) -> State:
+def _past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Stored, values: Stored) -> State:
     """`query [R, kv_heads, group, key_dim]` over the blocks of its rows."""
     rows, kv_heads, group, _ = query.shape
     blocks, length = len(owned.block_owner), keys.shape[2]

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ....config import NeuronConfig
 from ....graphs.attention_rows import AttentionRows
+from ....graphs.coded_states import Stored
 from ....graphs.interface import AttentionCall
+from ....graphs.kv_cache import write_rounded
 from ....graphs.ops import StepOps
 from ..quantized_product import quantized_linear_like
 from ..sampler import largest_of_whole
@@ -28,7 +30,7 @@ from .experts import experts_for
 
 
 def attend_decode(
-    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor
+    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
 ) -> Tensor:
     """Over slots, or over blocks where they lie."""
     if group.owned is None:
@@ -36,8 +38,12 @@ def attend_decode(
     return attend_blocks(call, group.owned, query, keys, values, key, value)
 
 
-def write_cache(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """As `graphs.kv_cache.write`: one scatter of `head_dim` values per token and head, by an index of one number."""
+def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """As `graphs.kv_cache.write`: one scatter of `head_dim` values per token and head, by an index of one number; of codes another one of scales."""
+    write_rounded(_scatter, cache, states, rows, columns)
+
+
+def _scatter(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
     _, heads, length, dim = cache.shape
     head = torch.arange(heads, dtype=torch.int32)
     index = (rows[:, None] * heads + head[None, :]) * length + columns[:, None]
