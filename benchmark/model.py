@@ -18,7 +18,7 @@ from optimum_neuron import progress
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME
 from optimum_neuron.artifacts.partial import partial_folder
 from optimum_neuron.artifacts.user_cache import cache_folder
-from optimum_neuron.checkpoints.checkpoint import find_checkpoint
+from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND, PLAN_SUFFIX

@@ -23,7 +23,8 @@ from .artifacts.quantization import write_formats
 from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
 from .checkpoints.adapters import PeftAdapter, find_adapters
-from .checkpoints.checkpoint import Checkpoint, find_checkpoint
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.find import find_checkpoint
 from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP

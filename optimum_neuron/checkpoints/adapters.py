@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import first_line
-from .checkpoint import ADAPTER_CONFIG as CONFIG_NAME
 from .checkpoint import Checkpoint
 from .digest import file_sha256
 from .files import TOKENIZER_FILES, check_documents, read_object, read_shapes
+from .find import ADAPTER_CONFIG as CONFIG_NAME
 from .hub import download
 from .language_model import text_prompt
 

@@ -125,7 +125,7 @@ def tune_artifact(path: Path, trace: Trace, slo: Slo, *, trust_remote_code: bool
 
 
 def _this_cpu(model: str, candidates: Sequence[Candidate], hub: Mapping[str, Any]) -> Machine:
-    from ..checkpoints.checkpoint import find_config
+    from ..checkpoints.find import find_config
     from ..export import export_model
     from .cpu_machine import CpuMachine
 
@@ -138,7 +138,7 @@ def _device(
     model: str, config: NeuronConfig, graph_minutes: float | None, hub: Mapping[str, Any]
 ) -> tuple[Machine, str]:
     """The cores, and the type that "auto" stands for."""
-    from ..checkpoints.checkpoint import find_config
+    from ..checkpoints.find import find_config
     from ..targets.neuron.estimate.core_sizes import core_sizes
     from ..targets.neuron.estimate.estimate import measure_checkpoint
     from ..targets.neuron.sdk.hardware import check_parallel_size

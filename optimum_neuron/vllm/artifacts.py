@@ -16,7 +16,7 @@ from ..artifacts.artifact import Artifact, ArtifactError
 from ..artifacts.find import find_artifact
 from ..artifacts.partial import locked_folder
 from ..artifacts.user_cache import cache_folder
-from ..checkpoints.checkpoint import find_checkpoint
+from ..checkpoints.find import find_checkpoint
 from ..config import NeuronConfig
 from ..export import export_model
 from ..runtime.limits import refuse_other_options

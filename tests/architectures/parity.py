@@ -20,7 +20,7 @@ from sharp import sharpen
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.checkpoints.checkpoint import find_checkpoint
+from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.errors import first_line
 from optimum_neuron.graphs.checks.few_keys import few_keys
 from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes

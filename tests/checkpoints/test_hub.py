@@ -15,7 +15,7 @@ from helpers import export_tiny
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
 from optimum_neuron.artifacts.find import find_artifact, is_from_hub
-from optimum_neuron.checkpoints.checkpoint import find_config
+from optimum_neuron.checkpoints.find import find_config
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

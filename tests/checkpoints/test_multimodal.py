@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
-from optimum_neuron.checkpoints.checkpoint import find_config
+from optimum_neuron.checkpoints.find import find_config
 
 
 IMAGE = 290  # ids from here on stand for images, sound and the like

@@ -18,7 +18,7 @@ from helpers import export_tiny, python_process
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from optimum_neuron.checkpoints.checkpoint import find_checkpoint
+from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.checkpoints.gguf import read_header
 
 

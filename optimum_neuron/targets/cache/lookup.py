@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from ...artifacts.skeleton import empty_model
 from ...artifacts.user_cache import cache_folder, cache_root
-from ...checkpoints.checkpoint import Checkpoint, find_config
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.find import find_config
 from ...config import NeuronConfig
 from ...graphs.family import check_every_step_has_a_graph
 from ...graphs.spec import graph_specs

@@ -143,7 +143,7 @@ def estimate_model(
             f"context_length={context} must lie between 1 and sequence_length={config.sequence_length}; lower it, or raise "
             f"sequence_length"
         )
-    from ....checkpoints.checkpoint import find_config
+    from ....checkpoints.find import find_config
     from ....graphs.checks.inspect import check_kv_codes, check_snapshots
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ....artifacts.quantization import write_formats
 from ....artifacts.skeleton import empty_model
-from ....checkpoints.checkpoint import find_config
+from ....checkpoints.find import find_config
 from ....checkpoints.quantize import formats_of
 from ....config import NeuronConfig
 from ..lowering.lower import LoweredGraph
