@@ -139,7 +139,9 @@ def compare(expected: Expected, found: Found) -> list[Comparison]:
     pooled: dict[str, list[Tensor]] = {}
     for (number, name, rank), entry in expected.outputs.items():
         tensor = found[rank][number].get(name)
-        picked = torch.full_like(entry.values, torch.nan) if tensor is None else entry.pick(tensor)
+        picked = (
+            torch.full_like(entry.values, torch.nan, dtype=torch.float32) if tensor is None else entry.pick(tensor)
+        )
         difference = picked.float() - entry.values.float()
         if entry.rows is not None:
             pooled.setdefault(entry.subject, []).append(difference.flatten())
@@ -194,7 +196,7 @@ def sampled(expected: Expected, steps: Sequence[Step]) -> Expected:
             positions += random.integers(0, size, _POSITIONS).tolist()
         else:
             positions = random.integers(0, size, min(size, _COLUMNS)).tolist() if size else []
-        values = entry.values.flatten()[positions]
+        values = entry.values.flatten().index_select(0, torch.tensor(positions, dtype=torch.int64))  # fp8 has no other
         kept.outputs[key] = replace(entry, values=values, positions=positions)
     return kept
 

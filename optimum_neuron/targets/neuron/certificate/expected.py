@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -38,8 +39,13 @@ class Entry:
     def pick(self, found: Tensor) -> Tensor:
         """The numbers of a result that are compared with `values`."""
         kept = found[: len(found) - self.trash] if self.rows is None else found[list(self.rows)]
-        kept = kept if self.heads is None else kept[:, self.heads]
-        return kept if self.positions is None else kept.flatten()[self.positions]
+        kept = kept if self.heads is None else _select(kept, 1, self.heads)
+        return kept if self.positions is None else _select(kept.flatten(), 0, self.positions)
+
+
+def _select(values: Tensor, dim: int, places: list[int]) -> Tensor:
+    """Also of fp8, which torch does not index by lists."""
+    return values.index_select(dim, torch.tensor(places, dtype=torch.int64))
 
 
 @dataclass
