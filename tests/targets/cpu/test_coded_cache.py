@@ -14,7 +14,9 @@ from optimum_neuron.artifacts.artifact import Artifact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "int8"), ("deepseek_v3", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_oss", "int8"), pytest.param("deepseek_v3", "fp8", marks=pytest.mark.full)]
+)
 def test_artifacts_equal_transformers_with_rounded_keys_and_values(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, name: str, kind: str
 ) -> None:

@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["slots", pytest.param("blocks", marks=pytest.mark.full)])
 def test_graphs_equal_transformers_with_rounded_keys_and_values(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
