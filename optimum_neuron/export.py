@@ -29,6 +29,7 @@ from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
+from .checkpoints.writable import WritableWhereWritten
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import (
@@ -169,7 +170,8 @@ def _load(
 
 
 def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
-    spec = inspect_model(model)
+    with WritableWhereWritten():
+        spec = inspect_model(model)
     check_tables(model, config.sequence_length)
     if config.long_frequencies:
         take_long_frequencies(model, config.sequence_length)

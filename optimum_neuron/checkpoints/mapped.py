@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of safetensors files as parts of the mapped files: they take no memory of their own, and nobody can write to them.
+"""Tensors of safetensors files as parts of the mapped files: they take no memory of their own.
 
 A private mapping that could be written to would count as memory that its process may need (RLIMIT_DATA), and the system refuses one that
 is larger than all memory, however little of it is ever touched.
@@ -21,6 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import modeling_utils
 
+from .writable import WritableWhereWritten, map_read_only
+
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -31,7 +33,7 @@ _LENGTH_BYTES = 8
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, whose header others have checked; the process that writes to one is ended by the system.
+    """All tensors of a safetensors file, whose header others have checked. Who writes to one outside of `WritableWhereWritten` is ended by the system.
 
     Raises:
         KeyError: one is of a type that is none of `DTYPES`.
@@ -40,7 +42,7 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         entries = json.loads(file.read(length))
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory = map_read_only(file.fileno())
     entries.pop("__metadata__", None)
     return {name: _view(memory, _LENGTH_BYTES + length, entry) for name, entry in entries.items()}
 
@@ -109,11 +111,12 @@ def _open(path: Any, framework: str = "pt", **options: Any) -> Any:
 def reading_mapped_files() -> Iterator[None]:
     """Within it, transformers reads the safetensors files of checkpoints as `map_tensors` does.
 
-    Tensors that a model takes as they are then lie in the files; it must be none whose code writes to them.
+    Tensors that a model takes as they are then lie in the files.
     """
     original = modeling_utils.safe_open
     modeling_utils.safe_open = _open
     try:
-        yield
+        with WritableWhereWritten():
+            yield
     finally:
         modeling_utils.safe_open = original

@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_module
 _LEAST = 1 << 20
 _MAPPINGS = Path("/proc/self/maps")
 _OPEN_FILES = Path("/proc/self/fd")
-_SHARED, _PRIVATE = "shared", "private"
+_FILE, _PRIVATE = "file", "private"
 # Tells transformers to make one tensor after another, in place of all at once by other threads.
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -124,18 +124,21 @@ def give_back(tensor: Tensor) -> None:
     if _folder.get() is None or type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
         return
     storage = tensor.untyped_storage()
-    if _mapping_of(storage.data_ptr()) == _SHARED:
+    if _mapping_of(storage.data_ptr()) == _FILE:
+        # Whole pages alone: of another tensor in the same page there may be numbers that no file has.
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = storage.data_ptr() + storage.nbytes() - first
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+        size = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if size > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _mapping_of(address: int) -> str | None:
-    """How the memory at an address is that of a file; None where it is not."""
+    """Whether the memory at an address is that of a file, or may have been written to since it was; None where it is of none."""
     with _MAPPINGS.open("rb") as lines:
         for line in lines:
             bounds, flags, _, _, inode, *_ = line.split(None, 5)
             start, end = (int(bound, 16) for bound in bounds.split(b"-"))
             if start <= address < end:
-                return None if int(inode) == 0 else _SHARED if flags.endswith(b"s") else _PRIVATE
+                has_all = flags.endswith(b"s") or b"w" not in flags
+                return None if int(inode) == 0 else _FILE if has_all else _PRIVATE
     return None

@@ -26,6 +26,7 @@ from optimum_neuron.checkpoints import scratch
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.mapped import map_tensors, reading_mapped_files
 from optimum_neuron.checkpoints.scratch import give_back, in_file, scratch_folder, tensors_in_files
+from optimum_neuron.checkpoints.writable import WritableWhereWritten
 from optimum_neuron.targets.eager import EagerTarget
 
 
@@ -95,7 +96,7 @@ def test_a_loaded_model_lies_in_the_files_of_its_checkpoint(
     checkpoint = Checkpoint(tiny_checkpoints["llama"], None, "llama", trust_remote_code=False)
     with scratch_folder(tmp_path), tensors_in_files():
         as_it_is, cast = (checkpoint.load_model(dtype) for dtype in ("float32", "bfloat16"))
-    assert all(lies(each) == scratch._SHARED for model in (as_it_is, cast) for each in model.parameters())
+    assert all(lies(each) == scratch._FILE for model in (as_it_is, cast) for each in model.parameters())
     for each, own in zip(as_it_is.parameters(), cast.parameters(), strict=True):
         assert torch.equal(each.to(torch.bfloat16), own)
     own.mul_(2)  # a file without a name may be written to
@@ -107,7 +108,7 @@ def test_tied_weights_stay_one_tensor(tiny_checkpoints: dict[str, Path], tmp_pat
     with scratch_folder(tmp_path), tensors_in_files():
         model: Any = checkpoint.load_model("bfloat16")
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert lies(model.lm_head.weight) == scratch._SHARED
+    assert lies(model.lm_head.weight) == scratch._FILE
 
 
 def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: None) -> None:
@@ -119,7 +120,7 @@ def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: N
     ]
     with scratch_folder(tmp_path):
         moved = [in_file(each) for each in tensors]
-        assert all(lies(each) == scratch._SHARED for each in moved)
+        assert all(lies(each) == scratch._FILE for each in moved)
         assert [in_file(each).data_ptr() for each in moved] == [each.data_ptr() for each in moved]
         for each, other in zip(tensors, moved, strict=True):
             give_back(other)
@@ -169,3 +170,22 @@ def test_a_disk_that_is_full_before_weights_are_written_is_one_sentence(
     with pytest.raises(OSError, match=r"^no space is left on the disk of .*out; free some, or name an output folder"):
         export_tiny(tiny_checkpoint, tmp_path / "out" / "artifact", dtype="bfloat16")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [lambda weight: weight.data.div_(2), lambda weight: weight.__setitem__(0, 1.0)])
+def test_code_of_a_model_may_write_to_mapped_weights_and_the_file_stays(
+    write: Callable[[Tensor], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = tmp_path / "model.safetensors", torch.randn(3000)
+    save_file({"other": torch.ones(5000), "weight": before}, path)
+    tensors = map_tensors(path)
+    content = path.read_bytes()
+    with WritableWhereWritten(), torch.no_grad():
+        write(tensors["weight"])
+        write(expected := before.clone())
+    monkeypatch.setattr(scratch, "_LEAST", 1)
+    with scratch_folder(tmp_path):
+        for tensor in tensors.values():
+            give_back(tensor)
+    assert torch.equal(tensors["weight"], expected) and not torch.equal(expected, before)
+    assert torch.equal(tensors["other"], torch.ones(5000)) and path.read_bytes() == content
