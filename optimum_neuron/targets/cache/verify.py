@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ... import progress
 from .entries import BrokenError, Entry, check_code, list_entries, remove_entry
 
 
@@ -16,14 +17,17 @@ def verify(*, remove: bool) -> Iterator[tuple[Entry, str | None]]:
     Raises:
         OSError: one is to be removed from a cache that may only be read.
     """
-    for entry in list_entries():
-        problem = None
-        try:
-            check_code(entry.path)
-        except BrokenError as error:
-            if not entry.path.exists():
-                continue
-            problem = str(error)
-            if remove:
-                remove_entry(entry.path)
-        yield entry, problem
+    entries = list(list_entries())
+    with progress.stage("Verifying entries", sum(entry.size for entry in entries)) as advance:
+        for entry in entries:
+            problem = None
+            try:
+                check_code(entry.path)
+            except BrokenError as error:
+                if not entry.path.exists():
+                    continue
+                problem = str(error)
+                if remove:
+                    remove_entry(entry.path)
+            advance(entry.path.name[:16], entry.size)
+            yield entry, problem

@@ -62,8 +62,9 @@ def fetch(folder: Path, chosen: InstructionSet) -> Path:
     store, key = CompileCache(CACHE_KIND), native_build.key(chosen)
     if not store.fetch(key, folder, path.stem, path.suffix):
         native_build.check_compiler()
-        with store.scratch() as scratch, progress.stage(f"Compiling kernels for {chosen.name}"):
-            native_build.build(scratch / path.name, chosen)
+        title, count = f"Compiling kernels for {chosen.name}", len(native_build.source_files())
+        with store.scratch() as scratch, progress.stage(title, count) as advance:
+            native_build.build(scratch / path.name, chosen, compiled=advance)
             about = About("kernels", chosen.name, Path(native_build.compiler() or "").name)
             store.store(key, scratch, path.stem, folder, about)
     return path

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -60,21 +60,36 @@ def prebuilt_name(chosen: InstructionSet) -> str:
     return f"{chosen.name}-{key(chosen)}.so"
 
 
-def build(output: Path, chosen: InstructionSet, link_flags: Sequence[str] = ()) -> None:
+def source_files() -> list[Path]:
+    """What is compiled, each by itself."""
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def build(
+    output: Path,
+    chosen: InstructionSet,
+    link_flags: Sequence[str] = (),
+    compiled: Callable[[str], None] = lambda name: None,
+) -> None:
     """Compiles the library.
+
+    Args:
+        compiled: is told each source file that is done, by threads of its own.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; then its message is included.
     """
     check_compiler()
-    sources = sorted(SOURCES.glob("*.cpp"))
     command = [str(compiler()), *_FLAGS, *chosen.flags]
     processes = Processes()
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
-        objects = {source: str(Path(scratch, source.stem + ".o")) for source in sources}
-        compilations = [
-            partial(_run, processes, [*command, "-c", str(source), "-o", target]) for source, target in objects.items()
-        ]
+        objects = {source: str(Path(scratch, source.stem + ".o")) for source in source_files()}
+
+        def compile_one(source: Path, target: str) -> None:
+            _run(processes, [*command, "-c", str(source), "-o", target])
+            compiled(source.name)
+
+        compilations = [partial(compile_one, *pair) for pair in objects.items()]
         run_jobs(compilations, usable_cpus(), processes.end)
         strict = [] if sys.platform == "darwin" else ["-Wl,--no-undefined"]  # found here, not where it is loaded
         _run(processes, [*command, *objects.values(), "-shared", *strict, *link_flags, "-o", str(output)])
