@@ -114,7 +114,7 @@ def by_engine(runner: GraphRunner) -> list[Any]:
                 logprobs=number == 2,
             )
         )
-    return list(engine.run())
+    return [event._replace(started=None) for event in engine.run()]
 
 
 def forward(runner: GraphRunner) -> list[Any]:

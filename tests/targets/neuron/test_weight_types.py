@@ -25,7 +25,7 @@ def test_codes_that_a_target_has_pass(target: str) -> None:
 
 def test_codes_that_trn2_reads_as_infinity_are_refused() -> None:
     check_weight_types(model(448.0), "trn3")
-    told = "second has codes of fp8 up to 448, and the largest of target='trn2' is 240; use target='trn3', or --quantization fp8"
+    told = "second has codes of fp8 up to 448, and the largest of target='trn2' is 240; use target='trn3', or pass --dequantize"
     with pytest.raises(ValueError, match=told):
         check_weight_types(model(448.0), "trn2")
 
