@@ -178,7 +178,7 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
 # Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.
 _LINEARS = {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
 # The same of codes: of many rows as above, and of few, which have one tile of x and one of weights at a time.
-_CODED = {*_LINEARS, ("0", "1", "2")}
+_CODED = {*_LINEARS, ("1", "5", "6"), ("2", "4", "6"), ("3", "5", "6"), ("0", "1", "2")}
 # Sums, then rows of queries or probabilities, then keys or values, whose lines are pairs.
 _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")}
 
