@@ -44,7 +44,14 @@ class Entry:
 
 
 def _select(values: Tensor, dim: int, places: list[int]) -> Tensor:
-    """Also of fp8, which torch does not index by lists."""
+    """Also of fp8, which torch does not index by lists.
+
+    Raises:
+        IndexError: there is no such place.
+    """
+    outside = next((place for place in places if not 0 <= place < values.shape[dim]), None)
+    if outside is not None:
+        raise IndexError(f"place {outside} of {values.shape[dim]}")
     return values.index_select(dim, torch.tensor(places, dtype=torch.int64))
 
 
