@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
+from .. import progress
 from ..config import NeuronConfig
 from ..graphs.kv_cache import KVCache
 from ..graphs.model_spec import ModelSpec
@@ -111,14 +112,17 @@ def replay(
         decode graphs return none.
     """
     runner.reserve([len(prompt) + count - 1])
-    size = runner.config.prefill_chunk_size
-    for start in range(0, len(prompt), size):
-        output = runner.prefill([Chunk(0, prompt[start : start + size])])
-    steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
-    for index in range(count - 1):
-        token = steps[-1][0] if tokens is None else tokens[index]
-        output = runner.step((), _first_row(runner, token))
-        steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
+    starts = range(0, len(prompt), size := runner.config.prefill_chunk_size)
+    with progress.stage("Following a prompt", len(starts) + count - 1) as advance:
+        for start in starts:
+            output = runner.prefill([Chunk(0, prompt[start : start + size])])
+            advance("its tokens")
+        steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
+        for index in range(count - 1):
+            token = steps[-1][0] if tokens is None else tokens[index]
+            output = runner.step((), _first_row(runner, token))
+            steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
+            advance("what follows")
     return steps
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from .... import progress
 from ....artifacts.artifact import GRAPHS_FOLDER
 from ....artifacts.skeleton import assign, empty_model
 from ....artifacts.weights import named_tensors
@@ -85,10 +86,14 @@ def compare_with_eager(
     """
     scales: dict[str, int] = {}
     records, comparisons = [], list[Comparison]()
-    for dtype in dict.fromkeys(("float32", setup.trial.config.dtype)):
-        scales, expected = _expected(model, setup, dtype, scales, trust_remote_code=trust_remote_code)
-        comparisons += compare(expected, setup.execute(dtype, scales))
-        records.append(sampled(expected, setup.steps))
+    dtypes = dict.fromkeys(("float32", setup.trial.config.dtype))
+    with progress.stage("Comparing steps", 2 * len(dtypes)) as advance:
+        for dtype in dtypes:
+            scales, expected = _expected(model, setup, dtype, scales, trust_remote_code=trust_remote_code)
+            advance(f"the model in {dtype}")
+            comparisons += compare(expected, setup.execute(dtype, scales))
+            advance(f"the graphs in {dtype}")
+            records.append(sampled(expected, setup.steps))
     return scales, tuple(records), tuple(comparisons)
 
 
