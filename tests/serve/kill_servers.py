@@ -53,6 +53,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.artifact, self.mark = folder / "tiny", uuid.uuid4().hex
+        self.started: list[subprocess.Popen[bytes]] = []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -76,7 +77,14 @@ class Place:
             "--port",
             str(self.port),
         ]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Leaves no server behind, also where a check has failed."""
+        for process in self.started:
+            process.kill()
 
     def up(self, process: subprocess.Popen[bytes]) -> float:
         """Seconds until the server is ready."""
@@ -155,17 +163,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault(CACHE_VARIABLE, str(Path(folder) / "cache"))
         place = Place(Path(folder))
-        process = place.start()
-        seconds = place.up(process)
-        expected = place.answer()
-        process.terminate()
-        process.wait(PATIENCE)
-        for turn in range(args.kills):
-            serving = turn % 2 == 1
-            moment = generator.uniform(0, 0.5 if serving else seconds)
-            kill_one(place, moment, serving, expected)
-            sys.stdout.write(f"{turn + 1}: killed {moment:.2f} s into its {'answers' if serving else 'start'}\n")
-            sys.stdout.flush()
+        try:
+            kill_many(place, args.kills, generator)
+        finally:
+            place.end()
+
+
+def kill_many(place: Place, kills: int, generator: random.Random) -> None:
+    process = place.start()
+    seconds = place.up(process)
+    expected = place.answer()
+    process.terminate()
+    process.wait(PATIENCE)
+    for turn in range(kills):
+        serving = turn % 2 == 1
+        moment = generator.uniform(0, 0.5 if serving else seconds)
+        kill_one(place, moment, serving, expected)
+        sys.stdout.write(f"{turn + 1}: killed {moment:.2f} s into its {'answers' if serving else 'start'}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
