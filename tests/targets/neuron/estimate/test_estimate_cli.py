@@ -21,7 +21,7 @@ from optimum.commands import optimum_cli
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, Qwen3NextConfig, RwkvConfig, T5Config
 
-from optimum_neuron.checkpoints import checkpoint
+from optimum_neuron.checkpoints import find
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
 from optimum_neuron.targets.neuron.estimate.report import sentences
@@ -205,7 +205,7 @@ def test_from_the_hub_comes_the_config_alone(
         asked.update(options, patterns=patterns, repo_id=repo_id)
         return tiny_checkpoints["llama"]
 
-    monkeypatch.setattr(checkpoint, "download", download)
+    monkeypatch.setattr(find, "download", download)
     options = {"sequence_length": 64}
     report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
     assert asked == {
