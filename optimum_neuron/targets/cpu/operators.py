@@ -52,6 +52,7 @@ _library.define(
     "Tensor slots, Tensor positions) -> Tensor"
 )
 _library.define("output_rows(Tensor rows) -> Tensor")
+_library.define("rotate_half(Tensor x) -> Tensor")
 _library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
 
 
@@ -135,6 +136,7 @@ _SHAPES: dict[str, Any] = {
     "convolve": _convolved,
     "walk": _walked,
     "output_rows": _marked,
+    "rotate_half": _marked,
     "sample": _chosen,
 }
 for _name, _shapes in _SHAPES.items():

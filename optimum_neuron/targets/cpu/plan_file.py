@@ -32,7 +32,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 7
+FORMAT = 8
 _FILE = record(
     {
         "format": whole(1),

@@ -418,6 +418,7 @@ def test_every_operator_of_a_map_is_tested() -> None:
         "irow_max",
         "irow_min",
         "spread",
+        "rotate_half",
         "round_bfloat16",
         "round_float16",
     }

@@ -20,7 +20,8 @@ from optimum_neuron.artifacts.artifact import ArtifactError
 from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec
 from optimum_neuron.graphs.spec import SamplingParams, graph_specs
 from optimum_neuron.targets.cpu import loader, plan_file
-from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, TorchCall
+from optimum_neuron.targets.cpu.plan.encode import PlanError, encode
+from optimum_neuron.targets.cpu.plan.program import Buffer, Item, Map, Operand, Plan, TorchCall
 from optimum_neuron.targets.cpu.plan_file import FORMAT, Facts, OldPlanError, read_plan, write_plan
 
 
@@ -197,6 +198,14 @@ def test_no_value_in_a_plan_reaches_beyond_its_buffers(artifact: Path) -> None:
             assert "\n" not in str(error), (spots[index], value)
             refused += 1
     assert refused > len(chosen) // 2
+
+
+@pytest.mark.parametrize("number", [None, "1", [], 1e300, 2**200], ids=str)
+def test_a_constant_that_is_no_float32_is_refused(number: Any) -> None:
+    output = Operand(0, "float32", 0, (4,), (1,))
+    items = (Item("load", 0, access=output), Item("add", 1, (0, number), (False, True)))
+    with pytest.raises(PlanError, match="which is no float32"):
+        encode(Map(1, 4, 2, items), [Buffer("output", "0", 16)])
 
 
 @pytest.mark.slow

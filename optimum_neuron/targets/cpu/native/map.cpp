@@ -110,6 +110,23 @@ void spread(const Tile& tile, const Item& item) {
   }
 }
 
+// Each row's second half negated, and then its first.
+void rotateHalf(const Tile& tile, const Item& item) {
+  const float* a = tile.from<float>(item.a);
+  float* to = tile.to<float>(item.to);
+  const int64_t half = tile.columns / 2;
+  for (int64_t row = 0; row < tile.rows; ++row, a += 2 * half, to += 2 * half) {
+    const float* __restrict from = a;
+    float* __restrict rotated = to;
+    for (int64_t i = 0; i < half; ++i) {
+      rotated[i] = -from[half + i];
+    }
+    for (int64_t i = 0; i < half; ++i) {
+      rotated[half + i] = from[i];
+    }
+  }
+}
+
 template <class F>
 void floats(const Tile& tile, const Item& item, F f) {
   unary<float, float>(tile, item, f);
@@ -196,6 +213,7 @@ void compute(const Tile& tile, const Item& item) {
     case Op::kIRowMin:
       return reduce<I>(tile, item, std::numeric_limits<I>::max(), [](I a, I b) { return std::min(a, b); });
     case Op::kSpread: return spread(tile, item);
+    case Op::kRotateHalf: return rotateHalf(tile, item);
     case Op::kCount: return;
   }
 }
@@ -203,8 +221,8 @@ void compute(const Tile& tile, const Item& item) {
 }  // namespace
 
 void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total) {
-  const int64_t tileRows = map.reduces ? std::max<int64_t>(1, kTile / map.columns) : 1;
-  const int64_t tile = map.reduces ? tileRows * map.columns : kTile;
+  const int64_t tileRows = map.needsRows ? std::max<int64_t>(1, kTile / map.columns) : 1;
+  const int64_t tile = map.needsRows ? tileRows * map.columns : kTile;
   const int64_t tiles = (total + tile - 1) / tile;
   const int64_t each = std::max<int64_t>(1, kGrain / (tile * static_cast<int64_t>(map.items.size())));
   const int64_t stride = (std::min(tile, total) * sizeof(float) + 63) / 64 * 64;

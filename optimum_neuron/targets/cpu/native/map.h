@@ -38,7 +38,7 @@ enum class Op : int32_t {
   kNeg, kAbs, kExp, kLog, kSqrt, kRsqrt, kReciprocal, kSigmoid, kSilu, kTanh, kErf, kGelu, kGeluTanh, kRelu, kSin, kCos,
   kFloor, kCeil, kRound, kTrunc, kIsNan, kExpm1, kLog1p, kSoftplus, kRoundBFloat16, kRoundFloat16,
   kINeg, kIAbs, kINot, kToFloat, kToInt, kToBool, kIToBool,
-  kSum, kRowMax, kRowMin, kISum, kIRowMax, kIRowMin, kSpread,
+  kSum, kRowMax, kRowMin, kISum, kIRowMax, kIRowMin, kSpread, kRotateHalf,
   kCount
 };
 
@@ -55,8 +55,8 @@ struct Item {
 };
 
 struct Map {
-  int64_t rows, columns;     // the domain; without reductions a single row
-  bool reduces;
+  int64_t rows, columns;     // the domain; where no operator takes whole rows, a single one
+  bool needsRows;
   int32_t registers;
   std::vector<Item> items;
 };

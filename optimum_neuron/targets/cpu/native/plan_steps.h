@@ -155,7 +155,7 @@ Step readMap(Reader& reader) {
   Map map{};
   map.rows = reader.word();
   map.columns = reader.word();
-  map.reduces = reader.word();
+  map.needsRows = reader.word();
   map.registers = static_cast<int32_t>(reader.word());
   const int64_t count = reader.count();
   for (int64_t i = 0; i < count; ++i) {

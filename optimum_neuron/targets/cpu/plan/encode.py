@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .fusion import reduces
+from .fusion import needs_rows
 from .program import (
     OPS,
     Attend,
@@ -138,8 +138,13 @@ def _require(holds: bool, otherwise: str) -> None:
         raise PlanError(otherwise)
 
 
-def _bits(number: float, *, integer: bool) -> int:
-    return number & 0xFFFFFFFF if integer else int(struct.unpack("<I", struct.pack("<f", number))[0])  # type: ignore[operator]
+def _bits(number: Any, *, integer: bool) -> int:
+    if integer:
+        return int(number) & 0xFFFFFFFF
+    try:
+        return int(struct.unpack("<I", struct.pack("<f", number))[0])
+    except (struct.error, OverflowError) as error:
+        raise PlanError(f"it has the constant {number!r}, which is no float32") from error
 
 
 def _is_contiguous(operand: Operand) -> bool:
@@ -186,13 +191,14 @@ class _Encoder:
 
     def map(self, step: Map) -> Iterator[int]:
         _require(step.rows > 0 and step.columns > 0, "it has a map without elements")
-        yield from (step.rows, step.columns, reduces(step.items), step.registers, len(step.items))
+        yield from (step.rows, step.columns, needs_rows(step.items), step.registers, len(step.items))
         written: set[int] = set()
         for item in step.items:
             yield from self._item(item, step, written)
 
     def _item(self, item: Item, step: Map, written: set[int]) -> Iterator[int]:
         _require(item.op in OPS, f"it has an operator {item.op!r}")
+        _require(item.op != "rotate_half" or step.columns % 2 == 0, "it has rows without halves")
         _require(-1 <= item.to < step.registers and (item.to >= 0) == (item.op != "store"), "it has no such register")
         registers = [0, 0, 0]
         constants = [0, 0]
@@ -200,7 +206,7 @@ class _Encoder:
         for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
             if is_constant:
                 _require(index < 2, "it has a constant where a register belongs")
-                constants[index] = _bits(value, integer=integer and isinstance(value, int))  # type: ignore[arg-type]
+                constants[index] = _bits(value, integer=integer and isinstance(value, int))
             else:
                 _require(isinstance(value, int) and value in written, "it reads a register before it is written")
                 _require(value != item.to, "it overwrites an operand")

@@ -123,6 +123,11 @@ class Group:
         self.inner = inner
         return self.compute(op, (register,), rows=True)
 
+    def rotate(self, register: int) -> int:
+        """Each row's second half negated, and then its first."""
+        self.inner = 1
+        return self.compute("rotate_half", (register,))
+
     def spread(self, register: int) -> int:
         """A register of rows as one of all elements."""
         if register not in self._spread:
@@ -208,5 +213,6 @@ def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
     return count, tuple(assigned)
 
 
-def reduces(items: Iterable[Item]) -> bool:
-    return any(item.op in REDUCTIONS for item in items)
+def needs_rows(items: Iterable[Item]) -> bool:
+    """Whether an operator takes whole rows."""
+    return any(item.op in REDUCTIONS or item.op == "rotate_half" for item in items)

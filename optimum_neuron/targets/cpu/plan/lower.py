@@ -35,9 +35,10 @@ from .calls import (
 from .elementwise import lower_elementwise
 from .fusion import REGISTER_DTYPES, Pending
 from .head_linears import split_heads
-from .pointwise import ALIASES, CONVERSIONS, FILLED, SHAPED, UNDEFINED, VIEWS, aten
+from .pointwise import ALIASES, CONVERSIONS, FILLED, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
 from .program import Plan, TorchCall
 from .quantized_calls import lower_quantized_experts, lower_quantized_linear
+from .rotations import find_rotations, lower_rotation
 from .torch_calls import copy_by_torch, lower_torch_call, writes
 from .uses import Uses
 from .values import Known, Stored, contiguous
@@ -65,6 +66,7 @@ _CALLS: dict[Any, Any] = {
     aten.stack.default: lower_cat,
     aten.concat.default: lower_cat,
     aten.copy_.default: lower_copy,
+    ROTATE_HALF: lower_rotation,
 }
 # What is computed once is kept in memory: not what is as large as a weight matrix.
 _MAX_KEPT = 1 << 24  # elements
@@ -82,6 +84,7 @@ def lower(program: ExportedProgram) -> tuple[Plan, dict[str, Tensor]]:
         UnknownOperationError: the graph has an operation that is not one of torch's operators on tensors.
     """
     split_heads(program)
+    find_rotations(program)
     graph = program.graph_module.graph
     writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
     live = _live(graph.nodes)

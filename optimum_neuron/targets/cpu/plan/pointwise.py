@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..operators import NAMESPACE
+
 
 aten = torch.ops.aten
 
@@ -151,9 +153,12 @@ FILLED = frozenset({aten.new_full.default, aten.full_like.default})
 UNDEFINED = frozenset({aten.new_empty.default, aten.empty_like.default, aten.empty.memory_format})
 # Results that are their operands side by side.
 JOINING = frozenset({aten.cat.default, aten.stack.default, aten.concat.default})
-# What elementwise.py lowers.
+# Of each row of 2n columns, the second half negated, and then the first; only a plan has it.
+ROTATE_HALF = getattr(torch.ops, NAMESPACE).rotate_half.default
+# What becomes operators of a Map.
 MAPPED: frozenset[Any] = frozenset(
     {
+        ROTATE_HALF,
         *ARITHMETIC,
         *COMPARISONS,
         *LOGICAL,

@@ -82,6 +82,7 @@ OPS = [
     "irow_max",
     "irow_min",
     "spread",
+    "rotate_half",
 ]
 REDUCTIONS = frozenset(["sum", "row_max", "row_min", "isum", "irow_max", "irow_min"])
 
@@ -143,7 +144,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Map:
-    """Elementwise operators and reductions over `rows` times `columns` elements; without reductions, one row.
+    """Elementwise operators and reductions over `rows` times `columns` elements; where none takes whole rows, one row.
 
     With `tokens`, the domain's first dimension counts them.
     """
