@@ -296,6 +296,18 @@ def test_truths_give_the_bits_of_torch(kernels: Kernels) -> None:
     check_all_exact(kernels, BOOLEAN, [numbers(torch.bool), numbers(torch.bool)])
 
 
+def test_codes_become_numbers(kernels: Kernels) -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(9).view(64, 36)
+    table: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+        "float32": (lambda x: x.float() * 0.3,),
+        "bfloat16": (lambda x: x.bfloat16(),),
+        "of columns": (lambda x: x[:, 3:30:2].float(),),
+        "int32": (lambda x: x.int() * 3,),
+        "bool": (lambda x: x.bool(),),
+    }
+    check_all_exact(kernels, table, [codes])
+
+
 def test_numbers_become_integers_toward_zero(kernels: Kernels) -> None:
     x = torch.cat([torch.randn(2100) * 1000, torch.tensor([0.0, -0.0, 0.99999, -0.99999, 2.0**31 - 128, -(2.0**31)])])
     for dtype in FLOATS:

@@ -11,7 +11,7 @@
 namespace step {
 
 // Element types, as numbered in a plan.
-enum class Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt32 = 3, kInt64 = 4, kBool = 5 };
+enum class Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt32 = 3, kInt64 = 4, kBool = 5, kInt8 = 6 };
 
 // How weights are written down: as numbers, or as codes of 8 bits or of 4, two to a byte, of which each stands for
 // code * scale + shift, of its group of adjacent columns.

@@ -105,6 +105,8 @@ void load(const Tile& tile, const Item& item) {
       return loadAs<int32_t, int64_t>(tile, item, [](int64_t x) { return static_cast<int32_t>(x); });
     case Type::kBool:
       return loadAs<int32_t, uint8_t>(tile, item, [](uint8_t x) { return static_cast<int32_t>(x != 0); });
+    case Type::kInt8:
+      return loadAs<int32_t, int8_t>(tile, item, [](int8_t x) { return static_cast<int32_t>(x); });
   }
 }
 
@@ -141,6 +143,8 @@ void store(const Tile& tile, const Item& item) {
       return storeAs<int64_t, int32_t>(tile, item, [](int32_t x) { return static_cast<int64_t>(x); });
     case Type::kBool:
       return storeAs<uint8_t, int32_t>(tile, item, [](int32_t x) { return static_cast<uint8_t>(x); });
+    case Type::kInt8:
+      return;  // no plan has it: codes are loaded alone
   }
 }
 

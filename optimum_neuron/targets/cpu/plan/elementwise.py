@@ -167,7 +167,7 @@ def _convert(builder: PlanBuilder, node: Node) -> bool:
         builder.share(node, source)
         return True
     # What int64 holds is known to fit where it is made int32.
-    readable = before in REGISTER_DTYPES or (before == torch.int64 and after == torch.int32)
+    readable = before in (*REGISTER_DTYPES, torch.int8) or (before == torch.int64 and after == torch.int32)
     value = builder.values[source]
     if not readable or after not in REGISTER_DTYPES or isinstance(value, Known):
         return False

@@ -33,6 +33,7 @@ from .program import (
 # As in native/kernels.h.
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
+_LOADED = TYPES | {"int8": 6}  # codes that were looked up
 # What calls of torch and quantized weights have beside them.
 _OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 _COPIED = SIZES | {"int8": 1, "float8_e4m3fn": 1}  # rows of codes are looked up as they are
@@ -224,12 +225,13 @@ class _Encoder:
         _require(access is not None, "it has an operator that reads from nowhere")
         assert access is not None
         check_operand(access, self._buffers)
-        _require(access.dtype in TYPES, "it has an operand that no kernel takes")
+        types = _LOADED if item.op == "load" else TYPES
+        _require(access.dtype in types, "it has an operand that no kernel takes")
         count = step.rows if item.rows else step.rows * step.columns
         _require(math.prod(access.shape) == count, "it has an access of another size")
         dims = collapse(access.shape, access.strides)
         _require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
-        yield from (access.buffer, TYPES[access.dtype], access.offset, len(dims))
+        yield from (access.buffer, types[access.dtype], access.offset, len(dims))
         for size, stride in dims:
             yield from (size, stride)
 
