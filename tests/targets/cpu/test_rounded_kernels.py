@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 import torch
 from coded_weights import quantized, row
-from kernel_calls import Kernels, random, same_bits, with_dtypes
-from torch import Tensor
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import DTYPES, Kernels, Planned, Tensors, guarded, random, same_bits, with_dtypes
+from torch import Tensor, nn
 
-from optimum_neuron.graphs.quantized.modules import reference_product
+from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying, reference_product
 from optimum_neuron.graphs.quantized.weight import QuantizedWeight
+from optimum_neuron.targets.cpu.operators import OPS
+from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.program import Layer, Linears
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
@@ -113,3 +119,142 @@ def test_products_have_the_bits_of_their_definition(
         assert same_bits(result[:, few], wanted), (columns, group, outputs)
         near = 1e-6 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(result, reference_product(x, weight, bias), rtol=near, atol=1e-30)
+
+
+@with_dtypes
+@with_forms
+def test_no_other_row_thread_or_layer_changes_a_row(
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+) -> None:
+    weight = rounded(kind, 530, 192, group=96, shifted=shifted, scale=scale)
+    x, bias = random(40, 192, dtype=dtype), random(530, dtype=dtype)
+    (whole,) = kernels.quantized_linears(x, [weight], [bias])
+    for rows in (1, 2, 7, 16, 17):
+        assert same_bits(kernels.quantized_linears(x[:rows], [weight], [bias])[0], whole[:rows]), rows
+    with kernels.with_threads(3):
+        parts = kernels.quantized_linears(
+            x[5:], [row(weight, slice(0, 33)), row(weight, slice(33, None))], [bias[:33], bias[33:]]
+        )
+    assert same_bits(torch.cat(parts, -1), whole[5:])
+
+
+@examples(100)
+@given(st.sampled_from(FORMS), st.sampled_from(DTYPES), st.data())
+def test_no_size_or_place_changes_a_bit_of_the_definition(
+    best_kernels: Kernels, form: tuple[str, bool, torch.dtype], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    kind, shifted, scale = form
+    group = data.draw(st.one_of(st.sampled_from([16, 32, 64, 128, 640]), st.integers(1, 300)), "group")
+    group *= 2 if kind == "int4" and group % 2 else 1
+    columns = group * data.draw(st.integers(1, max(1, 1200 // group)), "groups")
+    outputs, rows = data.draw(st.integers(1, 150), "outputs"), data.draw(st.integers(1, 60), "rows")
+    weight = rounded(kind, outputs, columns, group=group, shifted=shifted, scale=scale)
+    x, bias = random(rows, columns, dtype=dtype), random(outputs, dtype=dtype)
+    with best_kernels.with_threads(data.draw(st.integers(1, 3), "threads")):
+        (whole,) = best_kernels.quantized_linears(x, [weight], [bias])
+    place, output = data.draw(st.integers(0, rows - 1), "row"), data.draw(st.integers(0, outputs - 1), "output")
+    own, few = slice(place, place + 1), slice(output, output + 1)
+    assert same_bits(whole[own, few], defined(x[own], row(weight, few), bias[few]))
+    assert same_bits(best_kernels.quantized_linears(x[own], [weight], [bias])[0], whole[own])
+
+
+@with_dtypes
+@with_forms
+def test_what_is_not_finite_reaches_its_own_row_alone(
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+) -> None:
+    weight = rounded(kind, 37, 192, group=96, shifted=shifted, scale=scale)
+    x = random(19, 192, dtype=dtype)
+    (clean,) = kernels.quantized_linears(x, [weight], [None])
+    others = torch.arange(19) != 17
+    for value in (NAN, INFINITY, -INFINITY):
+        for column in (0, 95, 191):
+            bad = x.clone()
+            bad[17, column] = value
+            (result,) = kernels.quantized_linears(bad, [weight], [None])
+            assert result[17].isnan().all() and reference_product(bad, weight, None)[17].isnan().all()
+            assert same_bits(result[others], clean[others])
+
+
+@with_dtypes
+@with_forms
+def test_experts_compute_what_layers_do(
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+) -> None:
+    weight = rounded(kind, 4, 70, 96, group=48, shifted=shifted, scale=scale)
+    bias, index = random(4, 70, dtype=dtype), torch.randint(0, 6, (23, 2))
+    for x in (random(23, 96, dtype=dtype), random(23, 2, 96, dtype=dtype)):
+        result = kernels.quantized_expert_linear(x, index, weight, bias)
+        for expert in range(4):
+            chosen = (x[:, None].expand(23, 2, 96) if x.dim() == 2 else x)[index == expert].contiguous()
+            (wanted,) = kernels.quantized_linears(chosen, [weight.part(expert)], [bias[expert]])
+            assert same_bits(result[index == expert], wanted)
+        assert not result[index > 3].any()
+
+
+class _Layers(nn.Module):
+    """Layers of one input, of which two round it alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            QuantizedLinear(each)
+            for each in (
+                rounded("int4", 24, 64, group=32),
+                quantized("int4", 24, 64, group=32),
+                rounded("int4", 40, 64, group=32, shifted=True),
+            )
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        own = x * 2
+        return tuple(layer(own) for layer in self.layers)
+
+
+@with_dtypes
+def test_layers_of_a_graph_are_one_step_where_activations_are_rounded_alike(
+    best_kernels: Kernels, dtype: torch.dtype
+) -> None:
+    module, x = _Layers(), random(1, 5, 64, dtype=dtype)
+    with multiplying(OPS.quantized_linear):
+        planned = Planned(best_kernels, module, [x])
+    steps = [step for step in planned.plan.steps if isinstance(step, Linears)]
+    assert [[layer.codes and layer.codes.activations for layer in step.layers] for step in steps] == [
+        ["int8", "int8"],
+        [None],
+    ]
+    assert not planned.calls_torch
+    for result, wanted in zip(planned(x), module(x), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-2)
+
+
+def test_activations_that_no_kernel_rounds_are_refused(best_kernels: Kernels) -> None:
+    weights, x = {kind: quantized(kind, 8, 64, group=64) for kind in ("int8", "fp8")}, torch.randn(3, 64)
+
+    def run(*layers: tuple[str, str | None]) -> None:
+        tensors = Tensors()
+        step = Linears(
+            tensors(x),
+            tuple(
+                Layer(
+                    tensors(weights[kind].codes),
+                    None,
+                    tensors(guarded((3, 8), torch.float32)),
+                    replace(tensors.codes(weights[kind]), activations=activations),
+                )
+                for kind, activations in layers
+            ),
+        )
+        best_kernels.run(step, tensors)
+
+    run(("int8", "int8"), ("int8", "int8"))
+    with pytest.raises(PlanError, match="activations of int4 with a weight of int8"):
+        run(("int8", "int4"))
+    with pytest.raises(PlanError, match="activations of int8 with a weight of fp8"):
+        run(("fp8", "int8"))
+    with pytest.raises(PlanError, match="quantized in several ways"):
+        run(("int8", "int8"), ("int8", None))
+    with pytest.raises(
+        ValueError, match="activations of int8 do not meet codes of fp8: those of int8 meet int8 and int4"
+    ):
+        replace(weights["fp8"], activations="int8")
