@@ -14,6 +14,7 @@ from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
 from optimum_neuron.config import (
+    ACTIVATIONS,
     DTYPES,
     KERNEL_TARGETS,
     KERNELS,
@@ -42,6 +43,7 @@ examples:
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 32 --kv-block-size 128 --kv-cache-tokens 16384
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8
+  optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --quantization int4 --activations int8
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter my-lora/
 
 then:
@@ -120,7 +122,13 @@ def add_graph_options(parser: ArgumentParser) -> None:
     """Options that make a NeuronConfig; shared by the commands that tell of an export before it is done."""
     _add_size_options(parser)
     _add_sampling_options(parser)
-    add_quantization_options(parser)
+    add_option(
+        add_quantization_options(parser),
+        "--activations",
+        choices=ACTIVATIONS,
+        help="round activations to int8, too, where they meet weights of int8 or int4: each token's by blocks of 64 inputs, with a scale each; "
+        "less exact, for the host CPU (default: activations stay as they are)",
+    )
     _add_target_options(parser)
 
 
@@ -261,11 +269,11 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
     )
 
 
-def add_quantization_options(parser: ArgumentParser) -> None:
-    """Options of the form of weights; shared by the commands that ask what an export would make."""
+def add_quantization_options(parser: ArgumentParser) -> Any:
+    """Options of the form of weights; shared by the commands that ask what an export would make. Returns their group."""
     group = parser.add_argument_group(
         "quantization",
-        "Weights, and keys and values, of fewer bits: decoding takes the time in which they are read. Activations stay as they are.",
+        "Weights, and keys and values, of fewer bits: decoding takes the time in which they are read.",
     )
     add_option(
         group,
@@ -304,6 +312,7 @@ def add_quantization_options(parser: ArgumentParser) -> None:
         help="keep keys and values as codes of 8 bits, with a scale for each token and head: half of bfloat16's size, and four bytes for each "
         "scale (default: they are of the type of activations)",
     )
+    return group
 
 
 def _add_target_options(parser: ArgumentParser) -> None:

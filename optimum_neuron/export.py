@@ -22,6 +22,7 @@ from .artifacts.manifest import describe_graph
 from .artifacts.quantization import write_formats
 from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
+from .checkpoints.activations import check_activations, round_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.find import find_checkpoint
@@ -136,8 +137,11 @@ def export_model(
         _warn_of_host_sampling(loaded, config)
         with tensors_in_files():
             quantize(loaded, config)
+        check_activations(loaded, config)
         with progress.stage("Checking that step graphs compute what the model does"), giving_back():
             spec = _inspect(loaded, config)
+        # Behind the check: of activations that differ in a last bit, codes can be others.
+        round_activations(loaded, config)
         check_disk(folder, written_bytes(named_tensors(loaded)) - unfinished_bytes(output, source))
         return _write(
             checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite, source
@@ -197,6 +201,11 @@ def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: 
         raise ValueError(
             f"{checkpoint.source} is quantized, and quantization={config.quantization!r} would round its weights once more; leave it out to "
             f"keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
+        )
+    if config.activations is not None and config.quantization is None and (dequantize or not checkpoint.is_quantized):
+        raise ValueError(
+            f"activations={config.activations!r} meets weights of int8 or int4, and {checkpoint.source} is exported with plain ones; give "
+            f"--quantization int8 (quantization='int8') as well, or leave activations out"
         )
     return KEEP if keep else DEQUANTIZE if dequantize else None
 

@@ -38,6 +38,7 @@ QUICK: dict[str, Any] = {
 }
 EXAMPLES = f"""
 peers:
+  {OURS}-rounded  this project with activations of int8 (--activations int8), where weights are int8 or int4
   transformers         generate() with its defaults; requests by its continuous batching
   transformers-static  generate() with a static cache and compiled decode steps
   llamacpp             llama.cpp, by llama-cpp-python; int8 is q8_0, int4 is q4_0

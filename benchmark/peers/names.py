@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 SMOLLM2, RANDOM_1B = "smollm2-135m", "random-1b"
 MODELS = (SMOLLM2, RANDOM_1B)
 FLOATS = ("float32", "bfloat16")
-PRECISIONS = (*FLOATS, "int8", "int4")
+# What is computed in bfloat16, by weights of so many bits.
+QUANTIZED = ("int8", "int4")
+PRECISIONS = (*FLOATS, *QUANTIZED)
 OURS, REFERENCE = "optimum_neuron", "transformers"
+# What this project rounds activations to, where it is asked to.
+ROUNDED = "int8"
 # What holds each library to AVX2 on a CPU that has more.
 AVX2 = {
     "OPTIMUM_NEURON_CPU": "avx2",
@@ -58,6 +62,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer(OURS, ("ours",), PRECISIONS),
+        Peer("optimum_neuron-rounded", ("ours", ROUNDED), QUANTIZED),
         Peer(REFERENCE, ("transformers", "eager")),
         Peer("transformers-static", ("transformers", "static")),
         Peer(

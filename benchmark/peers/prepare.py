@@ -71,7 +71,9 @@ class Workshop:
             UnsupportedError: it has no such precision.
         """
         stamp = place.folder / STAMP
-        ours = place.peer.name == OURS  # its exports know themselves whether they are out of date
+        ours = (
+            place.peer.worker[0] == PEERS[OURS].worker[0]
+        )  # its exports know themselves whether they are out of date
         if stamp.is_file() and not ours:
             seconds: float | None = json.loads(stamp.read_text(encoding="utf-8"))["seconds"]
             return seconds

@@ -36,10 +36,11 @@ examples:
   python -m benchmark.quality --variants float32 bfloat16 smollm2/
   python -m benchmark.quality --target eager --variants bfloat16 bfloat16+int8 bfloat16+int4
   python -m benchmark.quality --variants float32+int4 float32+model-Q4_0.gguf    # beside what llama.cpp made of the same model
+  python -m benchmark.quality --variants int8 int8+int8-activations         # what do rounded activations cost?
   python -m benchmark.quality --texts 1 --length 64 --variants bfloat16     # does it run?
 
-A variant is a dtype, a quantization (int8, int4, fp8, of a target that computes it), both as in bfloat16+int8, a .gguf file of
-the same model, whose codes are kept, or the folder of an artifact that was exported with --prompt-logits. A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
+A variant is a dtype, a quantization (int8, int4, fp8, of a target that computes it), both as in bfloat16+int8, with activations of int8 as in
+int8+int8-activations, a .gguf file of the same model, whose codes are kept, or the folder of an artifact that was exported with --prompt-logits. A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
 """
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from optimum_neuron import progress
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME
-from optimum_neuron.config import DTYPES, NeuronConfig
+from optimum_neuron.config import ACTIVATIONS, DTYPES, NeuronConfig
 from optimum_neuron.modeling import NeuronModelForCausalLM
 from optimum_neuron.option_checks import QUANTIZATIONS
 
@@ -105,16 +105,17 @@ def variant_options(name: str) -> dict[str, str] | None:
         return None
     dtypes = [each for each in DTYPES if each != "auto"]
     kinds = [each for each in QUANTIZATIONS if each != "checkpoint"]
+    activations = {f"{each}-activations": each for each in ACTIVATIONS}
     options: dict[str, str] = {}
     for part in name.split("+"):
         is_file = part.endswith(".gguf") and Path(part).is_file()
-        field = "dtype" if part in dtypes else "quantization"
-        if field in options or not (is_file or part in (*dtypes, *kinds)):
+        field = "dtype" if part in dtypes else "activations" if part in activations else "quantization"
+        if field in options or not (is_file or part in (*dtypes, *kinds, *activations)):
             raise ValueError(
                 f"variant {name!r} is no artifact's folder and nothing that this version exports; name one of {', '.join(dtypes)}, "
-                f"{', '.join(kinds)}, two of them as in bfloat16+int8, a .gguf file, or a folder with {MANIFEST_NAME}"
+                f"{', '.join(kinds)}, some of them as in bfloat16+int8+{next(iter(activations))}, a .gguf file, or a folder with {MANIFEST_NAME}"
             )
-        options[field] = "checkpoint" if is_file else part
+        options[field] = "checkpoint" if is_file else activations.get(part, part)
     return options
 
 

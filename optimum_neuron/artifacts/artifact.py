@@ -31,7 +31,7 @@ WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
 # 2: a slot keeps more than keys and values; what it keeps beside them would be overlooked by a reader of 1.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
 OWNED_FOLDERS = (GRAPHS_FOLDER, WEIGHTS_FOLDER)
 
@@ -208,8 +208,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def format_version(model: dict[str, Any], *, quantized: bool) -> int:
-    """The oldest version whose readers can honour the artifact of a model, given as its manifest has it."""
+def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: bool) -> int:
+    """The oldest version whose readers can honour the artifact of a model, given as its manifest has it and its config."""
+    if config.get("activations"):
+        return 6
     if quantized:
         return 5
     if model.get("compressions"):

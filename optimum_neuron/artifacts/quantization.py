@@ -7,9 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from ..config import ACTIVATIONS
 from ..graphs.quantized.formats import WeightFormat, make_room
 from ..graphs.quantized.weight import CODE_DTYPES, SCALE_DTYPES
 from .schema import choice, flag, named, read_object, record, whole
@@ -26,6 +28,7 @@ _DOCUMENT = record(
                     "scale": choice([str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES]),
                     "has_shift": flag,
                 },
+                {"activations": choice(ACTIVATIONS)},
                 closed=True,
             )
         )
@@ -37,8 +40,12 @@ _DOCUMENT = record(
 def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
     """Writes the file where a model has quantized weights, which are these by name."""
     if formats:
-        document = {"weights": {name: asdict(each) for name, each in formats.items()}}
+        document = {"weights": {name: _told(each) for name, each in formats.items()}}
         (folder / QUANTIZATION_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _told(form: WeightFormat) -> dict[str, Any]:
+    return {name: value for name, value in asdict(form).items() if value is not None}
 
 
 def read_formats(folder: Path) -> Mapping[str, WeightFormat]:

@@ -51,7 +51,7 @@ class ArtifactWriter:
             size, written = path.stat().st_size, known.get(path)
             sha256 = written[1] if written is not None and written[0] == size else file_sha256(path)
             files[path.relative_to(self.path).as_posix()] = {"sha256": sha256, "size": size}
-        version = format_version(manifest["model"], quantized=QUANTIZATION_NAME in files)
+        version = format_version(manifest["model"], manifest["config"], quantized=QUANTIZATION_NAME in files)
         document = {"format": FORMAT, "format_version": version, **manifest, "files": files}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
         (self.path / MANIFEST_NAME).write_text(text, encoding="utf-8")

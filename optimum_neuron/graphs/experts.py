@@ -19,8 +19,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .expert_modules import is_experts
 from .masks import UnsupportedModelError
+from .quantized.activations import integer_product
 from .quantized.expert_weights import expert_weight
-from .quantized.modules import dequantized_product
+from .quantized.modules import reference_product
 from .quantized.weight import QuantizedWeight
 
 
@@ -120,6 +121,8 @@ QuantizedExpertsProduct = Callable[[Tensor, QuantizedWeight], Tensor]
 
 def dequantized_experts(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """The reference."""
+    if weight.activations is not None:
+        return torch.stack([integer_product(own, weight.part(number)) for number, own in enumerate(x)])
     return x.float() @ weight.dequantize().transpose(1, 2)
 
 
@@ -188,7 +191,7 @@ def _expert(call: ExpertsCall, expert: int, x: Tensor) -> Tensor:
 def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """`[tokens, in]` to `[tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
-        return dequantized_product(x, weight.part(expert), None if bias is None else bias[expert])
+        return reference_product(x, weight.part(expert), None if bias is None else bias[expert])
     own = weight[expert].t() if call.layer.is_transposed else weight[expert]
     return nn.functional.linear(x, own, None if bias is None else bias[expert])
 

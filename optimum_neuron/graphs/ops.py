@@ -15,7 +15,7 @@ from .convolution import SlotConvolution
 from .eager_sampling import sample_by_sorting
 from .experts import Experts, active_experts, dense_experts
 from .interface import AttentionCall
-from .quantized.modules import QuantizedProduct, dequantized_product
+from .quantized.modules import QuantizedProduct, reference_product
 from .recurrence import Scan
 from .sampling import sample
 from .scan_grid import delta_rule, selective_scan, state_space_scan
@@ -57,7 +57,7 @@ class StepOps:
     attend_decode: DecodeAttention | None = None
     write_cache: CacheWrite = kv_cache.write
     reads_visible: ReadsVisible = _reads_all
-    quantized_linear: QuantizedProduct = dequantized_product
+    quantized_linear: QuantizedProduct = reference_product
     convolve: SlotConvolution | None = None
     experts: Experts = dense_experts
     delta_rule: Scan = delta_rule

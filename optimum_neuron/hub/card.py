@@ -78,6 +78,7 @@ def _digest(text: str) -> str:
 def _metadata(facts: Facts, base_model: str | None, tags: Sequence[str]) -> str:
     base = base_model or facts.origin.get("repo")
     own = [facts.target, facts.options["dtype"], *(facts.quantized[:1] and [_quantization_name(facts)])]
+    own += [f"{facts.options['activations']}-activations"] if facts.options["activations"] else []
     data: dict[str, Any] = {
         "library_name": LIBRARY,
         "pipeline_tag": "text-generation",
@@ -183,13 +184,25 @@ def _sizes(facts: Facts) -> str:
 
 
 def _quantization(facts: Facts) -> str:
+    plain, rounded = facts.options["dtype"], facts.options["activations"]
     rows = [
-        (each.kind, f"{each.weights:,}", f"{each.groups:,}", each.scale, "yes" if each.has_shift else "no")
+        (
+            each.kind,
+            f"{each.weights:,}",
+            f"{each.groups:,}",
+            each.scale,
+            "yes" if each.has_shift else "no",
+            each.activations or plain,
+        )
         for each in facts.quantized
     ]
-    return "Activations stay as they are.\n\n" + table(
-        ("codes", "weights", "scales per output", "of type", "zero points"), rows
+    told = (
+        f"Activations are rounded to {rounded}, each token's by blocks of 64 inputs, where they meet weights of which the table says so."
+        if rounded
+        else "Activations stay as they are."
     )
+    headers = ("codes", "weights", "scales per output", "of type", "zero points", "activations")
+    return f"{told}\n\n{table(headers, rows)}"
 
 
 def _quality(facts: Facts, name: str) -> str:

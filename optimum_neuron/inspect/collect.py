@@ -155,7 +155,7 @@ def _quantized(artifact: Artifact) -> tuple[Quantized, ...]:
     for name, each in read_formats(artifact.path).items():
         alike.setdefault(each, []).append(name)
     return tuple(
-        Quantized(form.kind, form.groups, form.scale, form.has_shift, len(names), names[0])
+        Quantized(form.kind, form.groups, form.scale, form.has_shift, form.activations, len(names), names[0])
         for form, names in sorted(alike.items(), key=lambda item: -len(item[1]))
     )
 

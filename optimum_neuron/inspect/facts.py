@@ -98,12 +98,13 @@ class Linted:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights of one form: codes, how many share a scale, and how many weights have it."""
+    """Weights of one form: codes, how many share a scale, what activations are rounded to for them, and how many weights have it."""
 
     kind: str
     groups: int
     scale: str
     has_shift: bool
+    activations: str | None
     weights: int
     example: str
 

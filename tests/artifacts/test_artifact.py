@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other format": (lambda path: edit(path, lambda m: m.update(format="other")), r"has format 'other', not"),
     "newer version": (
         lambda path: edit(path, lambda m: m.update(format_version=FORMAT_VERSION + 1)),
-        r"format_version 6, this program reads 1 to 5; .*install the version",
+        r"format_version 7, this program reads 1 to 6; .*install the version",
     ),
     "unknown option": (
         lambda path: edit(path, lambda m: m["config"].update(batchsize=3)),

@@ -118,7 +118,7 @@ def hostile_facts(artifact: Path, text: str) -> Any:
         compiled_with={text: text},
         command=export_command({"files": {}, "source": text, "adapters": [{"source": text}]}, Artifact.open(artifact).config, text),
         graphs=tuple(dataclasses.replace(each, name=text, operators={text: 1}) for each in plain.graphs),
-        quantized=(Quantized("int8", 1, "float32", False, 1, text),),
+        quantized=(Quantized("int8", 1, "float32", False, None, 1, text),),
         speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),
         quality=(FIGURES | {"text": text, "reference": text},),
         machine={text: text},

@@ -77,7 +77,7 @@ def everything(facts: Facts, text: str) -> Facts:
         name=text, source=text, adapters=(text,), model_type=text, command=text, notes=(text,),
         graphs=(graph, Graph("copy_slot", "helper", 0, 0, 0, 0, 5, None, {"add": 1}, graph.cost)),
         memory=(Memory(text, {"weights": 3, "KV cache": 1, "scratch": 2}, ("scratch",), 10), Memory("core 1", {"weights": 3}, (), 10)),
-        weight_types={text: 4}, quantized=(Quantized("int8", 1, "float32", False, 2, text),),
+        weight_types={text: 4}, quantized=(Quantized("int8", 1, "float32", False, "int8", 2, text),),
         certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Compared(text, "float32", text, 1e-7, 1e-6, 9),)),
         lint=Linted(({"graph": text, "severity": "error", "problem": text, "remedy": text},)),
         exported_with={text: text}, compiled_with={text: text}, machine={text: text},

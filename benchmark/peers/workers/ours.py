@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,17 +19,19 @@ from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.targets.cpu.host import instruction_set
 
+from ..names import QUANTIZED
 from .protocol import Generated, Prompt, Sizes, UnsupportedError, run
 
 
-# What is computed in bfloat16, by weights of so many bits.
-QUANTIZED = ("int8", "int4")
-
-
 class Ours:
-    """One loaded artifact at a time: another number of rows loads another."""
+    """One loaded artifact at a time: another number of rows loads another.
 
-    def __init__(self) -> None:
+    Args:
+        activations: what they are rounded to, in place of none.
+    """
+
+    def __init__(self, activations: str | None) -> None:
+        self._activations = activations
         self._loaded: dict[int, System] = {}
 
     def versions(self) -> dict[str, str]:
@@ -80,7 +84,7 @@ class Ours:
     def _export(self, folder: str, precision: str, rows: int, sizes: Sizes) -> Export:
         config = artifact_config("bfloat16" if precision in QUANTIZED else precision, "cpu", rows, sizes.length)
         if precision in QUANTIZED:
-            config = replace(config, quantization=precision)
+            config = replace(config, quantization=precision, activations=self._activations)
         if rows == sizes.slots and rows > 1:  # this one serves requests too
             config = replace(config, mixed_step=True)
         return export(str((Path(folder) / "checkpoint").resolve()), config, Path(folder))
@@ -93,4 +97,4 @@ def _weights(exported: Export) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    run(Ours)
+    run(partial(Ours, sys.argv[1] if len(sys.argv) > 1 else None))

@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from .weight import QuantizedWeight
 
 
+# Of each quantized weight by name, its kind and what activations are rounded to.
 _KINDS = "_quantized_kinds"
 _PARTS = ("codes", "scale", "shift")
 
 
 def expert_weight(layer: Any, name: str) -> Tensor | QuantizedWeight:
     """A layer's weight by the name of its parameter, plain or quantized."""
-    kind = getattr(layer, _KINDS, {}).get(name)
-    if kind is None:
+    form = getattr(layer, _KINDS, {}).get(name)
+    if form is None:
         weight: Tensor = getattr(layer, name)
         return weight
-    return QuantizedWeight(kind, *(getattr(layer, f"{name}_{part}") for part in _PARTS))
+    kind, activations = form
+    codes, scale, shift = (getattr(layer, f"{name}_{part}") for part in _PARTS)
+    return QuantizedWeight(kind, codes, scale, shift, activations)
 
 
 def quantized_weights(layer: nn.Module) -> dict[str, QuantizedWeight]:
@@ -56,5 +59,11 @@ def replace_weights(layer: Any, weights: Mapping[str, QuantizedWeight]) -> None:
         delattr(layer, name)
         for part in _PARTS:
             layer.register_buffer(f"{name}_{part}", getattr(weight, part))
-    setattr(layer, _KINDS, {name: weight.kind for name, weight in weights.items()})
+    setattr(layer, _KINDS, {name: (weight.kind, weight.activations) for name, weight in weights.items()})
     layer.is_transposed = False
+
+
+def round_activations_of(layer: nn.Module, name: str, activations: str) -> None:
+    """Has what meets a quantized weight of a layer of experts rounded, from now on."""
+    forms = getattr(layer, _KINDS)
+    setattr(layer, _KINDS, forms | {name: (forms[name][0], activations)})

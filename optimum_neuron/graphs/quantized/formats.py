@@ -25,17 +25,19 @@ class WeightFormat:
         groups: groups of inputs, each with a scale of its own.
         scale: torch's name of the type of scales.
         has_shift: whether values are not symmetric.
+        activations: what they are rounded to before they meet it, if anything.
     """
 
     kind: str
     groups: int
     scale: str
     has_shift: bool
+    activations: str | None = None
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> WeightFormat:
         scale = str(weight.scale.dtype).removeprefix("torch.")
-        return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None)
+        return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None, weight.activations)
 
     def empty(self, *shape: int) -> QuantizedWeight:
         """A weight of this form and a shape `[..., outputs, inputs]`, to be filled.
@@ -53,6 +55,7 @@ class WeightFormat:
             torch.empty((*others, outputs, columns), dtype=CODE_DTYPES[self.kind]),
             torch.empty(scales, dtype=getattr(torch, self.scale)),
             torch.empty(scales) if self.has_shift else None,
+            self.activations,
         )
 
 

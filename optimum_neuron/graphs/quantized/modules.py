@@ -10,6 +10,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from .activations import integer_product
 from .weight import QuantizedWeight
 
 
@@ -18,12 +19,20 @@ QuantizedProduct = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 
 
 def dequantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """The reference: transformers' linear layer with the dequantized weight, in float32, rounded once to x's type."""
+    """transformers' linear layer with the dequantized weight, in float32, rounded once to x's type."""
     wide = None if bias is None else bias.float()
     return nn.functional.linear(x.float(), weight.dequantize(), wide).to(x.dtype)
 
 
-_product: ContextVar[QuantizedProduct] = ContextVar("how quantized layers multiply", default=dequantized_product)
+def reference_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """What all others compute, to float32 rounding: `dequantized_product`, or where activations are rounded `integer_product`."""
+    if weight.activations is None:
+        return dequantized_product(x, weight, bias)
+    wide = integer_product(x, weight)
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+
+_product: ContextVar[QuantizedProduct] = ContextVar("how quantized layers multiply", default=reference_product)
 
 
 @contextmanager
@@ -51,7 +60,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.kind = weight.kind
+        self.kind, self.activations = weight.kind, weight.activations
         self.in_features, self.out_features = weight.inputs, weight.outputs
         for name in ("codes", "scale", "shift"):
             self.register_buffer(name, getattr(weight, name))
@@ -59,7 +68,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
-        return QuantizedWeight(self.kind, self.codes, self.scale, self.shift)
+        return QuantizedWeight(self.kind, self.codes, self.scale, self.shift, self.activations)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., outputs]` of x `[..., inputs]`, without the layer's own bias."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...config import ACTIVATIONS
+
 
 # Values of e2m1 by their code: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, table 5.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -16,6 +18,8 @@ FP4_VALUES = (*_E2M1, *(-value for value in _E2M1))
 CODE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 PACKED = ("int4", "fp4")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Kinds of codes that activations may be rounded for.
+MEET_CODED = ("int8", "int4")
 # Without a shift, codes of int4 stand for -8 to 7.
 INT4_MIDDLE = 8
 
@@ -31,15 +35,18 @@ class QuantizedWeight:
         scale: `[..., outputs, groups]` in one of `SCALE_DTYPES`; as many inputs share one as there are in a group.
         shift: float32 as `scale`, where values are not symmetric: less a zero point times the scale, or what GGUF calls a minimum; of
             int4 and int8 alone.
+        activations: what is multiplied with it is rounded to before, one of `ACTIVATIONS` (activations.py): of int4 and int8 alone. None:
+            nothing.
 
     Raises:
-        ValueError: types or shapes do not agree.
+        ValueError: types or shapes do not agree, or activations are rounded to what does not meet such codes.
     """
 
     kind: str
     codes: Tensor
     scale: Tensor
     shift: Tensor | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dtype != CODE_DTYPES[self.kind] or self.scale.dtype not in SCALE_DTYPES:
@@ -61,6 +68,12 @@ class QuantizedWeight:
                     f"{list(self.scale.shape)}: whole numbers have one in float32 for each scale"
                 )
 
+        if self.activations is not None and (self.activations not in ACTIVATIONS or self.kind not in MEET_CODED):
+            raise ValueError(
+                f"activations of {self.activations} do not meet codes of {self.kind}: those of {', '.join(ACTIVATIONS)} meet "
+                f"{' and '.join(MEET_CODED)}"
+            )
+
     @property
     def outputs(self) -> int:
         return self.codes.shape[-2]
@@ -77,7 +90,7 @@ class QuantizedWeight:
     def part(self, index: int) -> QuantizedWeight:
         """One of several weights, as of an expert."""
         shift = None if self.shift is None else self.shift[index]
-        return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift)
+        return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift, self.activations)
 
     def values(self) -> Tensor:
         """Codes as numbers `[..., outputs, inputs]` float32, not yet scaled."""

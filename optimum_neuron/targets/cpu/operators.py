@@ -39,10 +39,11 @@ _library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Ten
 _library.define("write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()")
 _library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
-    "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor"
+    "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, str? activations) -> Tensor"
 )
 _library.define(
-    "quantized_expert_linear(Tensor x, Tensor index, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias) -> Tensor"
+    "quantized_expert_linear(Tensor x, Tensor index, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, "
+    "str? activations) -> Tensor"
 )
 _library.define(
     "convolve(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, Tensor positions) -> Tensor"
@@ -87,13 +88,26 @@ def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def _multiplied(
-    x: Tensor, kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    kind: str,
+    codes: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    activations: str | None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def _projected_by_codes(
-    x: Tensor, index: Tensor, kind: str, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    index: Tensor,
+    kind: str,
+    codes: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    activations: str | None,
 ) -> Tensor:
     return x.new_empty((*index.shape, codes.shape[1]))
 
@@ -230,19 +244,19 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bi
         return plain
     check_quantized(weight, x.dtype)
     parts = weight.kind, weight.codes, weight.scale, weight.shift
-    output: Tensor = operators.quantized_expert_linear(x, index, *parts, bias)
+    output: Tensor = operators.quantized_expert_linear(x, index, *parts, bias, weight.activations)
     return output
 
 
 def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """A drop-in for `dequantized_product` that reads codes, and keeps no dequantized weight.
+    """A drop-in for `reference_product` that reads codes, and keeps no dequantized weight.
 
     Raises:
         ValueError: the kernels take no such weight, or no such input.
     """
     check_quantized(weight, x.dtype)
     operator = getattr(torch.ops, NAMESPACE).quantized_linear
-    output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias)
+    output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias, weight.activations)
     return output
 
 

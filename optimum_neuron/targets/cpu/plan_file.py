@@ -32,7 +32,7 @@ from .plan import program
 from .plan.program import Plan
 
 
-FORMAT = 8
+FORMAT = 9
 _FILE = record(
     {
         "format": whole(1),

@@ -71,7 +71,9 @@ def test_texts_are_the_same_each_time_and_long() -> None:
         read_texts(Letters(), 2, 1_000_000)
 
 
-@pytest.mark.parametrize("name", ["float31", "auto", "float32+float16", "int8+int4", "+", "no/folder"])
+@pytest.mark.parametrize(
+    "name", ["float31", "auto", "float32+float16", "int8+int4", "int8-activations+int8-activations", "+", "no/folder"]
+)
 def test_variants_that_name_nothing_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no artifact's folder and nothing that this version exports"):
         variant_options(name)

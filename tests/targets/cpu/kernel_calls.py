@@ -111,7 +111,7 @@ class Tensors:
         return None if tensor is None else self(tensor)
 
     def codes(self, weight: QuantizedWeight) -> Codes:
-        return Codes(weight.kind, self(weight.scale), self.optional(weight.shift))
+        return Codes(weight.kind, self(weight.scale), self.optional(weight.shift), weight.activations)
 
     @property
     def buffers(self) -> list[Buffer]:

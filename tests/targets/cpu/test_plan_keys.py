@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import optimum_neuron.version
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifacts.quantization import write_formats
 from optimum_neuron.artifacts.tensor_file import StoredTensor, stored_tensors
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
+from optimum_neuron.graphs.quantized.formats import WeightFormat
 from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.cpu import plan_keys as plan_keys_module
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
@@ -77,6 +79,16 @@ def test_what_a_plan_depends_on_makes_another_key(
     before = plan_keys(job, tensors)
     CHANGES[change](job, tensors)
     assert not set(plan_keys(job, tensors).values()) & set(before.values())
+
+
+def test_weights_that_meet_rounded_activations_have_plans_of_their_own(
+    job: CompileJob, tensors: dict[str, StoredTensor]
+) -> None:
+    found = []
+    for activations in (None, "int8"):
+        write_formats({"lm_head": WeightFormat("int8", 1, "float32", False, activations)}, job.folder)
+        found.append(set(plan_keys(job, tensors).values()))
+    assert not found[0] & found[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from coded_weights import quantized, row
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,24 +44,6 @@ with_forms = pytest.mark.parametrize(("kind", "shifted", "scale"), FORMS)
 @pytest.fixture
 def kernels(product_kernels: Kernels) -> Kernels:
     return product_kernels
-
-
-def quantized(
-    kind: str, *shape: int, group: int, shifted: bool = False, scale: torch.dtype = torch.float32
-) -> QuantizedWeight:
-    """Any codes that a weight can have but NaN, with scales of both signs."""
-    *others, outputs, inputs = shape
-    codes = torch.randint(0, 256, (*others, outputs, inputs // 2 if kind in PACKED else inputs)).to(torch.uint8)
-    if kind == "fp8":
-        codes[codes % 128 == 127] = 3
-    groups = (*others, outputs, inputs // group)
-    shift = torch.randn(groups) if shifted else None
-    return QuantizedWeight(kind, codes.view(CODE_DTYPES[kind]), torch.randn(groups).to(scale), shift)
-
-
-def row(weight: QuantizedWeight, rows: slice | int) -> QuantizedWeight:
-    shift = None if weight.shift is None else weight.shift[rows]
-    return QuantizedWeight(weight.kind, weight.codes[rows], weight.scale[rows], shift)
 
 
 def check_near(result: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:

@@ -40,6 +40,7 @@ struct LinearsCall {
   int64_t rows, columns, stride;  // stride: elements from a row of x to the next
   Coding coding;   // of all weights
   int64_t group;   // columns that share a scale: a divisor of columns, even where two codes share a byte
+  Coding activations;  // of codes kInt8 and kInt4: kInt8 where rows of x are rounded to codes before (linear_rounded.h); else kPlain
   const Linear* linears;
   int64_t count;
 };
@@ -60,6 +61,7 @@ struct ExpertsCall {
   int64_t tokens, k, experts, outputs, columns;
   Coding coding;
   int64_t group;
+  Coding activations;
   Scales scales;         // of codes: [experts, outputs, groups]
 };
 

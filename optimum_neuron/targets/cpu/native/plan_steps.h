@@ -186,6 +186,7 @@ Step readLinears(Reader& reader) {
   step.call.stride = reader.word();
   step.call.coding = static_cast<Coding>(reader.word());
   step.call.group = reader.word();
+  step.call.activations = static_cast<Coding>(reader.word());
   const int64_t count = reader.count();
   for (int64_t i = 0; i < count; ++i) {
     LinearsStep::Layer layer{};
@@ -214,6 +215,7 @@ Step readExperts(Reader& reader) {
   }
   step.call.coding = static_cast<Coding>(reader.word());
   step.call.group = reader.word();
+  step.call.activations = static_cast<Coding>(reader.word());
   step.codes = readCodes(reader);
   return step;
 }

@@ -42,6 +42,9 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn"), "fp4": (4, "uint8")}
 # Those of keys and values, by their type.
 _CACHED_CODINGS = {"int8": 1, "float8_e4m3fn": 3}
+# What rows of x are rounded to before they meet codes, by kinds of these.
+_ACTIVATIONS = {None: 0, "int8": 1}
+_MEET_CODED = ("int8", "int4")
 _TWO_TO_A_BYTE = ("int4", "fp4")
 _KINDS: dict[type[Any], int] = {
     Map: 0,
@@ -260,15 +263,17 @@ class _Encoder:
         yield from (outputs, output.strides[0])
         yield from self._scales(layer.codes, (outputs,))
 
-    def _form(self, codes: Codes | None, columns: int) -> tuple[int, int]:
-        """Which codes a weight has, and how many columns share a scale."""
+    def _form(self, codes: Codes | None, columns: int) -> tuple[int, int, int]:
+        """Which codes a weight has, how many columns share a scale, and which codes rows of x become."""
         if codes is None:
-            return 0, 0
+            return 0, 0, 0
         groups = codes.scale.shape[-1] if codes.scale.shape else 0
         least = 2 if codes.kind in _TWO_TO_A_BYTE else 1
         fits = codes.kind in _CODINGS and groups > 0 and columns % (groups * least) == 0
         _require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
-        return _CODINGS[codes.kind][0], columns // groups
+        known = codes.activations is None or (codes.activations in _ACTIVATIONS and codes.kind in _MEET_CODED)
+        _require(known, f"it has activations of {codes.activations} with a weight of {codes.kind}")
+        return _CODINGS[codes.kind][0], columns // groups, _ACTIVATIONS[codes.activations]
 
     def _weight(self, weight: Operand, codes: Codes | None, dtype: str, shape: tuple[int, ...]) -> Iterator[int]:
         if codes is None:

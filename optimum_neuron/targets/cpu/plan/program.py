@@ -164,11 +164,13 @@ class Codes:
         kind: of graphs/quantized/weight.py.
         scale: `[..., outputs, groups]` in float32, float16 or bfloat16.
         shift: the same in float32; without one, codes of int4 stand for themselves less 8.
+        activations: "int8" where rows of x are rounded to it before (graphs/quantized/activations.py).
     """
 
     kind: str
     scale: Operand
     shift: Operand | None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,15 @@ def test_help_teaches_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "set()"
     # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
-    # somebody asks, and when snapshots are taken.
-    others = {"float32_reduce", "long_frequencies", "top_logprobs", "kernels", "state_snapshot_interval"}
+    # somebody asks, when snapshots are taken, and what the host CPU alone does.
+    others = {
+        "float32_reduce",
+        "long_frequencies",
+        "top_logprobs",
+        "kernels",
+        "state_snapshot_interval",
+        "activations",
+    }
     for name in set(NeuronConfig.option_names()) - others:
         assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
     assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of int8: layers of int8 and int4 codes multiply with rounded ones, all others with plain ones, and nobody does so unasked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tampering
+import torch
+from gguf_files import write_gguf
+from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens
+from moe import make_checkpoint
+from quantized import ROUNDINGS, quantize_experts, quantize_mixed
+from quantized_files import dequantized_model, quantize_to_fp8
+from torch import Tensor, nn
+
+from optimum_neuron import NeuronModelForCausalLM, export
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.config import HLO_TARGETS, NeuronConfig
+from optimum_neuron.graphs.experts import dequantized_experts
+from optimum_neuron.graphs.quantized.modules import reference_product
+from optimum_neuron.graphs.quantized.weight import QuantizedWeight
+from optimum_neuron.hub.card import make_card
+from optimum_neuron.inspect.collect import collect
+from optimum_neuron.inspect.html import render
+
+
+TARGETS = ("eager", "cpu")
+ROUNDED = {"activations": "int8"}
+
+
+@pytest.fixture(scope="module")
+def mixed(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of a Llama with weights of all forms, by target."""
+    made: dict[str, Path] = {}
+
+    def make(target: str) -> Path:
+        if target not in made:
+            output = tmp_path_factory.mktemp("rounded") / "artifact"
+            made[target] = _export_as(quantize_mixed, sharp_checkpoints["llama"], output, target=target)
+        return made[target]
+
+    return make
+
+
+def _export_as(quantize: Callable[..., None], checkpoint: Path, output: Path, **options: Any) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "quantize", quantize)
+        return export_tiny(checkpoint, output, quantization="int8", **ROUNDED, **options)
+
+
+def _forms(artifact: Path) -> Mapping[str, dict[str, Any]]:
+    forms: Mapping[str, dict[str, Any]] = json.loads((artifact / QUANTIZATION_NAME).read_text())["weights"]
+    return forms
+
+
+def _hook(groups: int, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """What the codes of a layer's activations stand for, in place of them."""
+    blocks = [block for group in args[0].unflatten(-1, (groups, -1)).unbind(-2) for block in group.split(64, -1)]
+    scales = [block.abs().amax(-1, keepdim=True) / 127 for block in blocks]
+    rounded = [(block * (1 / scale)).round() * scale for block, scale in zip(blocks, scales, strict=True)]
+    return (torch.cat(rounded, -1),)
+
+
+def _check(artifact: Path) -> None:
+    """That steps compute what transformers does with the dequantized weights, where linear layers of such codes get rounded inputs."""
+    ids = random_tokens(21, 1)
+    peer, _ = dequantized_model(artifact)
+    with torch.no_grad():
+        plain = peer(torch.from_numpy(ids)[None].long()).logits[0, -1]
+        for name, form in _forms(artifact).items():
+            linear, meets = peer.get_submodule(name), form["kind"] in ("int8", "int4")
+            assert form.get("activations") == ("int8" if meets and isinstance(linear, nn.Linear) else None), name
+            if "activations" in form:
+                linear.register_forward_pre_hook(partial(_hook, form["groups"]))
+        expected = peer(torch.from_numpy(ids)[None].long()).logits[0, -1]
+    logits = prefill_pieces(artifact_runner(artifact), 0, ids, [8, 8, 5])
+    spread = expected.amax() - expected.amin()
+    # Of activations that differ in a last bit, a code can be another one, which is a hundredth of what rounding all of them does.
+    assert (logits - expected).abs().amax() < 3e-4 * spread
+    assert (plain - expected).abs().amax() > 1e-3 * spread
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_logits_are_those_of_rounded_activations(target: str, mixed: Callable[[str], Path]) -> None:
+    _check(mixed(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cuts_slots_and_neighbours_change_no_bit(target: str, mixed: Callable[[str], Path]) -> None:
+    runner, prompt = artifact_runner(mixed(target)), random_tokens(21, 1)
+    expected = prefill_pieces(runner, 0, prompt, [8, 8, 5])
+    assert torch.equal(prefill_pieces(runner, 1, prompt, [1, 2, 8, 7, 3]), expected)
+    assert torch.equal(prefill_pieces(runner, 2, prompt, [5, 8, 8]), expected)
+
+
+def test_experts_multiply_with_rounded_activations_on_both_targets(
+    tmp_path: Path,
+) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    prompt, logits = random_tokens(13), {}
+    for target in TARGETS:
+        artifact = _export_as(quantize_experts, checkpoint, tmp_path / target, target=target)
+        assert {form["activations"] for form in _forms(artifact).values()} == {"int8"}
+        logits[target] = prefill_pieces(artifact_runner(artifact), 0, prompt, [8, 5])
+    spread = logits["eager"].amax() - logits["eager"].amin()
+    assert (logits["eager"] - logits["cpu"]).abs().amax() < 3e-4 * spread
+    with torch.no_grad():
+        plain = dequantized_model(artifact)[0](torch.from_numpy(prompt)[None].long()).logits[0, -1]
+    assert (logits["eager"] - plain).abs().amax() > 1e-3 * spread
+
+
+def test_all_experts_together_compute_what_each_does() -> None:
+    weight = ROUNDINGS["int4 with a zero point"](torch.randn(3, 24, 160))
+    weight = QuantizedWeight(weight.kind, weight.codes, weight.scale, weight.shift, "int8")
+    x = torch.randn(3, 5, 160)
+    together = dequantized_experts(x, weight)
+    for expert in range(3):
+        assert torch.equal(together[expert], reference_product(x[expert], weight.part(expert), None))
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+def test_codes_of_a_checkpoint_meet_rounded_activations(stored: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", stored)
+    artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **ROUNDED)
+    _check(artifact)
+    opened = Artifact.open(artifact)
+    assert (opened.config.quantization, opened.config.activations) == ("checkpoint", "int8")
+    # Of an earlier reader that would multiply with plain activations.
+    assert opened.manifest["format_version"] == 6
+
+
+def test_inspect_and_the_card_tell_which_weights_meet_rounded_activations(mixed: Callable[[str], Path]) -> None:
+    facts = collect(Artifact.open(mixed("eager")))
+    assert {(each.kind, each.activations) for each in facts.quantized} == {
+        ("int8", "int8"), ("int4", "int8"), ("fp8", None), ("fp4", None)
+    }  # fmt: skip
+    assert "--activations int8" in facts.command
+    card, page = make_card(facts), render(facts)
+    assert (
+        "- int8-activations\n" in card
+        and "Activations are rounded to int8, each token's by blocks of 64 inputs" in card
+    )
+    assert "| fp8 | 3 | 1 | float32 | no | float32 |" in card and "| int8 | 5 | 1 | float32 | no | int8 |" in card
+    assert (
+        "activations are rounded to int8, each token&#39;s by blocks" in page
+        or "activations are rounded to int8, each token's by blocks" in page
+    )
+
+
+def test_layers_of_other_codes_are_counted(
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _export_as(quantize_mixed, sharp_checkpoints["llama"], tmp_path / "out")
+    assert "4 of 15 quantized weights are fp4 and fp8, which activations of int8 do not meet: they multiply with plain ones" in caplog.text  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"activations": "int4", "quantization": "int8"}, "activations='int4' is not known; choose one of int8"),
+        ({"activations": "int8"}, "is exported with plain ones; give --quantization int8"),
+        ({"activations": "int8", "quantization": "fp8"}, "quantization='fp8' makes none; use quantization='int8' or 'int4'"),
+        *(
+            ({"activations": "int8", "quantization": "int8", "target": target}, f"target={target!r} has no product of whole numbers")
+            for target in HLO_TARGETS
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_round_activations_is_refused_before_anything_is_written(
+    options: dict[str, Any], told: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        export_tiny(tiny_checkpoint, tmp_path / "out", **options)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_checkpoint_whose_codes_meet_none_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "fp8"))
+    quantize_to_fp8(checkpoint)
+    with pytest.raises(
+        ValueError, match=r"meet weights that are codes of int8 or int4, and LlamaForCausalLM has fp8; leave it out"
+    ):
+        export_tiny(checkpoint, tmp_path / "out", **ROUNDED)
+    with pytest.raises(ValueError, match="is exported with plain ones; give --quantization int8"):
+        export_tiny(checkpoint, tmp_path / "out", dequantize=True, **ROUNDED)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_was_left_to_the_machine_is_checked_once_it_is_known() -> None:
+    config = NeuronConfig(quantization="int8", activations="int8")
+    with pytest.raises(ValueError, match="target='trn2' has no product of whole numbers"):
+        NeuronConfig.from_dict(config.to_dict() | {"target": "trn2"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations", "told"),
+    [
+        ("int8", "int4", "cannot be read"),
+        ("fp8", "int8", "does not fit config.json: activations of int8 do not meet codes of fp8"),
+    ],
+)
+def test_a_changed_description_is_told(
+    kind: str, activations: str, told: str, mixed: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(mixed("eager"), tmp_path / "artifact"))
+    document = {"weights": dict(_forms(folder))}
+    form = next(form for form in document["weights"].values() if form["kind"] == kind)
+    form["activations"] = activations
+    tampering.write(folder, QUANTIZATION_NAME, json.dumps(document).encode())
+    with pytest.raises(ValueError, match=told):
+        NeuronModelForCausalLM.from_pretrained(folder)
