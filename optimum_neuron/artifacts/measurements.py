@@ -193,7 +193,8 @@ def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Meas
             f"python -m benchmark.quality --variants {artifact.path}"
         )
     _checked(_QUALITY, found[0], path)
-    return replace(measured, quality=found[:1])
+    name = found[0]["name"].rstrip("/").rpartition("/")[2]  # the artifact does not tell where it or a file was
+    return replace(measured, quality=[found[0] | {"name": name}])
 
 
 def _check_config(config: object, path: Path, artifact: Artifact) -> None:
