@@ -37,17 +37,25 @@ class Export:
     compile_cache: str
 
 
-def export(model: str, config: NeuronConfig, folder: Path) -> Export:
-    """Exports to `folder`, unless the same code, versions and options have exported there before."""
+def export(model: str, config: NeuronConfig, folder: Path, calibration: Path | None = None) -> Export:
+    """Exports to `folder`, unless the same code, versions and options have exported there before.
+
+    Args:
+        calibration: a text to round weights on.
+    """
     sizes = f"b{config.batch_size}-c{config.ctx_batch_size}x{config.prefill_chunk_size}"
     stem = Path(model).name.removesuffix(".gguf")
-    path = folder / f"{stem}-{config.target}-{config.dtype}-{sizes}-{_fingerprint(model, config)}"
+    path = folder / f"{stem}-{config.target}-{config.dtype}-{sizes}-{_fingerprint(model, config, calibration)}"
     if (path / MANIFEST_NAME).is_file():
         return Export(path, None, "reused")
     folder.mkdir(parents=True, exist_ok=True)
     before, start = _cached_graphs(), time.perf_counter()
     export_model(
-        model, path, config=config, dequantize=model.endswith(".gguf") and config.quantization != "checkpoint"
+        model,
+        path,
+        config=config,
+        dequantize=model.endswith(".gguf") and config.quantization != "checkpoint",
+        quantization_calibration=calibration,
     )
     seconds, compiled = time.perf_counter() - start, len(_cached_graphs() - before)
     if config.target != "cpu":
@@ -114,12 +122,14 @@ def _cached_graphs() -> set[str]:
     return {path.parent.name for path in cache_folder(CACHE_KIND).glob(f"*/*{PLAN_SUFFIX}")}
 
 
-def _fingerprint(model: str, config: NeuronConfig) -> str:
+def _fingerprint(model: str, config: NeuronConfig, calibration: Path | None) -> str:
     """Changes with whatever an artifact depends on, so that a kept one is never out of date."""
     package = Path(optimum_neuron.__file__).parent
     sources = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".cpp", ".h")]
     parts = [model, str(config), torch.__version__, transformers.__version__]
     digest = hashlib.sha256("\n".join(parts).encode())
+    if calibration is not None:
+        digest.update(calibration.read_bytes())
     for path in sources:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:10]

@@ -82,6 +82,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 trust_remote_code=args.trust_remote_code,
                 adapter=args.adapter,
                 dequantize=args.dequantize,
+                quantization_calibration=args.quantization_calibration,
                 certificate=args.certificate,
                 overwrite=args.overwrite,
             )
@@ -107,6 +108,14 @@ def _add_model_options(parser: ArgumentParser) -> None:
         "--dequantize",
         action="store_true",
         help="export a quantized checkpoint's weights as plain numbers, or, with --quantization, round them anew (default: keep its codes)",
+    )
+    add_option(
+        group,
+        "--quantization-calibration",
+        type=Path,
+        metavar="FILE",
+        help="with --quantization int4, a text in UTF-8 that the model reads once, some thousand tokens of any kind: weights are then nearest "
+        "where their inputs are large, which is much more exact at the same size (default: weights are rounded by themselves)",
     )
     group.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
     group.add_argument(

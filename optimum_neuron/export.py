@@ -24,6 +24,7 @@ from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
 from .checkpoints.activations import check_activations, round_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
+from .checkpoints.calibration import Calibration, read_calibration
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.find import find_checkpoint
 from .checkpoints.origin import origin_of
@@ -49,6 +50,7 @@ from .graphs.quantized.formats import weight_formats
 from .graphs.spec import GraphSpec, graph_specs
 from .runtime import golden
 from .targets import CompileJob, Target, get_target, resolve_target
+from .targets.cpu.host import instruction_set
 from .targets.threads import fit_threads
 from .version import __version__
 
@@ -72,6 +74,7 @@ def export_model(
     trust_remote_code: bool = False,
     adapter: str | Path | Sequence[str | Path] | None = None,
     dequantize: bool = False,
+    quantization_calibration: str | Path | None = None,
     certificate: bool = True,
     overwrite: bool = False,
 ) -> Path:
@@ -87,6 +90,8 @@ def export_model(
         adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
             `revision` is not theirs.
         dequantize: export the weights of a quantized checkpoint as plain numbers; its codes are kept otherwise.
+        quantization_calibration: a text in UTF-8 on which the model runs, so that weights of int4 are nearest where their inputs are large.
+            Its digest alone goes to the artifact.
         certificate: of the hlo and Neuron targets: execute the lowered graphs on this CPU beside the model, and record the result.
         overwrite: replace an artifact that is already at `output`.
 
@@ -127,7 +132,10 @@ def export_model(
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
-    source = _source(checkpoint, adapters, config)
+    calibration = (
+        None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
+    )
+    source = _source(checkpoint, adapters, config, calibration)
     folder = next(parent for parent in output.parents if parent.is_dir())
     check_disk(folder, expected_bytes(checkpoint, config) - unfinished_bytes(output, source))
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
@@ -136,7 +144,7 @@ def export_model(
         check_every_step_has_a_graph(config, graphs)
         _warn_of_host_sampling(loaded, config)
         with tensors_in_files():
-            quantize(loaded, config)
+            quantize(loaded, config, calibration)
         check_activations(loaded, config)
         with progress.stage("Checking that step graphs compute what the model does"), giving_back():
             spec = _inspect(loaded, config)
@@ -144,11 +152,24 @@ def export_model(
         round_activations(loaded, config)
         check_disk(folder, written_bytes(named_tensors(loaded)) - unfinished_bytes(output, source))
         return _write(
-            checkpoint, adapters, loaded, config, spec, graphs, target, output, certificate, overwrite, source
+            checkpoint,
+            adapters,
+            loaded,
+            config,
+            spec,
+            graphs,
+            target,
+            output,
+            certificate,
+            overwrite,
+            source,
+            calibration,
         )
 
 
-def _source(checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig) -> str:
+def _source(
+    checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig, calibration: Calibration | None
+) -> str:
     """A digest of all that decides on an artifact's weights, of files by what the system says of them."""
     document = {
         "config": config.to_dict(),
@@ -156,6 +177,8 @@ def _source(checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: Neu
         "adapters": [adapter.record() for adapter in adapters],
         "versions": _versions(),
     }
+    if calibration is not None:  # on another CPU a run has other bits, and scales would be of other codes
+        document["calibration"] = [calibration.sha256, instruction_set().name]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -222,6 +245,7 @@ def _write(
     certificate: bool,
     overwrite: bool,
     source: str,
+    calibration: Calibration | None,
 ) -> Path:
     with write_artifact(output, overwrite=overwrite, source=source) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
@@ -244,7 +268,7 @@ def _write(
                     "config": config.to_dict(),
                     "model": spec.to_dict(),
                     "source": checkpoint.source,
-                    "origin": origin_of(checkpoint),
+                    "origin": origin_of(checkpoint, calibration),
                     "adapters": [adapter.record() for adapter in adapters],
                     "target": config.target,
                     "target_data": target_data,

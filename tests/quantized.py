@@ -59,7 +59,7 @@ _MIXED = {
 }
 
 
-def quantize_mixed(model: PreTrainedModel, config: Any) -> None:
+def quantize_mixed(model: PreTrainedModel, config: Any, calibration: None = None) -> None:
     """In place of `checkpoints.quantize.quantize`: a Llama of two layers whose linear layers have all forms."""
     names = {f"model.layers.{path}.{own}": form for path, layers in _MIXED.items() for own, form in layers.items()}
     for name, form in (names | {"lm_head": "int8"}).items():
@@ -74,7 +74,7 @@ _EXPERTS = {
 }
 
 
-def quantize_experts(model: PreTrainedModel, config: Any) -> None:
+def quantize_experts(model: PreTrainedModel, config: Any, calibration: None = None) -> None:
     """The same of a Qwen3Moe of two layers: its experts alone."""
     for number, forms in _EXPERTS.items():
         layer = model.get_submodule(f"model.layers.{number}.mlp.experts")

@@ -35,12 +35,15 @@ examples:
   python -m benchmark.quality --artifacts build/artifacts --json build/benchmark/quality.json
   python -m benchmark.quality --variants float32 bfloat16 smollm2/
   python -m benchmark.quality --target eager --variants bfloat16 bfloat16+int8 bfloat16+int4
+  python -m benchmark.quality --variants float32+int4 float32+int4+calibrated float32+int4+groups-64+zero-point float32+kv-int8
   python -m benchmark.quality --variants float32+int4 float32+model-Q4_0.gguf    # beside what llama.cpp made of the same model
   python -m benchmark.quality --variants int8 int8+int8-activations         # what do rounded activations cost?
   python -m benchmark.quality --texts 1 --length 64 --variants bfloat16     # does it run?
 
-A variant is a dtype, a quantization (int8, int4, fp8, of a target that computes it), both as in bfloat16+int8, with activations of int8 as in
-int8+int8-activations, a .gguf file of the same model, whose codes are kept, or the folder of an artifact that was exported with --prompt-logits. A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
+A variant is a dtype, a quantization (int8, int4, fp8, of a target that computes it), both as in bfloat16+int8, a .gguf file of
+the same model, whose codes are kept, or the folder of an artifact that was exported with --prompt-logits. With them: of int4 groups-64,
+groups-128, zero-point and calibrated (rounded on the documentation of modules that are not measured), int8-activations, and kv-int8 or
+kv-fp8 (codes of keys and values). A table and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
 """
 
 
@@ -82,13 +85,13 @@ def _print(measured: Measured) -> None:
     for each in measured.variants:
         of = each.figures
         values: list[Any] = [
-            f"{each.weight_bytes / 1e6:.1f}",
+            f"{each.of['weight_bytes'] / 1e6:.1f}",
             f"{of.perplexity:.4f}",
             f"{of.perplexity / of.reference_perplexity:.5f}",
             *(f"{value:.2e}" for value in (of.kl_mean, of.kl_p99, of.kl_max)),
             f"{of.top1:.2%}",
         ]
-        table.add_row(each.name, each.dtype, *values)
+        table.add_row(each.name, each.of["dtype"], *values)
     console().print(table)
 
 
@@ -96,7 +99,7 @@ def _draw(measured: Measured, path: Path) -> None:
     """Quality over size: mean KL divergence of each variant by the bytes of its weights."""
     with drawing(path, figsize=(6, 4)) as (_, axes):
         for each in measured.variants:
-            place = each.weight_bytes / 1e6, max(each.figures.kl_mean, 1e-12)
+            place = each.of["weight_bytes"] / 1e6, max(each.figures.kl_mean, 1e-12)
             axes.scatter(*place)
             axes.annotate(Path(each.name).name, place, xytext=(5, 5), textcoords="offset points")
         axes.set(xlabel="weights, MB", ylabel="KL divergence from float32, nats per token", yscale="log")

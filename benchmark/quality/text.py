@@ -33,11 +33,13 @@ class Texts:
     Attributes:
         source: of which Python.
         digest: sha256 of all token ids.
+        modules: whose documentation they are.
     """
 
     ids: list[Tensor]
     source: str
     digest: str
+    modules: tuple[str, ...]
 
 
 def read_texts(tokenizer: Any, count: int, length: int) -> Texts:
@@ -49,20 +51,34 @@ def read_texts(tokenizer: Any, count: int, length: int) -> Texts:
     Raises:
         ValueError: fewer modules have so many.
     """
-    found: list[Tensor] = []
+    found: dict[str, Tensor] = {}
     for name in MODULES:
         if len(found) == count:
             break
         ids = tokenizer(documentation(name), return_tensors="pt", verbose=False)["input_ids"][0]
         if len(ids) >= length:
-            found.append(ids[:length].clone())
+            found[name] = ids[:length].clone()
     if len(found) < count:
         raise ValueError(
             f"{len(found)} of {len(MODULES)} modules have documentation of {length} tokens, and {count} are asked for; lower --texts or "
             f"--length"
         )
-    digest = hashlib.sha256(torch.stack(found).numpy().tobytes()).hexdigest()
-    return Texts(found, f"docstrings of Python {platform.python_version()}", digest)
+    digest = hashlib.sha256(torch.stack([*found.values()]).numpy().tobytes()).hexdigest()
+    return Texts([*found.values()], f"docstrings of Python {platform.python_version()}", digest, tuple(found))
+
+
+def calibration_text(measured: Texts) -> str:
+    """The documentation of the modules of which no text is measured.
+
+    Raises:
+        ValueError: there is none.
+    """
+    others = [name for name in MODULES if name not in measured.modules]
+    if not others:
+        raise ValueError(
+            f"all {len(MODULES)} modules are measured, and weights are to be rounded on others; lower --texts"
+        )
+    return "\n\n".join(map(documentation, others))
 
 
 def documentation(name: str) -> str:

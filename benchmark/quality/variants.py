@@ -18,23 +18,35 @@ from transformers import AutoTokenizer
 
 from optimum_neuron import progress
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME
-from optimum_neuron.config import ACTIVATIONS, DTYPES, NeuronConfig
+from optimum_neuron.artifacts.measurements import quality_follows_from
+from optimum_neuron.config import ACTIVATIONS, DTYPES, KV_CACHE_DTYPES, NeuronConfig
 from optimum_neuron.modeling import NeuronModelForCausalLM
-from optimum_neuron.option_checks import QUANTIZATIONS
+from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS
 
 from ..machine import describe_machine
 from ..model import default_model, export, load_transformers
 from .figures import Counts, Figures
-from .text import Texts, read_texts
+from .text import Texts, calibration_text, read_texts
+
+
+# Rounded on a text that is not measured.
+CALIBRATED = "calibrated"
+# What else of an export a variant may name.
+REFINEMENTS: dict[str, dict[str, Any]] = {
+    "zero-point": {"quantization_zero_point": True},
+    **{f"groups-{size}": {"quantization_group_size": size} for size in INT4_GROUP_SIZES},
+    **{f"{kind}-activations": {"activations": kind} for kind in ACTIVATIONS},
+    **{f"kv-{kind}": {"kv_cache_dtype": kind} for kind in KV_CACHE_DTYPES},
+    CALIBRATED: {CALIBRATED: True},
+}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An export as it was named, and its figures."""
+    """An export as it was named, what its figures follow from (`quality_follows_from`), and these."""
 
     name: str
-    dtype: str
-    weight_bytes: int
+    of: dict[str, Any]
     figures: Figures
 
 
@@ -57,16 +69,7 @@ class Measured:
         return {
             "model": self.model,
             "tokens": self.tokens,
-            "variants": [
-                {
-                    "name": each.name,
-                    "dtype": each.dtype,
-                    "weight_bytes": each.weight_bytes,
-                    **of,
-                    **each.figures.to_card(),
-                }
-                for each in self.variants
-            ],
+            "variants": [{"name": each.name, **each.of, **of, **each.figures.to_card()} for each in self.variants],
             "machine": self.machine,
         }
 
@@ -82,21 +85,26 @@ def measure_all(args: Namespace, folder: Path) -> Measured:
     """
     model = default_model() if args.model is None else args.model
     options = [variant_options(name) for name in args.variants]  # before anything takes time
+    calibrated = [each is not None and each.pop(CALIBRATED, False) for each in options]
     configs = [None if each is None else _config(args, each) for each in options]
     texts = read_texts(_tokenizer(model), args.texts, args.length)
     variants = []
     with tempfile.TemporaryDirectory() as scratch:
         reference = _write_reference(model, texts, Path(scratch))
-        for name, config in zip(args.variants, configs, strict=True):
-            path = Path(name) if config is None else export(_gguf_file(name) or model, config, folder).path
+        text = Path(scratch) / "calibration.txt"
+        if any(calibrated):
+            text.write_text(calibration_text(texts), encoding="utf-8")
+        for name, config, is_calibrated in zip(args.variants, configs, calibrated, strict=True):
+            own = text if is_calibrated else None
+            path = Path(name) if config is None else export(_gguf_file(name) or model, config, folder, own).path
             with progress.stage(f"Measuring {name}"):
                 variants.append(_measure(name, path, texts, reference))
             gc.collect()
     return Measured(Path(model).name, texts, variants, describe_machine())
 
 
-def variant_options(name: str) -> dict[str, str] | None:
-    """Fields of NeuronConfig that a variant names; None where it is an artifact's folder.
+def variant_options(name: str) -> dict[str, Any] | None:
+    """Fields of NeuronConfig that a variant names, and whether it is `CALIBRATED`; None where it is an artifact's folder.
 
     Raises:
         ValueError: it names nothing that this version exports.
@@ -105,17 +113,22 @@ def variant_options(name: str) -> dict[str, str] | None:
         return None
     dtypes = [each for each in DTYPES if each != "auto"]
     kinds = [each for each in QUANTIZATIONS if each != "checkpoint"]
-    activations = {f"{each}-activations": each for each in ACTIVATIONS}
-    options: dict[str, str] = {}
+    options: dict[str, Any] = {}
     for part in name.split("+"):
         is_file = part.endswith(".gguf") and Path(part).is_file()
-        field = "dtype" if part in dtypes else "activations" if part in activations else "quantization"
-        if field in options or not (is_file or part in (*dtypes, *kinds, *activations)):
+        field = "dtype" if part in dtypes else "quantization"
+        own = REFINEMENTS.get(part, {field: "checkpoint" if is_file else part})
+        if own.keys() & options.keys() or not (is_file or part in (*dtypes, *kinds, *REFINEMENTS)):
             raise ValueError(
                 f"variant {name!r} is no artifact's folder and nothing that this version exports; name one of {', '.join(dtypes)}, "
-                f"{', '.join(kinds)}, some of them as in bfloat16+int8+{next(iter(activations))}, a .gguf file, or a folder with {MANIFEST_NAME}"
+                f"{', '.join(kinds)}, both as in bfloat16+int8, a .gguf file, with them {', '.join(REFINEMENTS)}, or a folder with "
+                f"{MANIFEST_NAME}"
             )
-        options[field] = "checkpoint" if is_file else activations.get(part, part)
+        options |= own
+    if options.get(CALIBRATED) and options.get("quantization") != "int4":
+        raise ValueError(
+            f"variant {name!r} is rounded on a text, which is for int4; name it as in float32+int4+calibrated"
+        )
     return options
 
 
@@ -124,7 +137,7 @@ def _gguf_file(name: str) -> str | None:
     return next((part for part in name.split("+") if part.endswith(".gguf")), None)
 
 
-def _config(args: Namespace, options: dict[str, str]) -> NeuronConfig:
+def _config(args: Namespace, options: dict[str, Any]) -> NeuronConfig:
     sizes = {"sequence_length": args.length + 1, "prefill_chunk_size": min(args.chunk_size, args.length)}
     return NeuronConfig.from_dict({**sizes, "prompt_logits": True, "target": args.target, **options})
 
@@ -154,9 +167,7 @@ def _measure(name: str, path: Path, texts: Texts, reference: list[Path]) -> Vari
     counts = Counts()
     for ids, expected in zip(texts.ids, _read(reference), strict=True):
         counts.add(ids, model(ids[None]).logits[0], expected)
-    files = model.artifact.manifest["files"].items()
-    weights = sum(entry["size"] for file, entry in files if Path(file).parts[0] == "weights")
-    return Variant(name, model.neuron_config.dtype, weights, counts.figures())
+    return Variant(name, quality_follows_from(model.artifact), counts.figures())
 
 
 def _read(paths: list[Path]) -> Iterator[Tensor]:

@@ -64,6 +64,7 @@ _ORIGIN = record(
         "license_link": text(LINK),
         "language": listed(text(LANGUAGE)),
         "dequantize": flag,
+        "calibration": text("[0-9a-f]{64}"),
     },
 )
 _MANIFEST = record(

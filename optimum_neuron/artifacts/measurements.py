@@ -20,7 +20,7 @@ from typing import Any
 
 from .artifact import Artifact, ArtifactError, is_weight_file
 from .filesystem import replace_file
-from .schema import TEXT, Check, listed, named, number, read_object, record, whole
+from .schema import TEXT, Check, listed, named, number, read_object, record, text, whole
 
 
 MEASUREMENTS_NAME = "measurements.json"
@@ -42,7 +42,12 @@ _QUALITY = record(
         **dict.fromkeys(("reference", "text", "text_sha256"), TEXT),
         "tokens": whole(1),
     },
-    {"name": TEXT, "dtype": TEXT, "weight_bytes": whole(0, _LARGEST_SIZE)},
+    {
+        **dict.fromkeys(("name", "dtype"), TEXT),
+        "weight_bytes": whole(0, _LARGEST_SIZE),
+        "weights_sha256": text("[0-9a-f]{64}"),
+        **dict.fromkeys(("activations", "kv_cache_dtype"), _scalar),
+    },
     closed=True,
 )
 _DOCUMENT = record(
@@ -94,8 +99,24 @@ def identity(artifact: Artifact) -> str:
     """A digest of all that speeds and quality follow from: the sizes, the target, and the digests of weights, graphs and config."""
     files = artifact.manifest["files"]
     of = {name: entry["sha256"] for name, entry in files.items() if "/" in name or name == "config.json"}
-    text = json.dumps({"config": artifact.config.to_dict(), "target": artifact.target, "files": of}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    document = json.dumps(
+        {"config": artifact.config.to_dict(), "target": artifact.target, "files": of}, sort_keys=True
+    )
+    return hashlib.sha256(document.encode()).hexdigest()
+
+
+def quality_follows_from(artifact: Artifact) -> dict[str, Any]:
+    """As JSON: type and weights of an artifact, and to what codes it rounds activations, keys and values; artifacts that agree in these
+    predict a text alike."""
+    files = {name: entry for name, entry in artifact.manifest["files"].items() if is_weight_file(name)}
+    digests = json.dumps({name: entry["sha256"] for name, entry in files.items()}, sort_keys=True)
+    return {
+        "dtype": artifact.config.dtype,
+        "weight_bytes": sum(entry["size"] for entry in files.values()),
+        "weights_sha256": hashlib.sha256(digests.encode()).hexdigest(),
+        "activations": artifact.config.activations,
+        "kv_cache_dtype": artifact.config.kv_cache_dtype,
+    }
 
 
 def read_measurements(artifact: Artifact) -> Measurements | None:
@@ -152,27 +173,28 @@ def with_bench(measured: Measurements, path: Path, artifact: Artifact) -> Measur
 def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Measurements:
     """With the figures of a file of `python -m benchmark.quality --json` in the place of those before.
 
-    Of the variants there, this artifact's is the one with weights of its type and size.
+    Of the variants there, this artifact's is the one with its very weights, and its codes of activations, keys and values.
 
     Raises:
-        ValueError: it is none, or there is no such variant, or more than one.
+        ValueError: it is none, or there is no such variant.
         FileNotFoundError: it is not there.
     """
     document = _read(path)
     _checked(_VARIANTS, document, path)
-    files = artifact.manifest["files"].items()
-    own = artifact.config.dtype, sum(entry["size"] for name, entry in files if is_weight_file(name))
-    found = [each for each in document["variants"] if (each["dtype"], each["weight_bytes"]) == own]
-    if len(found) != 1:
+    own = quality_follows_from(artifact)
+    found = [each for each in document["variants"] if {name: each.get(name) for name in own} == own]
+    if not found:
         there = ", ".join(
-            f"{each['name']} ({each['dtype']}, {each['weight_bytes']:,})" for each in document["variants"]
+            f"{each['name']} ({each['dtype']}, {each['weight_bytes']:,} bytes)" for each in document["variants"]
         )
         raise ValueError(
-            f"{path} has {len(found)} variants with weights of {own[0]} in {own[1]:,} bytes, as {artifact.path} has, among "
-            f"{there or 'none'}; measure this artifact alone: python -m benchmark.quality --variants {artifact.path}"
+            f"{path} has no variant with the weights of {artifact.path} ({own['dtype']}, {own['weight_bytes']:,} bytes, sha256 "
+            f"{own['weights_sha256'][:12]}…, activations={own['activations']!r}, kv_cache_dtype={own['kv_cache_dtype']!r}), but {there or 'none'}; measure this artifact: "
+            f"python -m benchmark.quality --variants {artifact.path}"
         )
     _checked(_QUALITY, found[0], path)
-    return replace(measured, quality=found)
+    name = found[0]["name"].rstrip("/").rpartition("/")[2]  # the artifact does not tell where it or a file was
+    return replace(measured, quality=[found[0] | {"name": name}])
 
 
 def _check_config(config: object, path: Path, artifact: Artifact) -> None:

@@ -48,7 +48,7 @@ from .language_model import find_text_config, find_text_part, is_multimodal, mul
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
-from .tokenizer import check_tokenizer, load_tokenizer, save_tokenizer
+from .tokenizer import check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -301,6 +301,18 @@ class Checkpoint:
                 f"{self.source}: no {config.model_type} model can be built by its config ({first_line(error)}); correct it"
             ) from error
         return find_text_part(model, self.source) if multimodal else model
+
+    def load_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; None where it has none.
+
+        Raises:
+            ValueError: its files cannot be read.
+        """
+        if self.gguf_file is not None:
+            return self._gguf_tokenizer
+        if not has_tokenizer(self.folder):
+            return None
+        return load_tokenizer(self.folder, self.source, trust_remote_code=self.trust_remote_code)
 
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
         """What a GGUF file tells beside the model."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .calibration import Calibration
 from .card_facts import CARD_NAME, card_facts
 from .checkpoint import Checkpoint
 from .quantized import DEQUANTIZE
@@ -15,11 +16,12 @@ _IN_CACHE = re.compile(r"models((?:--[A-Za-z0-9._-]+){1,2})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def origin_of(checkpoint: Checkpoint, calibration: Calibration | None = None) -> dict[str, Any]:
     """What an artifact's manifest tells of where its model is from, as far as it is known.
 
     `repo` and `revision` of a checkpoint in the Hub's cache; `license`, `license_name`, `license_link` and `language` of the card
-    beside it; `dequantize` where codes were made plain because that was asked for.
+    beside it; `dequantize` where codes were made plain because that was asked for; `calibration`, the sha256 of the text that weights were
+    rounded on.
     """
     found: dict[str, Any] = {}
     commit = checkpoint.folder.absolute()
@@ -29,4 +31,6 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
     found |= card_facts(checkpoint.folder / CARD_NAME)
     if checkpoint.codes == DEQUANTIZE:
         found["dequantize"] = True
+    if calibration is not None:
+        found["calibration"] = calibration.sha256
     return found

@@ -20,6 +20,8 @@ from ..graphs.quantized.expert_weights import natural_shape, plain_weights, repl
 from ..graphs.quantized.formats import WeightFormat
 from ..graphs.quantized.modules import replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
+from .calibration import Calibration
+from .importance import input_importance
 from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
 
@@ -33,20 +35,26 @@ DEFAULT_EXCLUDE = (
 )  # fmt: skip
 
 
-def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
+def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibration | None = None) -> None:
     """Replaces linear layers and experts of a model by quantized ones, as a config asks; does nothing where it asks for none.
 
     Of int4, the head, and layers whose inputs the groups do not divide, become int8. A table of embeddings that the head shares stays
     shared where it becomes int8.
 
+    Args:
+        calibration: a text on which the model runs first, so that weights of int4 are nearest where their inputs are large.
+
     Raises:
-        ValueError: nothing is left to quantize, a pattern excludes nothing, or a weight holds NaN or infinity.
+        ValueError: nothing is left to quantize, a pattern excludes nothing, a weight holds NaN or infinity, or the model cannot run on the
+            text.
     """
     if config.quantization in (None, "checkpoint"):
         return
     chosen = _chosen(model, config)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     rounding = _Rounding(config)
+    if calibration is not None:
+        rounding.importance = input_importance(model, _in_int4(chosen, config, head), calibration.ids)
     with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
             if isinstance(module, nn.Linear):
@@ -66,6 +74,12 @@ def quantize(model: PreTrainedModel, config: NeuronConfig) -> None:
             name,
             inputs,
             config.int4_group_size,
+        )
+    if rounding.unseen:
+        logger.warning(
+            "%d weights, as %s, met too few tokens of the calibration text, and are rounded without it",
+            len(rounding.unseen),
+            rounding.unseen[0],
         )
 
 
@@ -103,6 +117,21 @@ def _chosen(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module
     chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
     _check(model, config, layers, chosen)
     return chosen
+
+
+def _in_int4(chosen: dict[str, nn.Module], config: NeuronConfig, head: nn.Module | None) -> dict[str, nn.Module]:
+    """Those with a weight that becomes int4."""
+
+    def inputs_of(module: nn.Module) -> list[int]:
+        if isinstance(module, nn.Linear):
+            return [module.in_features]
+        return [natural_shape(module, weight)[-1] for weight in plain_weights(module).values()]
+
+    return {
+        name: module
+        for name, module in chosen.items()
+        if any(_format(config, inputs, finest=module is head).kind == "int4" for inputs in inputs_of(module))
+    }
 
 
 def _is_shared(module: nn.Linear, head: nn.Module | None, table: nn.Module) -> bool:
@@ -148,11 +177,15 @@ class _Rounding:
 
     Attributes:
         undivided: names and inputs of weights that are int8 because groups of int4 do not divide them.
+        importance: of the inputs of weights, by name, where a text tells it.
+        unseen: names of weights of int4 of which it tells none.
     """
 
     def __init__(self, config: NeuronConfig) -> None:
         self._config = config
         self.undivided: list[tuple[str, int]] = []
+        self.importance: dict[str, Tensor] | None = None
+        self.unseen: list[str] = []
 
     def of(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
         """`[..., outputs, inputs]`; `finest`: as many bits as there are."""
@@ -168,8 +201,12 @@ class _Rounding:
             if self._config.quantization == "int4" and not finest:
                 self.undivided.append((name, weight.shape[-1]))
             return round_int8(weight)
+        importance = None if self.importance is None else self.importance.get(name)
+        if self.importance is not None and importance is None:
+            self.unseen.append(name)
+        zero_point = self._config.quantization_zero_point
         try:
-            return round_int4(weight, self._config.int4_group_size, zero_point=self._config.quantization_zero_point)
+            return round_int4(weight, self._config.int4_group_size, zero_point=zero_point, importance=importance)
         except ValueError as error:
             raise ValueError(
                 f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain weights rounded to codes of few bits, from the weights alone: no text is run through the model."""
+"""Plain weights rounded to codes of few bits, from the weights alone, or with how large the inputs are that they meet."""
 
 from __future__ import annotations
 
@@ -46,11 +46,15 @@ def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
     return QuantizedWeight("fp8", codes, scale)
 
 
-def round_int4(weight: Tensor, group_size: int, *, zero_point: bool = False) -> QuantizedWeight:
+def round_int4(
+    weight: Tensor, group_size: int, *, zero_point: bool = False, importance: Tensor | None = None
+) -> QuantizedWeight:
     """`[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
 
     Args:
         zero_point: values of a group are spread between its least and its largest, and not around zero.
+        importance: `[inputs]`, or of a weight `[experts, outputs, inputs]` `[experts, inputs]`: by how much squared errors of an input's
+            weights count, above 0; such as the mean square of the input, by which they reach the output. Default: all alike.
 
     Raises:
         ValueError: groups do not divide the inputs, or a scale is larger than float16 has.
@@ -62,8 +66,10 @@ def round_int4(weight: Tensor, group_size: int, *, zero_point: bool = False) -> 
     codes = torch.empty(groups.shape, dtype=torch.uint8)
     scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
     shift = torch.empty(scale.shape) if zero_point else None
+    counts = None if importance is None else _Counts(importance, groups.shape)
     for values, own in _pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
-        found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values))
+        count = None if counts is None else counts.next(len(values))
+        found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values), count)
         own[1].copy_(found)  # rounded: codes are chosen for the scale as it is stored
         own[0].copy_((_whole(values, own[1].float(), zero)).add_(zero))
         if zero_point:
@@ -94,19 +100,41 @@ def _shifted(values: Tensor) -> Iterator[_Candidate]:
         yield scale, zero
 
 
-def _best(values: Tensor, candidates: Iterable[_Candidate]) -> _Candidate:
-    """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives."""
+class _Counts:
+    """By how much errors count in groups `[..., outputs, groups, inputs of a group]`, of which some are asked for after others."""
+
+    def __init__(self, importance: Tensor, shape: torch.Size) -> None:
+        self._rows = importance.float().reshape(-1, shape[-1])
+        self._outputs, self._groups = shape[-3:-1]
+        self._start = 0
+
+    def next(self, count: int) -> Tensor:
+        """`[count, inputs of a group]`"""
+        number = torch.arange(self._start, self._start + count)
+        self._start += count
+        weight = number // (self._outputs * self._groups) if len(self._rows) > self._groups else 0
+        return self._rows[weight * self._groups + number % self._groups]
+
+
+def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
+    """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives.
+
+    Args:
+        count: by how much a value's error counts; None: all alike.
+    """
     scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
     least = torch.full((len(values), 1), torch.inf)
     for candidate in candidates:
-        error = _whole(values, *candidate).mul_(candidate[0]).sub_(values).square_().sum(-1, keepdim=True)
+        squares = _whole(values, *candidate).mul_(candidate[0]).sub_(values).square_()
+        error = (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
         better = error < least
         least, scale, zero = (
             torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
         )
     numbers = _whole(values, scale, zero)
-    squares = numbers.square().sum(-1, keepdim=True)
-    return torch.where(squares > 0, numbers.mul_(values).sum(-1, keepdim=True) / squares, 0), zero
+    weighted = numbers if count is None else numbers * count
+    squares = (weighted * numbers).sum(-1, keepdim=True)
+    return torch.where(squares > 0, (weighted * values).sum(-1, keepdim=True) / squares, 0), zero
 
 
 def _whole(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

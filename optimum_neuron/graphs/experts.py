@@ -45,6 +45,8 @@ class ExpertsCall:
     index: Tensor
     weights: Tensor
 
+    down_name = "down_proj"  # of the parameter of the second projection
+
     @property
     def experts(self) -> int:
         up = self.up_weight
@@ -57,13 +59,18 @@ class ExpertsCall:
         return self.hidden_states.dtype if isinstance(up, QuantizedWeight) else up.dtype
 
     @property
+    def up_name(self) -> str:
+        """Of the parameter of the first projection."""
+        return "gate_up_proj" if self.layer.has_gate else "up_proj"
+
+    @property
     def up_weight(self) -> Tensor | QuantizedWeight:
         """`[experts, out, in]`, or `[experts, in, out]` where the layer is transposed, as none with quantized weights is."""
-        return expert_weight(self.layer, "gate_up_proj" if self.layer.has_gate else "up_proj")
+        return expert_weight(self.layer, self.up_name)
 
     @property
     def down_weight(self) -> Tensor | QuantizedWeight:
-        return expert_weight(self.layer, "down_proj")
+        return expert_weight(self.layer, self.down_name)
 
     @property
     def up(self) -> Tensor:
@@ -179,6 +186,25 @@ def active_experts(call: ExpertsCall) -> Tensor:
             padding = (0, 0, 0, -len(tokens) % rows)
             blocks = nn.functional.pad(hidden_states[tokens], padding).split(rows)
             outputs[tokens, places] = torch.cat([_expert(call, expert, block) for block in blocks])[: len(tokens)]
+    return call.weighted_sum(outputs)
+
+
+# Told of the name of a weight, an expert, and what that one's product with it takes, `[tokens, inputs]`.
+Watcher = Callable[[str, int, Tensor], None]
+
+
+def watched_experts(call: ExpertsCall, watch: Watcher) -> Tensor:
+    """As `active_experts`, with all tokens of an expert in one product, and its inputs told."""
+    hidden_states = call.hidden_states.to(call.dtype)
+    outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
+    for expert in call.index.unique().tolist():
+        if expert < call.experts:
+            tokens, places = (call.index == expert).nonzero(as_tuple=True)
+            inputs = hidden_states[tokens]
+            watch(call.up_name, expert, inputs)
+            up = call.activate(_one(call, expert, inputs, call.up_weight, call.up_bias))
+            watch(call.down_name, expert, up)
+            outputs[tokens, places] = call.normalize(_one(call, expert, up, call.down_weight, call.down_bias))
     return call.weighted_sum(outputs)
 
 

@@ -22,7 +22,7 @@ def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: st
     """A line for a shell.
 
     Options that follow from the others are left out. Of a checkpoint or adapter in a local folder the name alone is told, and of one
-    whose name does not print, none.
+    whose name does not print, none. A text that weights were rounded on is named by the beginning of its sha256.
 
     Args:
         output: the folder to write.
@@ -35,6 +35,8 @@ def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: st
         words += ["--adapter", adapter]
     if origin.get("dequantize"):
         words.append("--dequantize")
+    if "calibration" in origin:
+        words += ["--quantization-calibration", f"{origin['calibration'][:12]}.txt"]
     if any(name.endswith(".py") for name in manifest["files"]):
         words.append("--trust-remote-code")
     for name, value in needed_options(config).items():

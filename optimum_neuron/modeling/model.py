@@ -92,6 +92,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         trust_remote_code: bool = False,
         adapter: str | Path | Sequence[str | Path] | None = None,
         dequantize: bool = False,
+        quantization_calibration: str | Path | None = None,
         deterministic: bool = False,
         rank_python: str | Path | None = None,
         rank_timeout: float | None = None,
@@ -109,6 +110,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 artifact are compiled again on this machine.
             adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
             dequantize: for an export of a quantized checkpoint, have plain weights in the place of its codes.
+            quantization_calibration: for an export with `quantization="int4"`, a text in UTF-8 to round weights on.
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
@@ -147,6 +149,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 trust_remote_code=trust_remote_code,
                 adapter=adapter,
                 dequantize=dequantize,
+                quantization_calibration=quantization_calibration,
                 deterministic=deterministic,
                 ranks=ranks,
                 profile=profile,
@@ -161,6 +164,11 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         if dequantize:
             raise ValueError(
                 f"dequantize=True is for an export, and {model_id} is an artifact; export its checkpoint with it"
+            )
+        if quantization_calibration is not None:
+            raise ValueError(
+                f"quantization_calibration={str(quantization_calibration)!r} is for an export, and {model_id} is an artifact; export its "
+                f"checkpoint with it"
             )
         refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
         return cls._load(

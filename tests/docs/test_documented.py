@@ -200,6 +200,7 @@ def reader(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     for name in ("smollm2", "llama"):
         shutil.copytree(models.artifact, tmp_path / name)
     shutil.copy(models.paths[GGUF], tmp_path)
+    (tmp_path / "text.txt").write_text("A text that a model may meet. " * 40, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     given = {
         "model": NeuronModelForCausalLM.from_pretrained(models.artifact),

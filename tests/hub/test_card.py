@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from optimum.commands.register.export_neuron import NeuronExportCommand, config_options
 
 from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
-from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, identity, read_measurements
+from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, identity, quality_follows_from, read_measurements
 from optimum_neuron.checkpoints.card_facts import card_facts
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.hub.card import is_made, make_card
@@ -204,8 +204,7 @@ def put(path: Path, document: object) -> Path:
 
 def test_measurements_are_recorded_and_told(own: Path, tmp_path: Path) -> None:
     opened = Artifact.open(own)
-    weights = collect(opened).sizes["weights"]
-    variant = {"name": "it", "dtype": "float32", "weight_bytes": weights, **FIGURES}
+    variant = {"name": "/home/me/it/", **quality_follows_from(opened), **FIGURES}
     bench = put(tmp_path / "bench.json", {"speeds": [SPEED], "machine": {"cpu": "EPYC", "threads": 2}, "more": 1})
     quality = put(tmp_path / "q.json", {"variants": [variant, variant | {"dtype": "bfloat16"}], "model": "x"})
     write_card(opened, bench=bench)
@@ -215,7 +214,7 @@ def test_measurements_are_recorded_and_told(own: Path, tmp_path: Path) -> None:
     assert "| 10.5000 | 10.2500 | 1.00e-03 | 2.00e-03 | 5.00e-01 | 98.70% | 511 |" in card
     assert "| `decode` | `rows` `1` | 12.5 | `ms` |" in card and "On `cpu` `EPYC`, `threads` `2`." in card
     found = read_measurements(Artifact.open(own))
-    assert found is not None and found.speeds == [SPEED] and found.quality == [variant]
+    assert found is not None and found.speeds == [SPEED] and found.quality == [variant | {"name": "it"}]
 
 
 def test_a_card_that_somebody_wrote_is_replaced_only_when_asked(own: Path, tmp_path: Path) -> None:
@@ -254,8 +253,18 @@ def test_a_file_that_holds_no_speeds_of_this_artifact_is_refused(own: Path, name
     (tmp_path / "bench.json").write_text('{"speeds": [{"value": NaN', encoding="utf-8")
     with pytest.raises(ValueError, match=r"bench\.json cannot be read"):
         write_card(Artifact.open(own), bench=tmp_path / "bench.json")
-    with pytest.raises(ValueError, match=r"has 0 variants with weights of float32 in .* bytes"):
-        write_card(Artifact.open(own), quality=put(tmp_path / "q.json", {"variants": []}))
+    of = quality_follows_from(Artifact.open(own))
+    others: tuple[dict[str, object], ...] = (
+        {"weights_sha256": "0" * 64},  # as large as these, but rounded otherwise
+        {"kv_cache_dtype": "int8"},
+        {"activations": "int8"},
+        {"dtype": "bfloat16"},
+    )
+    variants = [{"name": "it", **of, **FIGURES, **each} for each in others]
+    without = {name: value for name, value in variants[1].items() if name != "weights_sha256"}
+    for document in ([], variants, [without]):
+        with pytest.raises(ValueError, match=r"has no variant with the weights of .* \(float32, .* bytes, sha256 "):
+            write_card(Artifact.open(own), quality=put(tmp_path / "q.json", {"variants": document}))
     assert not (own / "README.md").exists() and not (own / MEASUREMENTS_NAME).exists()
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -83,18 +84,27 @@ def own_logits(
     model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None, outputs: tuple[int, ...] = OUTPUTS
 ) -> Tensor:
     """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
+    set_experts(model, "eager")
+    try:
+        with own_attention(model):
+            positions = {} if position_ids is None else {"position_ids": position_ids}
+            logits: Tensor = model(input_ids=prompt[None], use_cache=False, **positions).logits[0]
+    finally:
+        set_experts(model, EXPERTS_NAME)
+    return logits[list(outputs)].float()
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, a model attends by transformers' own code."""
     ours = model.config._attn_implementation
     # Code that adds a bias to its scores may do so otherwise where torch attends, as it does by default.
     by_torch = CacheNeeds.of(model).biased and getattr(model, "_supports_sdpa", False)
     set_implementation(model, "sdpa" if by_torch else "eager")
-    set_experts(model, "eager")
     try:
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        logits: Tensor = model(input_ids=prompt[None], use_cache=False, **positions).logits[0]
+        yield
     finally:
         set_implementation(model, ours)
-        set_experts(model, EXPERTS_NAME)
-    return logits[list(outputs)].float()
 
 
 def step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:

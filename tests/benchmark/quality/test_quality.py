@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmark.quality import __main__ as quality
 from benchmark.quality.figures import Counts
-from benchmark.quality.text import MODULES, documentation, read_texts
+from benchmark.quality.text import MODULES, calibration_text, documentation, read_texts
 from benchmark.quality.variants import variant_options
+from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, quality_follows_from, read_measurements
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.export import export_model
+from optimum_neuron.hub.write import write_card
 
 
 class Letters:
@@ -71,8 +78,41 @@ def test_texts_are_the_same_each_time_and_long() -> None:
         read_texts(Letters(), 2, 1_000_000)
 
 
+def test_text_to_round_on_is_none_that_is_measured() -> None:
+    texts = read_texts(Letters(), 3, 500)
+    other = calibration_text(texts)
+    assert len(texts.modules) == 3 and not any(documentation(name) in other for name in texts.modules)
+    assert documentation(MODULES[-1]) in other
+    with pytest.raises(ValueError, match="all 27 modules are measured"):
+        calibration_text(replace(texts, modules=MODULES))
+
+
+def test_variants_may_be_refined() -> None:
+    found = variant_options("float32+int4+groups-64+calibrated+kv-int8")
+    assert found == {
+        "dtype": "float32",
+        "quantization": "int4",
+        "quantization_group_size": 64,
+        "kv_cache_dtype": "int8",
+        "calibrated": True,
+    }
+    with pytest.raises(ValueError, match=r"'int8.calibrated' is rounded on a text, which is for int4"):
+        variant_options("int8+calibrated")
+
+
 @pytest.mark.parametrize(
-    "name", ["float31", "auto", "float32+float16", "int8+int4", "int8-activations+int8-activations", "+", "no/folder"]
+    "name",
+    [
+        "float31",
+        "auto",
+        "float32+float16",
+        "int8+int4",
+        "kv-int8+kv-fp8",
+        "int4+zero-point+zero-point",
+        "int8-activations+int8-activations",
+        "+",
+        "no/folder",
+    ],
 )
 def test_variants_that_name_nothing_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no artifact's folder and nothing that this version exports"):
@@ -82,22 +122,44 @@ def test_variants_that_name_nothing_are_refused(name: str) -> None:
 def test_it_measures_exports_and_artifacts(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the eager target, which takes no compiling: float32 is the reference but for rounding, bfloat16 is near it, int4 less so."""
+    """On the eager target, which takes no compiling: float32 is the reference but for rounding, bfloat16 is near it, int4 less so; and an
+    artifact's card takes the figures of its own weights out of all of them, whatever its sizes are."""
     sizes = ["--target", "eager", "--texts", "2", "--length", "40", "--chunk-size", "16"]
     options = ["--model", str(tiny_checkpoint), *sizes]
     files = [
         f"--{name}={tmp_path / place}"
         for name, place in (("artifacts", ""), ("plot", "plot.png"), ("json", "found.json"))
     ]
-    assert quality.main([*options, *files, "--variants", "float32", "bfloat16", "bfloat16+int4"]) == 0
+    names = ["float32", "bfloat16", "bfloat16+int4", "bfloat16+int4+calibrated", "bfloat16+kv-int8"]
+    assert quality.main([*options, *files, "--variants", *names]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found == json.loads((tmp_path / "found.json").read_text())
-    full, half, quarter = found["variants"]
+    full, half, quarter, calibrated, codes = found["variants"]
+    assert quarter["weight_bytes"] == calibrated["weight_bytes"] and codes["weights_sha256"] == half["weights_sha256"]
+    assert len({each["kl_mean"] for each in found["variants"]}) == 5
+    text = tmp_path / "text.txt"
+    text.write_text(
+        calibration_text(read_texts(AutoTokenizer.from_pretrained(tiny_checkpoint), 2, 40)), encoding="utf-8"
+    )
+    for own, expected in ((text, calibrated), (None, quarter)):
+        config = NeuronConfig(target="eager", sequence_length=64, dtype="bfloat16", quantization="int4")
+        path = export_model(
+            tiny_checkpoint, tmp_path / "own", config=config, quantization_calibration=own, overwrite=True
+        )
+        write_card(Artifact.open(path), quality=tmp_path / "found.json", overwrite=True)
+        recorded = read_measurements(Artifact.open(path))
+        assert recorded is not None and recorded.quality == [expected]
+        (path / MEASUREMENTS_NAME).unlink()
     assert (full["name"], half["dtype"], found["tokens"], full["tokens"]) == ("float32", "bfloat16", 80, 78)
     assert full["kl_max"] < 1e-6 and full["top1"] == 1 and full["text_sha256"] == half["text_sha256"]
     assert full["kl_max"] < half["kl_mean"] < quarter["kl_mean"] < 1e-2
     assert quarter["weight_bytes"] < half["weight_bytes"] < full["weight_bytes"]
-    (folder,) = (path for path in tmp_path.glob("*-bfloat16-*") if not (path / "quantization.json").exists())
+    folder = next(
+        path
+        for path in tmp_path.glob("*-bfloat16-*")
+        if quality_follows_from(Artifact.open(path))
+        == {name: half[name] for name in quality_follows_from(Artifact.open(path))}
+    )
     assert quality.main([*options, *files, "--variants", str(folder)]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"][0]
     assert {**again, "name": "bfloat16"} == half
