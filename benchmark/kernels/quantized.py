@@ -2,7 +2,8 @@
 """Measures linear layers of quantized weights against the same kernels' layers of plain ones, interleaved.
 
 One row is bound by reading weights: what a second of it reads is told, and the share of what torch reads at most. Weights are cycled
-through more copies than any cache holds, in huge pages, as those of a loaded artifact are.
+through more copies than any cache holds, in huge pages, as those of a loaded artifact are. Codes of int8 and int4 are also multiplied
+with activations rounded to int8, against the same codes with activations as they are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .plans import Operands, Run
 INPUTS, OUTPUTS = 2048, 8192
 ROWS = (1, 8, 128, 512, 2048)
 COLD_BYTES = 256 << 20
+# Kinds of codes that meet activations of int8.
+ROUNDED = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ FORMS = (
 )
 
 
-def plan_quantized(x: Tensor, weight: QuantizedWeight) -> Run:
+def plan_quantized(x: Tensor, weight: QuantizedWeight, activations: str | None = None) -> Run:
     operands = Operands()
     shift = None if weight.shift is None else operands(weight.shift)
-    codes = Codes(weight.kind, operands(weight.scale), shift)
+    codes = Codes(weight.kind, operands(weight.scale), shift, activations)
     output = operands.output((len(x), weight.outputs), x.dtype)
     return operands.bind(Linears(operands(x), (Layer(operands(weight.codes), None, output, codes),)))
 
@@ -94,6 +97,14 @@ def measure(dtype: torch.dtype, form: Form, plain: list[Tensor], read: float, pa
             lambda turn, ours=ours: ours[turn % len(ours)](()),  # type: ignore[misc]
             pairs,
         )
+        rounded = None
+        if form.kind in ROUNDED:
+            others = [plan_quantized(x, each, "int8") for each in weights]
+            rounded = compare(
+                lambda turn, ours=ours: ours[turn % len(ours)](()),  # type: ignore[misc]
+                lambda turn, others=others: others[turn % len(others)](()),  # type: ignore[misc]
+                pairs,
+            )
         rate = size / milliseconds * 1e3
         name = str(dtype).removeprefix("torch.")
         results.append(
@@ -104,6 +115,9 @@ def measure(dtype: torch.dtype, form: Form, plain: list[Tensor], read: float, pa
                 "ms": milliseconds,
                 "times": times,
                 "share": rate / read,
+                "rounded_ms": rounded and rounded[0],
+                "rounded_times": rounded and rounded[1],
+                "rounded_share": rounded and size / rounded[0] * 1e3 / read,
             }
         )
     return results
@@ -119,13 +133,22 @@ def measure_all(dtype: torch.dtype, pairs: int) -> list[Result]:
 def main() -> int:
     """Runs the benchmark; returns the exit code."""
     title = f"Quantized linear layers, {INPUTS} -> {OUTPUTS}"
-    table = make_table(title, ("weight", "dtype"), ("rows", "ms", "times as fast as plain", "of memory's rate"))
+    columns = ("rows", "ms", "times as fast as plain", "of memory's rate")
+    rounded = ("activations of int8: ms", "times as fast as without", "of memory's rate ")
+    table = make_table(title, ("weight", "dtype"), (*columns, *rounded))
     return run("quantized", __doc__, table, measure_all, _cells)
 
 
 def _cells(result: Result) -> tuple[str, ...]:
     numbers = f"{result['ms']:.3f}", f"{result['times']:.2f}", f"{result['share']:.2f}"
-    return (result["weight"], result["dtype"], str(result["rows"]), *numbers)
+    rounded = ("", "", "")
+    if result["rounded_ms"] is not None:
+        rounded = (
+            f"{result['rounded_ms']:.3f}",
+            f"{result['rounded_times']:.2f}",
+            f"{result['rounded_share']:.2f}",
+        )
+    return (result["weight"], result["dtype"], str(result["rows"]), *numbers, *rounded)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,15 @@ def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...
 # Levels 3 and 4 of the x86-64 psABI.
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
-_AVX512_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
-_AMX = frozenset({"amx_tile", "amx_bf16"})
+# All CPUs with products of bfloat16 have those of int8, and so have those with AMX.
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AVX512_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 # Linux gives a process tile registers only when it asks (Documentation/arch/x86/xstate.rst).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The best first.
 _X86_64 = (
-    InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_BF16 | _AMX),
+    InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512_BF16 | _AMX),
     InstructionSet("avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, _torch("avx512", "AVX512_CORE_BF16", "AVX512")),
     InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512")),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2")),
@@ -54,7 +55,7 @@ _X86_64 = (
 _ARMV8_2 = frozenset({"asimd", "asimdrdm", "atomics", "crc32", "dcpop"})
 # SVE of 128 bits is NEON's width. Where its vectors are longer, there are fewer units for them, so products of bfloat16 go first.
 _AARCH64 = (
-    InstructionSet("neon_bf16", ("-march=armv8.2-a+bf16",), _ARMV8_2 | {"bf16"}),
+    InstructionSet("neon_bf16", ("-march=armv8.2-a+bf16+dotprod",), _ARMV8_2 | {"bf16", "asimddp"}),
     InstructionSet("sve512", ("-march=armv8.2-a+sve", "-msve-vector-bits=512"), _ARMV8_2 | {"sve", "sve512"}),
     InstructionSet("sve256", ("-march=armv8.2-a+sve", "-msve-vector-bits=256"), _ARMV8_2 | {"sve", "sve256"}),
     InstructionSet("neon", ("-march=armv8-a",), frozenset()),
@@ -103,7 +104,7 @@ def instruction_set() -> InstructionSet:
 
 def _machine_flags() -> frozenset[str]:
     if sys.platform == "darwin":
-        return _ARMV8_2 | {"bf16"} if _sysctl(_MACOS_BF16) else _ARMV8_2
+        return _ARMV8_2 | {"bf16", "asimddp"} if _sysctl(_MACOS_BF16) else _ARMV8_2
     if not _CPUINFO.is_file():
         return frozenset()
     for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():

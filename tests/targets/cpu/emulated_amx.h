@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The functions of native/amx.h without AMX, as the Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, has
-// LDTILECFG, TILELOADD, TILESTORED and TDPBF16PS. What the hardware would raise an exception for ends the process. A compiler
+// LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD. What the hardware would raise an exception for ends the process. A compiler
 // reads this file first (-include).
 #pragma once
 
@@ -111,20 +111,42 @@ inline void amxMultiplyLine(EmulatedTile& sums, const EmulatedTile& a, const Emu
   std::memcpy(sums.bytes[m], &line, sizeof(line));
 }
 
-template <int Sums, int A, int B>
-inline void amxMultiplyAdd() {
-  static_assert(Sums != A && Sums != B && A != B);
-  EmulatedTile &sums = amxTile(Sums), &a = amxTile(A), &b = amxTile(B);
+inline void amxRequireAgree(const EmulatedTile& sums, const EmulatedTile& a, const EmulatedTile& b) {
   amxRequire(
       sums.lines == a.lines && a.lineBytes == 4 * b.lines && sums.lineBytes == b.lineBytes && a.lineBytes % 4 == 0 &&
           b.lineBytes % 4 == 0,
       "shapes that do not agree");
+}
+
+template <int Sums, int A, int B>
+inline void amxMultiplyAdd() {
+  static_assert(Sums != A && Sums != B && A != B);
+  EmulatedTile &sums = amxTile(Sums), &a = amxTile(A), &b = amxTile(B);
+  amxRequireAgree(sums, a, b);
   const uint32_t before = _mm_getcsr();
   amxControl(0x9fc0);  // to the nearest, subnormal operands and results are zero, no exceptions
   for (int64_t m = 0; m < sums.lines; ++m) {
     amxMultiplyLine(sums, a, b, m);
   }
   amxControl(before);
+}
+
+template <int Sums, int A, int B>
+inline void amxMultiplyAddBytes() {
+  static_assert(Sums != A && Sums != B && A != B);
+  EmulatedTile &sums = amxTile(Sums), &a = amxTile(A), &b = amxTile(B);
+  amxRequireAgree(sums, a, b);
+  for (int64_t m = 0; m < sums.lines; ++m) {
+    int32_t line[16];
+    std::memcpy(line, sums.bytes[m], sizeof(line));
+    for (int64_t k = 0; k < a.lineBytes; ++k) {
+      const int32_t left = static_cast<int8_t>(a.bytes[m][k]);
+      for (int64_t n = 0; n < sums.lineBytes / 4; ++n) {
+        line[n] += left * static_cast<int8_t>(b.bytes[k / 4][4 * n + k % 4]);
+      }
+    }
+    std::memcpy(sums.bytes[m], line, sizeof(line));
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pi
 from kernel_calls import ROUNDING, Kernels, Planned, RefusedError, int32, load_kernels, random, same_bits, with_dtypes
 from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
 from test_quantized_kernels import FORMS, check_near, quantized
+from test_rounded_kernels import FORMS as ROUNDED_FORMS
+from test_rounded_kernels import rounded
 from torch.nn.functional import gelu, linear, silu
 
 from optimum_neuron.targets.cpu import library, loader
@@ -75,6 +78,18 @@ def test_quantized_layers_are_near_float64_and_a_row_depends_on_nothing_else(
         (whole,) = emulated.quantized_linears(x, [weight], [None])
         check_near(whole, x, weight, None)
         assert same_bits(emulated.quantized_linears(x[3:5], [weight], [None])[0], whole[3:5])
+
+
+@with_dtypes
+def test_quantized_layers_with_activations_of_int8_have_the_bits_of_other_cpus(
+    emulated: Kernels, best_kernels: Kernels, dtype: torch.dtype
+) -> None:
+    for (kind, shifted, scale), (columns, group) in product(ROUNDED_FORMS, ((256, 64), (1100, 110), (96, 32))):
+        weight = rounded(kind, 37, columns, group=group, shifted=shifted, scale=scale)
+        x = random(19, columns, dtype=dtype)
+        for rows in (1, 19):
+            (wanted,) = best_kernels.quantized_linears(x[:rows], [weight], [None])
+            assert same_bits(emulated.quantized_linears(x[:rows], [weight], [None])[0], wanted), (kind, group, rows)
 
 
 @with_dtypes

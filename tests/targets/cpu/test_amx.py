@@ -179,6 +179,8 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
 _LINEARS = {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
 # The same of codes: of many rows as above, and of few, which have one tile of x and one of weights at a time.
 _CODED = {*_LINEARS, ("1", "5", "6"), ("2", "4", "6"), ("3", "5", "6"), ("0", "1", "2")}
+# Of int8: sums, then weights, then rows of x.
+_ROUNDED = {("0", "6", "7")}
 # Sums, then rows of queries or probabilities, then keys or values, whose lines are pairs.
 _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")}
 
@@ -188,11 +190,17 @@ _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")
     reason="needs objdump, on x86-64",
 )
 @pytest.mark.parametrize(
-    ("source", "expected"),
-    [("linears", _LINEARS), ("experts", _LINEARS), ("coded", _CODED), ("attention", _ATTENTION)],
+    ("source", "product", "expected"),
+    [
+        ("linears", "tdpbf16ps", _LINEARS),
+        ("experts", "tdpbf16ps", _LINEARS),
+        ("coded", "tdpbf16ps", _CODED),
+        ("rounded", "tdpbssd", _ROUNDED),
+        ("attention", "tdpbf16ps", _ATTENTION),
+    ],
 )
 def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
-    source: str, expected: set[tuple[str, str, str]], tmp_path: Path
+    source: str, product: str, expected: set[tuple[str, str, str]], tmp_path: Path
 ) -> None:
     amx_bf16 = next(each for each in host._X86_64 if each.name == "amx_bf16")
     native_build.check_compiler()
@@ -202,12 +210,13 @@ def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
     text = subprocess.run(
         ["objdump", "-d", "-M", "intel", target], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
-    products = re.findall(r"\btdpbf16ps tmm(\d),tmm(\d),tmm(\d)", text)
-    assert set(products) == expected
+    products = re.findall(r"\b(tdp\w+) tmm(\d),tmm(\d),tmm(\d)", text)
+    assert {tuple(tiles) for name, *tiles in products if name == product} == expected
+    assert {name for name, *tiles in products} == {product}
     loaded, zeroed, stored = (
         set(re.findall(pattern, text))
         for pattern in (r"\btileloadd tmm(\d),", r"\btilezero tmm(\d)\b", r"\btilestored \[[^]]*\],tmm(\d)")
     )
-    operands = {tile for _, *tiles in expected for tile in tiles}
-    assert operands <= loaded <= operands | set("0123") and zeroed == stored == set("0123")
+    operands, sums = {tile for _, *tiles in expected for tile in tiles}, {tile for tile, *_ in expected}
+    assert operands <= loaded <= operands | sums and zeroed == stored == sums
     assert re.search(r"\bldtilecfg\b", text) and re.search(r"\btilerelease\b", text)

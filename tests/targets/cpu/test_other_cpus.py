@@ -80,7 +80,7 @@ def test_bfloat16_of_an_arm_cpu_is_used_where_it_has_all_that_its_compiler_assum
 @pytest.mark.parametrize(
     ("cpu", "vectors", "best"),
     [
-        ("bf16 sve", 32, "neon_bf16"),
+        ("bf16 asimddp sve", 32, "neon_bf16"),
         ("sve", 64, "sve512"),
         ("sve", 32, "sve256"),
         ("sve", 16, "neon"),
@@ -114,7 +114,7 @@ def test_tile_registers_are_used_where_linux_gives_them(
     monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(host, "_syscall", syscall)
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
-    host._CPUINFO.write_text(f"flags : fpu {' '.join(needs)} amx_int8\n")
+    host._CPUINFO.write_text(f"flags : fpu {' '.join(needs)}\n")
     assert host.instruction_set().name == ("amx_bf16" if given else "avx512_bf16")
     assert asked == [[158, 0x1023, 18]]  # arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     monkeypatch.setenv(CPU_VARIABLE, "amx_bf16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kernel_calls import DTYPES, Kernels, Planned, Tensors, guarded, random, sam
 from torch import Tensor, nn
 
 from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying, reference_product
-from optimum_neuron.graphs.quantized.weight import QuantizedWeight
+from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, QuantizedWeight
 from optimum_neuron.targets.cpu.operators import OPS
 from optimum_neuron.targets.cpu.plan.encode import PlanError
 from optimum_neuron.targets.cpu.plan.program import Layer, Linears
@@ -136,6 +137,36 @@ def test_no_other_row_thread_or_layer_changes_a_row(
             x[5:], [row(weight, slice(0, 33)), row(weight, slice(33, None))], [bias[:33], bias[33:]]
         )
     assert same_bits(torch.cat(parts, -1), whole[5:])
+
+
+@with_forms
+def test_rows_of_many_blocks_have_the_same_bits_however_many_there_are(
+    kernels: Kernels, kind: str, shifted: bool, scale: torch.dtype
+) -> None:
+    """Blocks of several turns, and groups that end within one, for tiles of few rows and batches of many."""
+    for columns, group in ((2080, 2080), (2080, 32), (1152, 64), (1300, 130)):
+        weight = rounded(kind, 35, columns, group=group, shifted=shifted, scale=scale)
+        x = random(600, columns, dtype=torch.float32)
+        (whole,) = kernels.quantized_linears(x, [weight], [None])
+        few = slice(33, 34)
+        assert same_bits(whole[597:598, few], defined(x[597:598], row(weight, few), None)), (columns, group)
+        for rows in (1, 4, 5, 16, 17, 40):
+            (fewer,) = kernels.quantized_linears(x[-rows:].contiguous(), [weight], [None])
+            assert same_bits(fewer, whole[-rows:]), (columns, group, rows)
+
+
+def test_the_largest_codes_are_summed_exactly(kernels: Kernels) -> None:
+    """Sums of pairs of them are as large as 16 bits hold."""
+    for kind, code in product(("int8", "int4"), (0, 0x7F, 0x80, 0xFF, 0x0F, 0xF0)):
+        columns = 256 if kind == "int8" else 128
+        codes = torch.full((20, columns if kind == "int8" else columns // 2), code, dtype=torch.uint8)
+        weight = QuantizedWeight(
+            kind, codes.view(CODE_DTYPES[kind]), torch.ones(20, columns // 64), activations="int8"
+        )
+        for rows in (1, 7):
+            x = torch.full((rows, columns), -127.0)
+            (result,) = kernels.quantized_linears(x, [weight], [None])
+            assert torch.equal(result, torch.full((rows, 20), -127.0 * weight.values()[0].sum().item())), (kind, code)
 
 
 @examples(100)

@@ -47,16 +47,24 @@ template <int Sums, int A, int B>
 inline void amxMultiplyAdd() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
 }
+// The same with a and b four numbers of int8 and sums int32.
+template <int Sums, int A, int B>
+inline void amxMultiplyAddBytes() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
+}
 #endif
 
-// Tile registers of one size, all of it, for a thread's use. Released they cost nothing when the thread is switched.
+// Tile registers for a thread's use, of one size, all of it, but for two: of products of int8 whose lines of A have fewer bytes, and so
+// fewer lines of B. Released they cost nothing when the thread is switched.
+constexpr int kAmxShortA = 6, kAmxShortB = 7;
+
 class AmxTiles {
  public:
-  AmxTiles() {
+  explicit AmxTiles(int64_t shortBytes = kAmxLineBytes) {
     AmxShapes shapes;
     for (int tile = 0; tile < kAmxTiles; ++tile) {
-      shapes.lineBytes[tile] = kAmxLineBytes;
-      shapes.lines[tile] = kAmxLines;
+      shapes.lineBytes[tile] = tile == kAmxShortA ? shortBytes : kAmxLineBytes;
+      shapes.lines[tile] = tile == kAmxShortB ? shortBytes / 4 : kAmxLines;
     }
     amxConfigure(shapes);
   }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Linear layers and experts whose weights are codes: y = x @ (codes * scale + shift).T + bias. Products are summed in float32, and what a
-// code stands for is never rounded to a type of fewer bits. Where a call asks for it, rows of x become codes too (linear_rounded.h).
+// code stands for is never rounded to a type of fewer bits. Where a call asks for it, rows of x become codes too (rounded.cpp).
 //
 // Contracts: those of linears.cpp and experts.cpp.
 #include "experts_run.h"
-#include "linear_rounded.h"
 #include "linears_run.h"
 #if defined(STEP_AMX)
 #include "linear_codes_amx.h"
@@ -35,23 +34,17 @@ using CodesWorker = typename CodesWorkerOf<Kind>::Type;
 }  // namespace
 
 void codedLinears(Pool& pool, const LinearsCall& call) {
-  withKind(call.type, [&](auto kind) {
-    if (call.activations == Coding::kInt8) {
-      computeLinears<RoundedWorker<decltype(kind)>>(pool, call);
-    } else {
-      computeLinears<CodesWorker<decltype(kind)>>(pool, call);
-    }
-  });
+  if (call.activations == Coding::kInt8) {
+    return roundedLinears(pool, call);
+  }
+  withKind(call.type, [&](auto kind) { computeLinears<CodesWorker<decltype(kind)>>(pool, call); });
 }
 
 void codedExperts(Pool& pool, const ExpertsCall& call) {
-  withKind(call.type, [&](auto kind) {
-    if (call.activations == Coding::kInt8) {
-      computeExperts<RoundedWorker<decltype(kind)>>(pool, call);
-    } else {
-      computeExperts<CodesWorker<decltype(kind)>>(pool, call);
-    }
-  });
+  if (call.activations == Coding::kInt8) {
+    return roundedExperts(pool, call);
+  }
+  withKind(call.type, [&](auto kind) { computeExperts<CodesWorker<decltype(kind)>>(pool, call); });
 }
 
 }  // namespace step

@@ -37,6 +37,12 @@ inline CodeForm formOf(Coding coding, int64_t columns, int64_t group, int64_t bl
   return {coding, group, block, columns / group};
 }
 
+// Whether any weight of a call has shifts.
+inline bool hasShift(const LinearsCall& call) {
+  return std::any_of(call.linears, call.linears + call.count, [](const Linear& each) { return each.scales.shift; });
+}
+inline bool hasShift(const ExpertsCall& call) { return call.scales.shift; }
+
 typedef uint8_t LaneBytes __attribute__((vector_size(kLanes)));
 
 // kLanes bytes, each in 32 bits.

@@ -40,14 +40,15 @@ struct LinearsCall {
   int64_t rows, columns, stride;  // stride: elements from a row of x to the next
   Coding coding;   // of all weights
   int64_t group;   // columns that share a scale: a divisor of columns, even where two codes share a byte
-  Coding activations;  // of codes kInt8 and kInt4: kInt8 where rows of x are rounded to codes before (linear_rounded.h); else kPlain
+  Coding activations;  // of codes kInt8 and kInt4: kInt8 where rows of x are rounded to codes before (rounded.cpp); else kPlain
   const Linear* linears;
   int64_t count;
 };
 
 void linears(Pool& pool, const LinearsCall& call);
-// The same of codes.
+// The same of codes, and of codes whose rows of x become codes too.
 void codedLinears(Pool& pool, const LinearsCall& call);
+void roundedLinears(Pool& pool, const LinearsCall& call);
 
 // y[t, i] = x[t(, i)] @ weight[e].T + bias[e] with e = index[t, i]; an index >= experts gives zeros and costs nothing.
 struct ExpertsCall {
@@ -69,6 +70,7 @@ struct ExpertsCall {
 bool expertLinear(Pool& pool, const ExpertsCall& call);
 // The same of codes, whose indices were checked.
 void codedExperts(Pool& pool, const ExpertsCall& call);
+void roundedExperts(Pool& pool, const ExpertsCall& call);
 
 struct AttendCall {
   Type type;

@@ -80,11 +80,6 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
   }
 };
 
-inline bool hasShift(const LinearsCall& call) {
-  return std::any_of(call.linears, call.linears + call.count, [](const Linear& each) { return each.scales.shift; });
-}
-inline bool hasShift(const ExpertsCall& call) { return call.scales.shift; }
-
 template <class Call>
 AmxCodedInput codedInputOf(const Call& call, void* packed, int64_t rows, const int64_t* places) {
   const CodeForm form = formOf(call.coding, call.columns, call.group, kLineColumns);
