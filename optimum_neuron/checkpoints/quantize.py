@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -110,24 +110,18 @@ def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, Weight
     return found
 
 
-def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> Mapping[str, WeightFormat]:
+def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None:
     """Gives a model without memory the weights that `quantize` would, also without memory: what is one tensor there is one here.
-
-    Returns:
-        what `formats_of` tells of it.
 
     Raises:
         ValueError: as `formats_of`.
     """
-    formats = formats_of(model, config)
     with torch.device("meta"):
-        make_room(model, formats)
+        make_room(model, formats_of(model, config))
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(table, QuantizedEmbedding) and isinstance(
-        head, QuantizedLinear
-    ):  # only one that the head shares is quantized
+    # Only a table that the head shares is quantized.
+    if isinstance(table, QuantizedEmbedding) and isinstance(head, QuantizedLinear):
         table.codes, table.scale = head.codes, head.scale
-    return formats
 
 
 def _chosen(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:

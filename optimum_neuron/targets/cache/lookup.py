@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 from ...artifacts.quantization import write_formats
 from ...artifacts.skeleton import empty_model
 from ...artifacts.user_cache import cache_folder, cache_root
+from ...checkpoints.activations import check_activations, round_activations
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
 from ...checkpoints.quantize import make_room_as_quantized
 from ...config import NeuronConfig
 from ...graphs.family import check_every_step_has_a_graph
+from ...graphs.quantized.formats import weight_formats
 from ...graphs.spec import graph_specs
 from .. import CacheKeys, KeepsGraphs, get_target, resolve_target
 from .entries import CODE, BrokenError, check_code
@@ -121,7 +123,10 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> 
         trusted = checkpoint.trust_remote_code
         model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
         _check_ties(checkpoint, model)
-        write_formats(make_room_as_quantized(model, config), folder)
+        make_room_as_quantized(model, config)
+        check_activations(model, config)
+        round_activations(model, config)
+        write_formats(weight_formats(model), folder)
         config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))
         check_every_step_has_a_graph(config, graph_specs(config))
         return target.cache_keys(model, config, folder, trust_remote_code=trusted)

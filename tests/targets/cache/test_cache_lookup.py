@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
     "hybrid": (SERVED["nemotron_h"], {"dtype": "bfloat16", "prefill_chunk_size": 16}),
     "tied codes of 8 bits": (lambda: TIED, {"quantization": "int8", "dtype": "bfloat16"}),
+    "rounded activations": (TINY_CONFIGS["llama"], {"quantization": "int8", "activations": "int8"}),
     "experts of 4 bits": (
         CONFIGS["qwen3_moe"],
         {"quantization": "int4", "quantization_zero_point": True, "quantization_exclude": ("lm_head",)},
