@@ -114,8 +114,12 @@ def quantize_to_mxfp4(checkpoint: Path) -> dict[str, Tensor]:
     return exact
 
 
-def quantize_to_gptq(checkpoint: Path) -> dict[str, Tensor]:
-    """Replaces linear layers by random codes of 4 bits in groups of 32 inputs, with zero points; returns what they stand for."""
+def quantize_to_gptq(checkpoint: Path, *, act_order: bool = False) -> dict[str, Tensor]:
+    """Replaces linear layers by random codes of 4 bits in groups of 32 inputs, with zero points; returns what they stand for.
+
+    Args:
+        act_order: the inputs of a group stand anywhere.
+    """
     exact: dict[str, Tensor] = {}
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -130,11 +134,14 @@ def quantize_to_gptq(checkpoint: Path) -> dict[str, Tensor]:
                 tensors[f"{layer}.qzeros"] = words(zeros - 1, 4)
                 tensors[f"{layer}.scales"] = scale
                 places = torch.arange(inputs) // BLOCK
+                if act_order:
+                    places = places[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+                    tensors[f"{layer}.g_idx"] = places.int()
                 exact[name] = ((codes - zeros[places]).float() * scale.float()[places]).T
                 del tensors[name]
 
     change_weights(checkpoint, change)
-    method = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": False, "sym": False}
+    method = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": act_order, "sym": False}
     change_config(checkpoint, quantization_config=method)
     return exact
 

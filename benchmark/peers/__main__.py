@@ -17,7 +17,7 @@ from typing import Any
 from optimum_neuron.cli import add_option, reported_errors
 
 from ..options import add_result_options, make_parser, positive
-from .names import AVX2, MODELS, OURS, PEERS, PRECISIONS, SMOLLM2
+from .names import AVX2, MODELS, OURS, PEERS, PRECISIONS, RANDOM_1B, SMOLLM2
 
 
 FULL: dict[str, Any] = {
@@ -51,6 +51,7 @@ examples:
   python -m benchmark.peers --json build/benchmark/peers.json
   python -m benchmark.peers --quick        # SmolLM2 alone, few rounds and rows
   python -m benchmark.peers --models {SMOLLM2} --precisions float32 --peers llamacpp openvino --rounds 3
+  python -m benchmark.peers --models {RANDOM_1B} --precisions int8 int4 --peers llamacpp openvino onnxruntime        # a Llama of 1.2 billion weights
   python -m benchmark.peers --instruction-set avx2        # plays a CPU without AVX512
 
 The first run installs the peers' environments (6.5 GB) and builds llama.cpp, which takes a C++ compiler. A peer that does not install, or

@@ -33,8 +33,9 @@ def python_of(peer: Peer, folder: Path, avx2: bool) -> Path:
     """
     if peer.environment is None:
         return Path(sys.executable)
-    variables = dict(peer.environment.avx2) if avx2 else {}
-    path = folder / (f"{peer.name}-avx2" if variables else peer.name)
+    narrow = dict(peer.environment.avx2) if avx2 else {}
+    variables = dict(peer.environment.variables) | narrow
+    path = folder / (f"{peer.name}-avx2" if narrow else peer.name)
     wanted = {"packages": list(peer.environment.packages), "variables": variables}
     python, stamp = path / "bin" / "python", path / STAMP
     if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == wanted:

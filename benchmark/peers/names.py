@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 SMOLLM2, RANDOM_1B = "smollm2-135m", "random-1b"
@@ -32,11 +33,13 @@ class Environment:
     Attributes:
         packages: as pip takes them.
         without: removed again: packages that stop others from working.
+        variables: of every installation, as of a compiler.
         avx2: variables of an installation that is to use no more than AVX2, where that is decided when it is built.
     """
 
     packages: tuple[str, ...]
     without: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     avx2: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,6 +61,8 @@ class Peer:
 
 
 LLAMA_CPP_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
+# As GCC 12 compiles llama.cpp's products with codes, a CPU with AMX ends the process; the file says why.
+WHOLE_TILE_CONFIG = {"CXXFLAGS": f"-include {Path(__file__).with_name('tile_config.h')}"}
 PEERS = {
     peer.name: peer
     for peer in (
@@ -69,7 +74,9 @@ PEERS = {
             "llamacpp",
             ("llamacpp",),
             PRECISIONS,
-            Environment(("llama-cpp-python==0.3.36",), avx2={"CMAKE_ARGS": LLAMA_CPP_AVX2}),
+            Environment(
+                ("llama-cpp-python==0.3.36",), variables=WHOLE_TILE_CONFIG, avx2={"CMAKE_ARGS": LLAMA_CPP_AVX2}
+            ),
         ),
         Peer(
             "openvino",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,8 +18,8 @@ from ..graphs.checks.parity import count_nonfinite
 from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
 from ..graphs.quantized.expert_weights import natural_shape, plain_weights, replace_weights
-from ..graphs.quantized.formats import WeightFormat
-from ..graphs.quantized.modules import replace_embedding, replace_linear
+from ..graphs.quantized.formats import WeightFormat, make_room
+from ..graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
 from ..graphs.quantized.weight import QuantizedWeight
 from .calibration import Calibration
 from .importance import input_importance
@@ -107,6 +108,20 @@ def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, Weight
             for own, weight in plain_weights(module).items():
                 found[f"{name}.{own}"] = _format(config, natural_shape(module, weight)[-1])
     return found
+
+
+def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None:
+    """Gives a model without memory the weights that `quantize` would, also without memory: what is one tensor there is one here.
+
+    Raises:
+        ValueError: as `formats_of`.
+    """
+    with torch.device("meta"):
+        make_room(model, formats_of(model, config))
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    # Only a table that the head shares is quantized.
+    if isinstance(table, QuantizedEmbedding) and isinstance(head, QuantizedLinear):
+        table.codes, table.scale = head.codes, head.scale
 
 
 def _chosen(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:

@@ -115,6 +115,22 @@ def test_gptq_is_dequantized_where_that_is_asked_for(tiny_checkpoints: dict[str,
     assert torch.equal(weight.model.state_dict()[name], exact[name])
 
 
+def test_gptq_in_the_order_of_activations_is_refused_with_the_remedy_which_gives_its_exact_weights(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "gptq"))
+    exact = quantize_to_gptq(checkpoint, act_order=True)
+    with pytest.raises(
+        ValueError, match=r"inputs of one group that do not stand side by side .*; pass --dequantize to"
+    ) as caught:
+        export_tiny(checkpoint, tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
+    artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
+    weights = read_weights(Artifact.open(artifact))
+    assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
+
+
 def _nan_scale(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = torch.nan
 

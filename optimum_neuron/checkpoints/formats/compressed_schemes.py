@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .settings import Document, begins, group_size, part, switch, text, texts, whole
+from .patterns import begins
+from .settings import Document, group_size, part, switch, text, texts, whole
 
 
 PACKED, WHOLE, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"

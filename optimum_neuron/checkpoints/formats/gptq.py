@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from .format import SafetensorsFormat
-from .settings import Document, begins, group_size, part, text, whole
+from .patterns import begins
+from .settings import Document, group_size, part, text, whole
 from .stored import StoredWeight, check_group, unpack
 from .tensors import FLOATS, TensorFiles, by_module, check_parts
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,18 +64,6 @@ def part(document: Document, name: str) -> Document:
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config names {name}={value!r}, which is no object; correct config.json")
     return value
-
-
-def begins(pattern: str, name: str) -> bool:
-    """Whether a name begins with what a regular expression describes.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(f"quantization_config has the pattern {pattern!r}: {error}; correct config.json") from error
 
 
 def group_size(document: Document, default: int | None = None) -> int | None:

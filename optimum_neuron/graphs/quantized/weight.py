@@ -99,12 +99,13 @@ class QuantizedWeight:
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
         if self.kind == "fp4":
             return torch.tensor(FP4_VALUES, device=codes.device)[codes.int()]
-        return codes.float() if self.shift is not None else codes.float() - INT4_MIDDLE
+        return codes.float() if self.shift is not None else codes.float().sub_(INT4_MIDDLE)
 
     def dequantize(self) -> Tensor:
         """`[..., outputs, inputs]` float32. Exact but for one rounding where a shift is added."""
-        grouped = self.values().unflatten(-1, (-1, self.group_size)) * self.scale.float()[..., None]
-        return (grouped if self.shift is None else grouped + self.shift[..., None]).flatten(-2)
+        grouped = self.values().unflatten(-1, (-1, self.group_size))
+        grouped.mul_(self.scale.float()[..., None])  # in place: of a head of many tokens a second copy is gigabytes
+        return (grouped if self.shift is None else grouped.add_(self.shift[..., None])).flatten(-2)
 
 
 def pack_int4(codes: Tensor) -> Tensor:

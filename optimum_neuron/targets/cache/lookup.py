@@ -16,12 +16,16 @@ from typing import Literal, cast
 
 from transformers import PreTrainedModel
 
+from ...artifacts.quantization import write_formats
 from ...artifacts.skeleton import empty_model
 from ...artifacts.user_cache import cache_folder, cache_root
+from ...checkpoints.activations import check_activations, round_activations
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
+from ...checkpoints.quantize import make_room_as_quantized
 from ...config import NeuronConfig
 from ...graphs.family import check_every_step_has_a_graph
+from ...graphs.quantized.formats import weight_formats
 from ...graphs.spec import graph_specs
 from .. import CacheKeys, KeepsGraphs, get_target, resolve_target
 from .entries import CODE, BrokenError, check_code
@@ -69,7 +73,8 @@ def lookup(
         repo, repo_revision: where else to look, as in `hub.sync`.
 
     Raises:
-        ValueError: the model or the options cannot be exported; only weights tell its graphs; or the target keeps none.
+        ValueError: the model or the options cannot be exported; only weights tell its graphs, as where their codes are kept; or the
+            target keeps none.
         FileNotFoundError: there is no such model or repository.
         RuntimeError: this machine lacks what decides on graphs, such as the compiler, whose version is in keys; or the Hub fails.
         PermissionError: the cache is not to be trusted.
@@ -80,10 +85,10 @@ def lookup(
         raise ValueError(
             f"target={config.target!r} compiles nothing that is kept; name the target that is exported for"
         )
-    if config.quantization is not None:
+    if config.quantization == "checkpoint":
         raise ValueError(
-            f"quantization={config.quantization!r} gives weights types that are not told without them; export, and what the cache has is "
-            f"used"
+            "quantization='checkpoint' gives weights types that only a checkpoint's files tell, and its config alone is read here; export, "
+            "and what the cache has is used"
         )
     checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     found = _keys(checkpoint, config, target)
@@ -118,6 +123,10 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> 
         trusted = checkpoint.trust_remote_code
         model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
         _check_ties(checkpoint, model)
+        make_room_as_quantized(model, config)
+        check_activations(model, config)
+        round_activations(model, config)
+        write_formats(weight_formats(model), folder)
         config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))
         check_every_step_has_a_graph(config, graph_specs(config))
         return target.cache_keys(model, config, folder, trust_remote_code=trusted)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from benchmark.peers import __main__ as peers
 from benchmark.peers.environments import STAMP, UnavailableError, python_of
 from benchmark.peers.measure import Runner
 from benchmark.peers.models import Shape
-from benchmark.peers.names import FLOATS, OURS, Environment, Peer
+from benchmark.peers.names import FLOATS, OURS, WHOLE_TILE_CONFIG, Environment, Peer
 from benchmark.peers.prepare import live_together
 from benchmark.peers.process import Worker, WorkerError
 from benchmark.peers.report import Report, cell, plot, print_tables
@@ -164,11 +167,12 @@ def test_what_does_not_install_is_named_with_its_reason_and_tried_again(tmp_path
 
 
 def test_an_environment_is_made_once_and_another_one_for_avx2(tmp_path: Path) -> None:
-    peer = Peer("made", ("made",), FLOATS, Environment((), avx2={"CMAKE_ARGS": "-DX=1"}))
-    for name, variables in (("made", {}), ("made-avx2", {"CMAKE_ARGS": "-DX=1"})):
+    always, avx2 = {"CXXFLAGS": "-O2"}, {"CMAKE_ARGS": "-DX=1"}
+    peer = Peer("made", ("made",), FLOATS, Environment((), variables=always, avx2=avx2))
+    for name, variables in (("made", always), ("made-avx2", always | avx2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / STAMP).write_text(json.dumps({"packages": [], "variables": variables}))
-        assert python_of(peer, tmp_path, avx2=bool(variables)) == tmp_path / name / "bin" / "python"
+        assert python_of(peer, tmp_path, avx2=variables != always) == tmp_path / name / "bin" / "python"
     assert python_of(Peer("here", ("here",)), tmp_path, avx2=True) == Path(sys.executable)
 
 
@@ -265,3 +269,17 @@ def test_quick_asks_for_less_and_named_options_win(monkeypatch: pytest.MonkeyPat
 
 def test_turns_of_no_cases_start_and_end_workers() -> None:
     assert list(turns(["a"], [], 1, together=False)) == [Turn(0, "a", None, last=True)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs a g++ for x86-64")
+def test_all_of_a_tile_configuration_is_written_before_it_is_loaded(tmp_path: Path) -> None:
+    """GCC 12 leaves out what stands behind its first 8 bytes."""
+    source = tmp_path / "config.cpp"
+    source.write_text(
+        "#include <immintrin.h>\n"
+        "struct Config { unsigned char head[16]; unsigned short bytes[16]; unsigned char rows[16]; };\n"
+        "void load() { alignas(64) Config config = {}; config.head[0] = 1; config.rows[7] = 113; _tile_loadconfig(&config); }\n"
+    )
+    flags = [*WHOLE_TILE_CONFIG["CXXFLAGS"].split(), "-mamx-tile", "-O3", "-S", "-o", "-"]
+    made = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True, check=True).stdout
+    assert "ldtilecfg" in made and "$113" in made

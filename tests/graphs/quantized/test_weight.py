@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, FP4_VALUES, PACKED, QuantizedWeight, pack_int4
 
@@ -56,3 +57,14 @@ def test_parts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         QuantizedWeight(kind, _codes(kind, 6, 64), scale, shift)
+
+
+@pytest.mark.parametrize(("kind", "has_shift"), [("int8", False), ("int4", False), ("int4", True), ("fp8", False)])
+def test_one_copy_of_a_weight_is_made_of_its_codes(kind: str, has_shift: bool) -> None:
+    scale = torch.ones(256, 8)
+    weight = QuantizedWeight(kind, _codes(kind, 256, 512), scale, scale if has_shift else None)
+    with profile(profile_memory=True) as taken:
+        found = weight.dequantize()
+    floats = sum(max(0, each.self_cpu_memory_usage) for each in taken.events())
+    unpacked = found.numel() * (3 if kind == "int4" else 0)  # bytes: both halves, and the codes in order
+    assert found.nbytes <= floats < 1.1 * found.nbytes + unpacked

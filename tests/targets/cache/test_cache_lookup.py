@@ -50,6 +50,12 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "experts": (CONFIGS["qwen3_moe"], {"dtype": "bfloat16"}),
     "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
     "hybrid": (SERVED["nemotron_h"], {"dtype": "bfloat16", "prefill_chunk_size": 16}),
+    "tied codes of 8 bits": (lambda: TIED, {"quantization": "int8", "dtype": "bfloat16"}),
+    "rounded activations": (TINY_CONFIGS["llama"], {"quantization": "int8", "activations": "int8"}),
+    "experts of 4 bits": (
+        CONFIGS["qwen3_moe"],
+        {"quantization": "int4", "quantization_zero_point": True, "quantization_exclude": ("lm_head",)},
+    ),
     # Its code puts a buffer of another type in the place of its own when it first runs.
     "replaced buffer": (
         lambda: CTRLConfig(vocab_size=300, n_positions=256, n_embd=64, dff=96, n_layer=2, n_head=4),
@@ -76,6 +82,7 @@ CHANGES: dict[str, Any] = {
     "kv_block_size": 64,
     "dtype": "bfloat16",
     "output_logits": False,
+    "quantization": "fp8",
 }
 
 
@@ -289,7 +296,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "an adapter": (lambda folder: folder, ("--adapter", "lora"), "--adapter lora changes weights"),
     "ranks": (lambda folder: folder, ("--tensor-parallel-size", "2"), "tensor_parallel_size=2 needs as many devices"),
     "a revision of nothing": (lambda folder: folder, ("--repo-revision", "v1"), "--repo-revision v1 is of a repository; name it by --repo"),
-    "codes": (lambda folder: folder, ("--quantization", "int8"), "quantization='int8' gives weights types that are not told without them"),
+    "codes": (lambda folder: folder, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files tell"),
+    "idle exclusion": (
+        lambda folder: folder, ("--quantization", "int8", "--quantization-exclude", "no.such"), "quantization_exclude='no.such' is the name of none",
+    ),
     "no model": (lambda folder: edit(folder, hidden_act="zzz"), (), "no llama model can be built by its config"),
 }  # fmt: skip
 

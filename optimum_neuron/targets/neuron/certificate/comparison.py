@@ -14,6 +14,7 @@ from torch import Tensor
 from ....graphs.spec import PROMPT_LOGITS
 from ....graphs.state_sizes import BY_TOKEN
 from ..graph_io import CACHE, SNAPSHOTS
+from .code_steps import as_steps
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 from .expected_chosen import expect_chosen
 from .expected_logprobs import expect_logprobs
@@ -101,7 +102,7 @@ def expect(
     for name, state in one.states.items():
         trash = one.trash[name]
         live = len(state) - trash
-        moved_by = statistic(moved.states[name][:live].float() - state[:live].float(), dtype)
+        moved_by = statistic(as_steps(moved.states[name][:live]) - as_steps(state[:live]), dtype)
         subject = _subject(name)
         for rank in range(ranks):
             places = places_of(parts, name, rank)
@@ -142,7 +143,7 @@ def compare(expected: Expected, found: Found) -> list[Comparison]:
         picked = (
             torch.full_like(entry.values, torch.nan, dtype=torch.float32) if tensor is None else entry.pick(tensor)
         )
-        difference = picked.float() - entry.values.float()
+        difference = as_steps(picked) - as_steps(entry.values.to(picked.dtype))
         if entry.rows is not None:
             pooled.setdefault(entry.subject, []).append(difference.flatten())
             difference = torch.cat(pooled[entry.subject]) if STATISTICS[expected.dtype] == "mean" else difference

@@ -21,6 +21,7 @@ from ....graphs.state_sizes import BY_TOKEN
 from ....graphs.step import StepModule
 from ...eager import EagerExecutable
 from ..graph_io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
+from .code_steps import write_moved
 from .random_blocks import gathered
 from .recording import Step, drawn, history
 
@@ -93,7 +94,8 @@ def run_reference(
 
     Args:
         states: all that lie beside weights, snapshots of states among them.
-        shake: whether all modules' results are off by a unit in their last place.
+        shake: whether all modules' results are off by a unit in their last place, and of keys and values that are codes one of each head
+            by one code.
     """
     cache = KVCache(each for each in states if each.name.startswith(CACHE))
     places = {each.name: each for each in states if each.name.startswith(SNAPSHOTS)}
@@ -104,7 +106,7 @@ def run_reference(
         calls.append(Choice(logits.clone(), others))
         return EAGER_OPS.sample(logits, *others)
 
-    ops = replace(EAGER_OPS, sample=sample)
+    ops = replace(EAGER_OPS, sample=sample, write_cache=write_moved if shake else EAGER_OPS.write_cache)
     modules = {each.name: StepModule(model, cache, gathered(each), ops).eval() for each in graphs}
     executable = EagerExecutable(
         modules, cache, {name.removeprefix(SNAPSHOTS): each for name, each in snapshots.items()}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from . import interface_rules as interface
 from . import operator_rules as operators
-from . import score_rules, weight_rules
+from . import score_rules, state_rules, weight_rules
 from . import value_rules as values
 from .graph import Rule
 
 
 # Raised with every change of what graphs pass: what an earlier version let pass is to be checked again.
-RULES_VERSION = 6
+RULES_VERSION = 7
 
 RULES = (
     Rule("opcode", "EVRF001", operators.opcodes),
@@ -45,4 +45,5 @@ RULES = (
     Rule("memory", "EVRF009, EOOM001", interface.memory),
     Rule("transposed-weight", "", weight_rules.transposed_weights),
     Rule("scaled-weight", "", weight_rules.scaled_weights),
+    Rule("coded-state", "", state_rules.coded_states),
 )

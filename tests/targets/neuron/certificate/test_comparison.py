@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimum_neuron.graphs import kv_cache
+from optimum_neuron.graphs.coded_states import CodedStates
 from optimum_neuron.graphs.spec import GREEDY
+from optimum_neuron.targets.neuron.certificate.code_steps import as_steps, write_moved
 from optimum_neuron.targets.neuron.certificate.comparison import Comparison, compare, expect, sampled, statistic
 from optimum_neuron.targets.neuron.certificate.expected import TIMES_ROUNDING, Entry, Expected
 from optimum_neuron.targets.neuron.certificate.recording import Step
@@ -149,3 +152,23 @@ def test_a_record_has_numbers_of_columns_that_steps_wrote() -> None:
     assert all(each.holds and not each.difference for each in compare(kept, [[logits, results]]))
     found[1, :, 7] += 5.0
     assert not all(each.holds for each in compare(kept, [[logits, results]]))
+
+
+def test_codes_are_compared_by_their_order_and_one_that_is_no_number_is_beyond_all_bounds() -> None:
+    floats = torch.tensor([-448.0, -(2.0**-9), 0.0, 2.0**-9, 240.0, 256.0]).to(torch.float8_e4m3fn)
+    assert as_steps(floats).tolist() == [-126, -1, 0, 1, 119, 120]
+    assert as_steps(torch.tensor([-127, 5], dtype=torch.int8)).tolist() == [-127, 5]
+    assert statistic(as_steps(torch.tensor([torch.nan]).to(torch.float8_e4m3fn)), "float32") == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_moved_codes_are_each_heads_own_but_for_the_next_code_of_one(dtype: torch.dtype) -> None:
+    own, moved = (CodedStates(torch.zeros(1, 2, 4, 8, dtype=dtype), torch.zeros(1, 2, 4, 1)) for _ in range(2))
+    states = torch.randn(4, 2, 8)
+    states[3] = 0
+    places = torch.zeros(4, dtype=torch.int64), torch.arange(4)
+    kv_cache.write(own, states, *places)
+    write_moved(moved, states, *places)
+    difference = (as_steps(moved.codes) - as_steps(own.codes)).abs()
+    assert difference.sum(-1).eq(1).all() and torch.equal(moved.scale, own.scale)
+    assert as_steps(moved.codes).abs().max() <= as_steps(own.codes).abs().max()

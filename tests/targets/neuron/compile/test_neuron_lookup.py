@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
         lambda: LlamaConfig(**TINY_SIZES, tie_word_embeddings=True),
         {"tensor_parallel_size": 2, "float32_reduce": True, "dtype": "bfloat16"},
     ),
+    "codes on two ranks": (TINY_CONFIGS["llama"], {"tensor_parallel_size": 2, "quantization": "int8"}),
     "experts": (CONFIGS["qwen3_moe"], {"dtype": "bfloat16", "output_logits": True}),
     "hybrid": (SERVED["lfm2"], {"prefill_chunk_size": 16}),
 }

@@ -60,6 +60,18 @@ def of_weights(function: Callable[..., Tensor], inputs: list[Tensor], fragment: 
     return Broken("scaled-weight", made, fragment)
 
 
+def of_codes(function: Callable[..., Tensor], inputs: list[Tensor], fragment: str) -> Broken:
+    """A function of a query, and of a cache's codes and their scales."""
+
+    def made() -> LoweredGraph:
+        graph = lower_function(function, inputs)
+        query, *states = graph.io.inputs
+        bindings = (query, *(dataclasses.replace(each, role="state") for each in states))
+        return dataclasses.replace(graph, io=dataclasses.replace(graph.io, inputs=bindings))
+
+    return Broken("coded-state", made, fragment)
+
+
 def _products_of_one_copy(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     weight = codes.float()
     return (x @ weight + x.exp() @ weight) * scale
@@ -308,6 +320,16 @@ BROKEN: dict[str, Broken] = {
         _products_of_one_copy,
         [floats(3, 512), torch.ones(512, 1024, dtype=torch.int8), floats(1, 1024)],
         "2 products read one copy of 2 MiB",
+    ),
+    "a cache of codes as numbers": of_codes(
+        lambda query, codes, scale: (query @ codes.transpose(1, 2).to(query.dtype))[:2] * scale[:2],
+        [floats(5, 3, 16), torch.ones(5, 8, 16, dtype=torch.int8), floats(5, 1, 8)],
+        "all codes of x.1 become numbers, 2,560 bytes",
+    ),
+    "codes that are scaled before a product": of_codes(
+        lambda query, codes, scale: query @ (codes[:4].float() * scale[:4]).transpose(1, 2),
+        [floats(4, 3, 64), torch.ones(5, 2048, 64, dtype=torch.int8), floats(5, 2048, 1)],
+        "2,097,152 bytes of numbers that codes of x.1 stand for are read by multiply",
     ),
     "more than a core holds": Broken("memory", lambda: edited(small(), _large), "100.0 GiB"),
 }

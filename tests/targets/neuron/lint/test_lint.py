@@ -38,7 +38,7 @@ def rules(graph: LoweredGraph, target: str = "trn2") -> set[str]:
 
 
 # Slow, or not documented: rules that do not stop an export.
-WARNINGS = {"opcode", "scores", "scaled-weight"}
+WARNINGS = {"opcode", "scores", "scaled-weight", "coded-state"}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -68,7 +68,7 @@ def test_rules_that_no_finding_breaks_have_passed() -> None:
 def test_a_change_of_the_rules_is_a_new_version() -> None:
     """Of names alone: whoever changes what a rule finds raises the version too."""
     digest = hashlib.sha256(" ".join(rule.name for rule in RULES).encode()).hexdigest()
-    assert {RULES_VERSION: digest[:8]} == {6: "e1d8933a"}
+    assert {RULES_VERSION: digest[:8]} == {7: "ec19d184"}
 
 
 @pytest.mark.parametrize("k", [1, 3, 16])

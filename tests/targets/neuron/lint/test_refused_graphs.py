@@ -35,6 +35,7 @@ SILENT = {
     "scores",
     "binding",
     "scaled-weight",
+    "coded-state",
 }
 # What is wrong with it stands in its description alone.
 SILENT_GRAPHS = {"a state without update"}

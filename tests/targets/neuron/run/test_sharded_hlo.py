@@ -59,6 +59,17 @@ def test_ranks_that_split_tokens_give_the_tokens_of_one_rank_and_the_same_bits(
     _run(sharp_checkpoints[name], ranks, BOTH_FORMS | ({"batch_size": 8} if ranks == 4 else {}))
 
 
+# By as much, where the last bit of a number decides between two codes of e4m3.
+OF_CODES = {"kv_cache_dtype": "fp8", "mixed_step": False, "noise": 5e-3}
+
+
+@pytest.mark.full  # test_hlo_coded_cache.py has a certificate of two ranks
+def test_ranks_that_keep_codes_of_their_own_heads_give_the_tokens_of_one_rank(
+    sharp_checkpoints: dict[str, Path],
+) -> None:
+    _run(sharp_checkpoints["llama"], 2, OF_CODES)
+
+
 @pytest.mark.full
 def test_ranks_that_split_tokens_and_experts_compute_the_same_bits(tmp_path: Path) -> None:
     options = BOTH_FORMS | {"noise": NOISE}
