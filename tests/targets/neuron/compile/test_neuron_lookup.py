@@ -30,7 +30,6 @@ pytest_plugins = ("fakes.plugin",)
 SIZES: dict[str, Any] = {"target": "trn2", "batch_size": 1, "ctx_batch_size": 1, "output_logits": False}
 # Of each kind of model, and the options that it is exported with.
 MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
-    "untied on two ranks": (TINY_CONFIGS["llama"], {"tensor_parallel_size": 2}),
     "tied on two ranks": (
         lambda: LlamaConfig(**TINY_SIZES, tie_word_embeddings=True),
         {"tensor_parallel_size": 2, "float32_reduce": True, "dtype": "bfloat16"},
