@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.artifacts.artifact import FORMAT_VERSION, MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.convolution import ConvolutionInput, SlotConvolutions
 from optimum_neuron.graphs.kv_cache import KVCache
@@ -240,9 +240,11 @@ def test_older_programs_refuse_an_artifact_whose_state_they_would_overlook(
     assert manifest["format_version"] == 2
     plain = export_tiny(sharp_checkpoints["llama"], tmp_path / "llama")
     assert json.loads((plain / MANIFEST_NAME).read_text())["format_version"] == 1
-    manifest["format_version"] = 6
+    manifest["format_version"] = FORMAT_VERSION + 1
     (plain / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="has format_version 6, this program reads 1 to 5"):
+    with pytest.raises(
+        ArtifactError, match=f"has format_version {FORMAT_VERSION + 1}, this program reads 1 to {FORMAT_VERSION}"
+    ):
         Artifact.open(plain)
 
 
