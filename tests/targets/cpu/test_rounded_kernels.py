@@ -243,10 +243,11 @@ class _Layers(nn.Module):
 
 
 @with_dtypes
+@pytest.mark.parametrize("rows", [1, 3, 20])
 def test_layers_of_a_graph_are_one_step_where_activations_are_rounded_alike(
-    best_kernels: Kernels, dtype: torch.dtype
+    best_kernels: Kernels, dtype: torch.dtype, rows: int
 ) -> None:
-    module, x = _Layers(), random(1, 5, 64, dtype=dtype)
+    module, x = _Layers(), random(1, rows, 64, dtype=dtype)
     with multiplying(OPS.quantized_linear):
         planned = Planned(best_kernels, module, [x])
     steps = [step for step in planned.plan.steps if isinstance(step, Linears)]

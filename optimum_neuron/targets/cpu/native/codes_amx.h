@@ -7,6 +7,7 @@
 
 #include "amx.h"
 #include "codes.h"
+#include "scale_vectors.h"
 
 namespace step {
 namespace {
@@ -121,17 +122,6 @@ INLINE void unpackLine(
     codes += bytesOf(C, count);
     in = in + kLineColumns >= form.group ? 0 : in + kLineColumns;
   }
-}
-
-// Up to kLanes scales as float32; those behind the last are zero.
-INLINE Vec loadScales(Type type, const void* from, int64_t count) {
-  const __mmask16 used = (1u << count) - 1;
-  if (type == Type::kFloat32) {
-    return _mm512_maskz_loadu_ps(used, from);
-  }
-  const __m256i halves = _mm256_maskz_loadu_epi16(used, from);
-  return type == Type::kFloat16 ? (Vec)_mm512_maskz_cvtph_ps(kAll, halves)
-                                : (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, halves) << 16);
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ class RoundedLanesWorker {
           const RoundedLanes::Task task{n, end - n, {begin, std::min(begin + RoundedLanes::kBlocks, blocks)}};
           lanes_.prepare(task, ahead);
           for (int64_t t = batch.begin; t < batch.end; ++t) {
-            lanes_.meet(task, t, input_.tileRows(t).begin - input_.tileRows(batch.begin).begin);
+            lanes_.meet(task, t, input_.tileRows(t).begin - input_.tileRows(batch.begin).begin, ahead);
           }
         }
         store({n, end}, {input_.tileRows(batch.begin).begin, input_.tileRows(batch.end - 1).end});

@@ -16,13 +16,19 @@ namespace step {
 namespace {
 
 #if defined(STEP_AMX)
-// Up to so many rows a vector meets in less time than a tile register does.
-constexpr int64_t kVectorRows = 4;
+// Up to so many rows a vector meets in less time than a tile register does, which short blocks fill by half.
+template <class Call>
+int64_t vectorRows(const Call& call) {
+  return call.group < kRoundedBlock ? 8 : 4;
+}
 
 template <class Kind>
 using ManyRows = RoundedAmxWorker<Kind>;
 #else
-constexpr int64_t kVectorRows = std::numeric_limits<int64_t>::max();
+template <class Call>
+int64_t vectorRows(const Call&) {
+  return std::numeric_limits<int64_t>::max();
+}
 
 template <class Kind>
 using ManyRows = RoundedLanesWorker<Kind>;
@@ -32,7 +38,7 @@ using ManyRows = RoundedLanesWorker<Kind>;
 
 void roundedLinears(Pool& pool, const LinearsCall& call) {
   withKind(call.type, [&](auto kind) {
-    if (call.rows <= kVectorRows) {
+    if (call.rows <= vectorRows(call)) {
       computeLinears<RoundedLanesWorker<decltype(kind)>>(pool, call);
     } else {
       computeLinears<ManyRows<decltype(kind)>>(pool, call);
@@ -42,7 +48,7 @@ void roundedLinears(Pool& pool, const LinearsCall& call) {
 
 void roundedExperts(Pool& pool, const ExpertsCall& call) {
   withKind(call.type, [&](auto kind) {
-    if (call.tokens * call.k / call.experts <= kVectorRows) {
+    if (call.tokens * call.k / call.experts <= vectorRows(call)) {
       computeExperts<RoundedLanesWorker<decltype(kind)>>(pool, call);
     } else {
       computeExperts<ManyRows<decltype(kind)>>(pool, call);

@@ -10,6 +10,8 @@
 
 #include "ahead.h"
 #include "rounded_lanes_input.h"
+#include "rounded_line.h"
+#include "scale_vectors.h"
 #include "transpose.h"
 
 namespace step {
@@ -37,6 +39,7 @@ class RoundedLanes {
       : input_(input),
         linear_(linear),
         form_(input.form),
+        offset_(!isPacked(form_.coding) ? kDotOffset : linear.scales.shift ? 0 : static_cast<int32_t>(kInt4Middle)),
         blockWords_(divideUp(bytesOf(form_.coding, form_.mostColumns()), 4)),
         words_(static_cast<uint32_t*>(memory)),
         scales_(reinterpret_cast<float*>(words_ + kBlocks * kBlockWords * kLanes)),
@@ -50,23 +53,93 @@ class RoundedLanes {
   }
 
   void prepare(const Task& task, Ahead& ahead) {
-    isPacked(form_.coding) ? unpack<Coding::kInt4>(task, ahead) : unpack<Coding::kInt8>(task, ahead);
+    if (!meetsLines(task)) {
+      isPacked(form_.coding) ? unpack<Coding::kInt4>(task, ahead) : unpack<Coding::kInt8>(task, ahead);
+    }
     loadScales(task);
   }
 
   // A tile of x, whose first row is the batch's row `row`, meets what was prepared.
-  void meet(const Task& task, int64_t t, int64_t row) {
-    isPacked(form_.coding) ? meetCodes<Coding::kInt4>(task, t, row) : meetCodes<Coding::kInt8>(task, t, row);
+  void meet(const Task& task, int64_t t, int64_t row, Ahead& ahead) {
+    if (meetsLines(task)) {
+      meetLines(task, ahead);
+    } else {
+      isPacked(form_.coding) ? meetCodes<Coding::kInt4>(task, t, row) : meetCodes<Coding::kInt8>(task, t, row);
+    }
   }
 
   // What a row of the batch came to.
   const float* totalsOf(int64_t row) const { return sums_ + (2 * row + 1) * kLanes; }
 
  private:
+#if !defined(STEP_VNNI)
   static constexpr int64_t kLineBytes = 4 * kLanes;
 
+#endif
   // Codes that lie one behind another need not be unpacked block by block.
   bool isEven() const { return form_.isEven() && bytesOf(form_.coding, form_.mostColumns()) % 4 == 0; }
+
+  // Whether weights are not unpacked: of a single row, and blocks that fill lines.
+  bool meetsLines(const Task& task) const {
+#if defined(STEP_VNNI)
+    const int64_t block = bytesOf(form_.coding, form_.mostColumns());
+    return input_.rows == 1 && task.count == kLanes && isEven() && (block == 16 || block == 32 || block == 64);
+#else
+    return false;
+#endif
+  }
+
+  void meetLines(const Task& task, Ahead& ahead) {
+#if defined(STEP_VNNI)
+    const bool packed = isPacked(form_.coding);
+    switch (kLineBytes / bytesOf(form_.coding, form_.mostColumns())) {
+      case 1: return multiplyLines<Coding::kInt8, 1>(task, ahead);  // codes of 4 bits are two blocks or more
+      case 2: return packed ? multiplyLines<Coding::kInt4, 2>(task, ahead) : multiplyLines<Coding::kInt8, 2>(task, ahead);
+      default: return packed ? multiplyLines<Coding::kInt4, 4>(task, ahead) : multiplyLines<Coding::kInt8, 4>(task, ahead);
+    }
+#endif
+  }
+
+#if defined(STEP_VNNI)
+  template <Coding C, int Blocks>
+  void multiplyLines(const Task& task, Ahead& ahead) {
+    const int64_t block = bytesOf(C, form_.mostColumns()), row = form_.rowBytes(), perGroup = form_.perGroup;
+    const bool begins = task.blocks.begin == 0;
+    const uint8_t* weights = static_cast<const uint8_t*>(linear_.weight) + task.n * row + task.blocks.begin * block;
+    const uint8_t* x = input_.codesOf(0, task.blocks.begin);
+    const float* own = input_.scalesOf(0);
+    const int32_t* negated = input_.negatedOf(0);
+    const float* ones = linear_.scales.shift ? input_.sumsOf(0) + form_.groupOf(task.blocks.begin) : nullptr;
+    const float *scale = scales_, *shift = shifts_;
+    Vec inner = begins ? Vec{} : loadVec(sums_), total = begins ? Vec{} : loadVec(sums_ + kLanes);
+    int64_t in = task.blocks.begin % perGroup;
+    for (int64_t b = task.blocks.begin; b < task.blocks.end; b += Blocks, weights += kLineBytes, x += Blocks * input_.blockBytes()) {
+      ahead.ask();
+      IntVec dots[Blocks];
+      const int64_t bytes = std::min((task.blocks.end - b) * block, kLineBytes);
+      bytes == kLineBytes ? dotLine<C, Blocks>(dots, weights, row, x, kLineBytes) : dotLine<C, Blocks>(dots, weights, row, x, bytes);
+      forEach<Blocks>([&](auto i) __attribute__((always_inline)) {
+        if (b + i >= task.blocks.end) {
+          return;
+        }
+        inner = fuse(toFloats(dots[i] + (IntVec)broadcastBits(offset_ * negated[b + i])), broadcast(own[b + i]), inner);
+        if (++in < perGroup) {
+          return;
+        }
+        total = fuse(inner, loadVec(scale), total);
+        if (ones) {
+          total = fuse(loadVec(shift), broadcast(*ones++), total);
+        }
+        inner = Vec{};
+        scale += kLanes;
+        shift += kLanes;
+        in = 0;
+      });
+    }
+    storeVec(sums_, inner);
+    storeVec(sums_ + kLanes, total);
+  }
+#endif
 
   template <Coding C>
   void unpack(const Task& task, Ahead& ahead) {
@@ -126,35 +199,12 @@ class RoundedLanes {
     const Scales& own = linear_.scales;
     for (int64_t g = first; g < last; g += kLanes) {
       const int64_t count = std::min<int64_t>(last - g, kLanes);
-      Vec scales[kLanes] = {}, shifts[kLanes] = {};
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t at = (task.n + std::min(i, task.count - 1)) * form_.groups + g, then = at + kLanes * form_.groups;
-        const char* scale = static_cast<const char*>(own.scale) + at * sizeOf(own.type);
-        scales[i] = loadWide(own.type, scale, count);
-        prefetchFar(scale + kLanes * form_.groups * sizeOf(own.type));
-        if (own.shift) {
-          shifts[i] = loadWide(Type::kFloat32, own.shift + at, count);
-          prefetchFar(own.shift + then);
-        }
-      }
-      transpose(scales);
+      const GroupScalesOf of{task.n, task.count, form_.groups, g, count};
+      loadGroups(scales_ + (g - first) * kLanes, own.type, own.scale, of);
       if (own.shift) {
-        transpose(shifts);
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        storeVec(scales_ + (g - first + i) * kLanes, scales[i]);
-        storeVec(shifts_ + (g - first + i) * kLanes, shifts[i]);
+        loadGroups(shifts_ + (g - first) * kLanes, Type::kFloat32, own.shift, of);
       }
     }
-  }
-
-  static INLINE Vec loadWide(Type type, const void* from, int64_t count) {
-    Vec result{};
-    withKind(type, [&](auto kind) {
-      using Own = decltype(kind);
-      result = loadUpTo<Own>(static_cast<const typename Own::Element*>(from), count);
-    });
-    return result;
   }
 
   template <Coding C>
@@ -174,7 +224,7 @@ class RoundedLanes {
     const uint8_t* x = input_.codesOf(t, task.blocks.begin);
     const float* scales = input_.scalesOf(t) + task.blocks.begin * R;
     const float* ones = linear_.scales.shift ? input_.sumsOf(t) + form_.groupOf(task.blocks.begin) * R : nullptr;
-    const int32_t* begin = input_.beginsOf(t) + task.blocks.begin * R;
+    const int32_t* negated = input_.negatedOf(t) + task.blocks.begin * R;
     const uint32_t* words = words_;
     const float *scale = scales_, *shift = shifts_;
     float* const state = sums_ + row * 2 * kLanes;
@@ -186,7 +236,7 @@ class RoundedLanes {
     int64_t in = task.blocks.begin % perGroup;
     for (int64_t b = task.blocks.begin; b < task.blocks.end; ++b) {
       IntVec dots[R];
-      forEach<R>([&](auto r) { dots[r] = (IntVec)broadcastBits(begin[r]); });
+      forEach<R>([&](auto r) { dots[r] = (IntVec)broadcastBits(offset_ * negated[r]); });
       if (count == kBlockWords) {
         dot<C, R, kBlockWords>(dots, words, x, bytes, count);
       } else if (count == kBlockWords / 2) {
@@ -200,7 +250,7 @@ class RoundedLanes {
       words += count * kLanes;
       x += R * bytes;
       scales += R;
-      begin += R;
+      negated += R;
       if (++in < perGroup) {
         continue;
       }
@@ -261,6 +311,7 @@ class RoundedLanes {
   const RoundedLanesInput& input_;
   const Linear& linear_;
   const RoundedForm& form_;
+  const int32_t offset_;  // what codes of weights have too much, as they are multiplied
   const int64_t blockWords_;
   uint32_t* const words_;
   float *const scales_, *const shifts_, *const sums_;
