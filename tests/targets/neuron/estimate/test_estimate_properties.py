@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -78,6 +79,7 @@ def fits(core: CoreSizes, options: dict[str, Any]) -> bool:
     return memory(core, config, chip).total <= chip.core_hbm
 
 
+@examples(100)
 @given(core_models(), sizes_asked())
 def test_memory_is_full_to_the_byte(core: CoreSizes, options: dict[str, Any]) -> None:
     length = options["sequence_length"]
@@ -89,6 +91,7 @@ def test_memory_is_full_to_the_byte(core: CoreSizes, options: dict[str, Any]) ->
     assert not estimate(over, options, length, length).fits
 
 
+@examples(100)
 @given(core_models(), sizes_asked(), st.booleans())
 def test_what_fits_is_where_the_largest_sizes_say(core: CoreSizes, options: dict[str, Any], limited: bool) -> None:
     limit = options["sequence_length"] if limited else 1 << 17
@@ -111,6 +114,7 @@ def test_what_fits_is_where_the_largest_sizes_say(core: CoreSizes, options: dict
             assert not fits(core, {**changed, "sequence_length": longer})
 
 
+@examples(100)
 @given(core_models(), sizes_asked(), st.integers(1, 8))
 def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: int) -> None:
     config = NeuronConfig.from_dict(options)
@@ -135,6 +139,7 @@ def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: 
         assert few <= many
 
 
+@examples(100)
 @given(core_models(), sizes_asked())
 def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes, options: dict[str, Any]) -> None:
     length = options["sequence_length"]
@@ -148,6 +153,7 @@ def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes
     assert short.decode.peak_s <= full.decode.peak_s and short.prefill.expected_s <= full.prefill.expected_s
 
 
+@examples(100)
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 4096))
 def test_expected_experts(per_token: int, others: int, tokens: int) -> None:
     experts = Experts(ExpertLayer(per_token + others, per_token, 1, 1, 1, DTYPE, 2), 1, 1)
