@@ -71,9 +71,8 @@ class Workshop:
             UnsupportedError: it has no such precision.
         """
         stamp = place.folder / STAMP
-        ours = (
-            place.peer.worker[0] == PEERS[OURS].worker[0]
-        )  # its exports know themselves whether they are out of date
+        # Our exports know themselves whether they are out of date.
+        ours = place.peer.worker[0] == PEERS[OURS].worker[0]
         if stamp.is_file() and not ours:
             seconds: float | None = json.loads(stamp.read_text(encoding="utf-8"))["seconds"]
             return seconds

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ....graphs.quantized.weight import MEET_CODED
 from .fusion import needs_rows
 from .program import (
     OPS,
@@ -44,7 +45,6 @@ _CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn
 _CACHED_CODINGS = {"int8": 1, "float8_e4m3fn": 3}
 # What rows of x are rounded to before they meet codes, by kinds of these.
 _ACTIVATIONS = {None: 0, "int8": 1}
-_MEET_CODED = ("int8", "int4")
 _TWO_TO_A_BYTE = ("int4", "fp4")
 _KINDS: dict[type[Any], int] = {
     Map: 0,
@@ -271,7 +271,7 @@ class _Encoder:
         least = 2 if codes.kind in _TWO_TO_A_BYTE else 1
         fits = codes.kind in _CODINGS and groups > 0 and columns % (groups * least) == 0
         _require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
-        known = codes.activations is None or (codes.activations in _ACTIVATIONS and codes.kind in _MEET_CODED)
+        known = codes.activations is None or (codes.activations in _ACTIVATIONS and codes.kind in MEET_CODED)
         _require(known, f"it has activations of {codes.activations} with a weight of {codes.kind}")
         return _CODINGS[codes.kind][0], columns // groups, _ACTIVATIONS[codes.activations]
 
