@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..graphs.quantized.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
+from ..graphs.quantized.weight import INT4_MIDDLE, UNUSED_SCALE_BITS, QuantizedWeight, pack_int4
 
 
 FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it
@@ -51,6 +51,8 @@ def round_int4(
 ) -> QuantizedWeight:
     """`[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
 
+    Without zero points a scale has 5 significant bits, so that it times any code is a number of bfloat16.
+
     Args:
         zero_point: values of a group are spread between its least and its largest, and not around zero.
         importance: `[inputs]`, or of a weight `[experts, outputs, inputs]` `[experts, inputs]`: by how much squared errors of an input's
@@ -70,7 +72,8 @@ def round_int4(
     for values, own in _pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
         count = None if counts is None else counts.next(len(values))
         found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values), count)
-        own[1].copy_(found)  # rounded: codes are chosen for the scale as it is stored
+        # Rounded first: codes are chosen for the scale as it is stored.
+        own[1].copy_(found if zero_point else _shorter(values, found, zero, count))
         own[0].copy_((_whole(values, own[1].float(), zero)).add_(zero))
         if zero_point:
             own[2].copy_(-zero * own[1].float())
@@ -116,6 +119,13 @@ class _Counts:
         return self._rows[weight * self._groups + number % self._groups]
 
 
+def _shorter(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    """Of the two neighbouring float16 of few bits the one of the lesser error."""
+    bits = scale.half().view(torch.int16)
+    down, up = (((bits + more) & ~UNUSED_SCALE_BITS).view(torch.float16).float() for more in (0, UNUSED_SCALE_BITS))
+    return torch.where(_error(values, up, zero, count) < _error(values, down, zero, count), up, down)
+
+
 def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
     """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives.
 
@@ -125,8 +135,7 @@ def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None
     scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
     least = torch.full((len(values), 1), torch.inf)
     for candidate in candidates:
-        squares = _whole(values, *candidate).mul_(candidate[0]).sub_(values).square_()
-        error = (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
+        error = _error(values, *candidate, count)
         better = error < least
         least, scale, zero = (
             torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
@@ -135,6 +144,11 @@ def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None
     weighted = numbers if count is None else numbers * count
     squares = (weighted * numbers).sum(-1, keepdim=True)
     return torch.where(squares > 0, (weighted * values).sum(-1, keepdim=True) / squares, 0), zero
+
+
+def _error(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    squares = _whole(values, scale, zero).mul_(scale).sub_(values).square_()
+    return (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
 
 
 def _whole(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron.checkpoints.rounding import round_fp8, round_int4, round_int8
-from optimum_neuron.graphs.quantized.weight import QuantizedWeight
+from optimum_neuron.graphs.quantized.weight import UNUSED_SCALE_BITS, QuantizedWeight
 
 
 _Round = Callable[[Tensor], QuantizedWeight]
@@ -39,14 +39,23 @@ def test_values_are_off_by_half_a_step_at_most_or_clipped_where_that_is_better(
     assert (error <= weight.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
     error = (round_fp8(weight).dequantize() - weight).abs()
     assert (error <= (weight.abs() / 15.9).maximum(weight.abs().amax(-1, keepdim=True) / 448 / 2**9)).all()
-    # The nearest of 15 steps across a group's span, without any search.
+    # The nearest of 15 steps across a group's span, without any search; of scales of 5 significant bits none may be as good for a group.
     for zero_point in (False, True):
         error = (round_int4(weight, 32, zero_point=zero_point).dequantize() - weight).view(5, 2, 32).square().sum(-1)
         step = groups.abs().amax(-1, keepdim=True) / 7
         plain = ((groups / step).round() * step - groups).square().sum(-1)
-        assert (error <= plain * 1.01 + 1e-12).all() or zero_point
+        assert ((error <= plain * 1.3 + 1e-12).all() and error.sum() <= plain.sum() + 1e-12) or zero_point
         span = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
         assert (error <= 32 * (span * 1.1) ** 2).all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-6, 1e-9, 8e4])
+def test_scales_of_int4_times_codes_are_numbers_of_bfloat16(factor: float) -> None:
+    for importance in (None, torch.rand(64) + 0.1):
+        weight = round_int4(_weight(0, 50) * factor, 32, importance=importance)
+        assert torch.equal(weight.dequantize().bfloat16().float(), weight.dequantize())
+        assert not (weight.scale.view(torch.int16) & UNUSED_SCALE_BITS).any()
+        assert weight.scale.any() == (factor > 1e-8)
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)

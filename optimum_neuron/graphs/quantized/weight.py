@@ -22,6 +22,9 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEET_CODED = ("int8", "int4")
 # Without a shift, codes of int4 stand for -8 to 7.
 INT4_MIDDLE = 8
+# Bits of float16 that are 0 in a scale of 5 significant bits, a short one. A code of int4 has 3 where it is no power of two, so that such a
+# scale times a code has no more than the 8 of bfloat16.
+UNUSED_SCALE_BITS = 63
 
 
 @dataclass(frozen=True)

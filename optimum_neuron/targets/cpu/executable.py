@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,13 +27,20 @@ class BoundPlan:
     """One graph: its steps in order, as runs of kernels with calls of torch in between."""
 
     def __init__(
-        self, plan: Plan, spec: GraphSpec, vocab_size: int, tensors: Mapping[str, Tensor], arena: Tensor
+        self,
+        plan: Plan,
+        spec: GraphSpec,
+        vocab_size: int,
+        tensors: Mapping[str, Tensor],
+        arena: Tensor,
+        short_scales: Collection[str] = (),
     ) -> None:
         """Binds a plan.
 
         Args:
             tensors: weights, states and the plan's constants by name; they stay where they are.
             arena: bytes that all graphs share, as they run one at a time.
+            short_scales: of which tensors all graphs take scales for short ones (plan/short_scales.py).
 
         Raises:
             PlanError: the plan does not fit its buffers.
@@ -41,7 +48,7 @@ class BoundPlan:
         self._library = library.load()
         self._plan = plan
         self._memory = PlanMemory(plan, spec, vocab_size, tensors, arena)
-        words, calls = self._encode()
+        words, calls = self._encode(short_scales)
         self._segments = self._group(calls)
         self._state_steps = steps_for_states(plan)
         self._for_states = self._group(calls[: self._state_steps])
@@ -56,7 +63,7 @@ class BoundPlan:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
 
-    def _encode(self) -> tuple[list[int], list[Callable[[int], None] | None]]:
+    def _encode(self, short_scales: Collection[str]) -> tuple[list[int], list[Callable[[int], None] | None]]:
         """The words of all kernel steps, and for each step the call of torch that it is, if it is one."""
         words: list[int] = []
         calls: list[Callable[[int], None] | None] = []
@@ -64,7 +71,7 @@ class BoundPlan:
             if isinstance(step, TorchCall):
                 calls.append(bind_call(step, self._memory))
             else:
-                words += encode(step, self._plan.buffers)
+                words += encode(step, self._plan.buffers, short_scales)
                 calls.append(None)
         return words, calls
 

@@ -19,7 +19,7 @@ from .host import InstructionSet, instruction_set
 
 
 CACHE_KIND = "kernels"
-INTERFACE = 9  # step_interface() of native/plan.cpp
+INTERFACE = 10  # step_interface() of native/plan.cpp
 
 
 @cache

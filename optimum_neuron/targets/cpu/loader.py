@@ -28,6 +28,7 @@ from .layout import use_natural_layout
 from .live_tokens import LiveTokens
 from .memory import allocate_arena
 from .plan.program import Plan
+from .plan.short_scales import short_scales
 from .plan_file import Facts, OldPlanError, read_plan
 
 
@@ -104,12 +105,13 @@ def _bind(artifact: Artifact, find: _Find) -> CpuExecutable:
             plans[spec.name] = read_plan(path, spec, facts, shared)
     with _naming(artifact.path):
         arena = allocate_arena(list(plans.values()))
+        short = short_scales(plans.values(), shared)
     bound = {}
     for spec in artifact.graphs:
         plan = plans[spec.name]
         own = _constants(find(spec.name + CONSTANTS_SUFFIX)) if _has_constants(plan) else {}
         with _naming(find(spec.name + PLAN_SUFFIX)):
-            bound_plan = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena)
+            bound_plan = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena, short)
         bound[spec.name] = bound_plan, LiveTokens(spec)
     return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
 

@@ -6,21 +6,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
+from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
+
+
+SHORT = "short"
 
 
 def quantized(
-    kind: str, *shape: int, group: int, shifted: bool = False, scale: torch.dtype = torch.float32
+    kind: str, *shape: int, group: int, shifted: bool = False, scale: torch.dtype | str = torch.float32
 ) -> QuantizedWeight:
-    """Any codes that a weight can have but NaN, with scales of both signs."""
+    """Any codes that a weight can have but NaN, with scales of both signs.
+
+    Args:
+        scale: their type; or SHORT, those of float16 that are so.
+    """
     *others, outputs, inputs = shape
     codes = torch.randint(0, 256, (*others, outputs, inputs // 2 if kind in PACKED else inputs)).to(torch.uint8)
     if kind == "fp8":
         codes[codes % 128 == 127] = 3
     groups = (*others, outputs, inputs // group)
     shift = torch.randn(groups) if shifted else None
-    return QuantizedWeight(kind, codes.view(CODE_DTYPES[kind]), torch.randn(groups).to(scale), shift)
+    scales = torch.randn(groups)
+    return QuantizedWeight(
+        kind, codes.view(CODE_DTYPES[kind]), shortened(scales) if isinstance(scale, str) else scales.to(scale), shift
+    )
+
+
+def shortened(scales: Tensor) -> Tensor:
+    return (scales.half().view(torch.int16) & ~UNUSED_SCALE_BITS).view(torch.float16)
 
 
 def row(weight: QuantizedWeight, rows: slice | int) -> QuantizedWeight:

@@ -48,6 +48,7 @@ from optimum_neuron.targets.cpu.plan.program import (
     WriteCache,
     WriteCodes,
 )
+from optimum_neuron.targets.cpu.plan.short_scales import are_short
 
 
 NAMES = tuple(each.name for each in instruction_sets())
@@ -114,8 +115,18 @@ class Tensors:
         return Codes(weight.kind, self(weight.scale), self.optional(weight.shift), weight.activations)
 
     @property
+    def short_scales(self) -> set[str]:
+        """Of parts of one tensor all or none: it is to be known of the whole."""
+        return {str(i) for i, each in enumerate(self.held) if each.dtype == torch.float16 and are_short(_whole(each))}
+
+    @property
     def buffers(self) -> list[Buffer]:
         return [Buffer("tensor", str(i), each.untyped_storage().nbytes()) for i, each in enumerate(self.held)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's memory."""
+    return torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 def guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -158,7 +169,7 @@ class Kernels:
             PlanError: it does not fit its tensors.
             RefusedError: it met an index that is out of range.
         """
-        words = np.array(encode(step, tensors.buffers), dtype=np.int64)
+        words = np.array(encode(step, tensors.buffers, tensors.short_scales), dtype=np.int64)
         addresses = (ctypes.c_void_p * len(tensors.held))(
             *(each.untyped_storage().data_ptr() for each in tensors.held)
         )

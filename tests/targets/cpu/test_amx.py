@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coded_weights import SHORT, quantized
 from emulated_amx import EMULATED_AMX
 from helpers import artifact_runner, decode_tokens, examples, export_tiny, prefill_pieces, random_tokens
 from hypothesis import given
@@ -220,3 +221,14 @@ def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
     operands, sums = {tile for _, *tiles in expected for tile in tiles}, {tile for tile, *_ in expected}
     assert operands <= loaded <= operands | sums and zeroed == stored == sums
     assert re.search(r"\bldtilecfg\b", text) and re.search(r"\btilerelease\b", text)
+
+
+def test_with_short_scales_the_products_of_bfloat16_are_those_of_plain_weights(amx: Kernels) -> None:
+    for group, columns, outputs in ((32, 576, 70), (64, 1536, 33), (96, 960, 20), (128, 128, 5), (256, 768, 37)):
+        weight = quantized("int4", outputs, columns, group=group, scale=SHORT)
+        plain = weight.dequantize().bfloat16()
+        assert torch.equal(plain.float(), weight.dequantize())
+        x, bias = random(40, columns, dtype=torch.bfloat16), random(outputs, dtype=torch.bfloat16)
+        for rows in (1, 2, 3, 16, 17, 40):
+            (result,) = amx.quantized_linears(x[:rows], [weight], [bias])
+            assert same_bits(result, amx.linears(x[:rows], [plain], [bias])[0]), (group, rows)

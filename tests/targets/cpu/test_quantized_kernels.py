@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded_weights import quantized, row
+from coded_weights import SHORT, quantized, row
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +23,7 @@ from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, Quantize
 from optimum_neuron.targets.cpu.operators import OPS, expert_linear
 from optimum_neuron.targets.cpu.plan.encode import PlanError
 from optimum_neuron.targets.cpu.plan.program import Codes, Experts, Layer, Linears
+from optimum_neuron.targets.cpu.plan.short_scales import are_short
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
@@ -32,6 +33,7 @@ FORMS = [
     ("int8", False, torch.bfloat16),
     ("int8", True, torch.float32),
     ("int4", False, torch.float16),
+    ("int4", False, SHORT),
     ("int4", True, torch.float32),
     ("fp8", False, torch.float32),
     ("fp4", False, torch.bfloat16),
@@ -73,6 +75,8 @@ SHAPES = [
     (2080, 2080, 9),
     (4288, 2144, 3),
     (1536, 128, 33),
+    (960, 96, 37),
+    (768, 256, 50),
     (1446, 482, 130),
 ]
 ROWS = (1, 2, 7, 16, 17, 40)
@@ -81,7 +85,7 @@ ROWS = (1, 2, 7, 16, 17, 40)
 @with_dtypes
 @with_forms
 def test_quantized_layers_are_near_float64(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
 ) -> None:
     for columns, group, outputs in SHAPES:
         weight = quantized(kind, outputs, columns, group=group, shifted=shifted, scale=scale)
@@ -128,7 +132,7 @@ def test_few_and_many_rows_round_each_sum_alike(kernels: Kernels, dtype: torch.d
 @examples(100)
 @given(st.sampled_from(FORMS), st.sampled_from(DTYPES), st.data())
 def test_no_size_place_or_thread_changes_a_row(
-    best_kernels: Kernels, form: tuple[str, bool, torch.dtype], dtype: torch.dtype, data: st.DataObject
+    best_kernels: Kernels, form: tuple[str, bool, torch.dtype | str], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     kind, shifted, scale = form
     group = data.draw(st.one_of(st.sampled_from([16, 32, 48, 64, 128, 640]), st.integers(1, 300)), "group")
@@ -150,9 +154,31 @@ def test_no_size_place_or_thread_changes_a_row(
 
 
 @with_dtypes
+def test_layers_beside_one_with_short_scales_are_what_they_are_alone(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Whether scales are short depends on a layer's own alone, and a chunk that does not end its prompt leaves some layers out."""
+    weights = [
+        quantized("int4", 24, 256, group=64, scale=torch.float16),
+        quantized("int4", 40, 256, group=64, scale=SHORT),
+        quantized("int4", 40, 256, group=64, shifted=True, scale=torch.float16),
+    ]
+    x = random(40, 256, dtype=dtype)
+    for rows in (1, 2, 16, 40):
+        together = kernels.quantized_linears(x[:rows], weights, [None] * 3)
+        for result, weight in zip(together, weights, strict=True):
+            assert same_bits(result, kernels.quantized_linears(x[:rows], [weight], [None])[0]), rows
+
+
+def test_scales_that_are_infinite_or_have_more_bits_are_not_short() -> None:
+    assert are_short(torch.tensor([0.0, -0.0, 31.0, -(2.0**-18), 63488.0, -1.9375], dtype=torch.float16))
+    for scale in (33.0, 2.0**-19, INFINITY, -INFINITY, NAN):
+        assert not are_short(torch.tensor([1.0, scale], dtype=torch.float16)), scale
+    assert not are_short(torch.tensor([1.0])) and not are_short(torch.tensor([1.0], dtype=torch.bfloat16))
+
+
+@with_dtypes
 @with_forms
 def test_the_number_of_threads_changes_no_bit(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
 ) -> None:
     weight = quantized(kind, 1500, 512, group=64, shifted=shifted, scale=scale)
     x = random(70, 512, dtype=dtype)
@@ -168,7 +194,7 @@ def test_the_number_of_threads_changes_no_bit(
 @with_dtypes
 @with_forms
 def test_what_is_not_finite_is_where_the_reference_has_it(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
 ) -> None:
     for group, columns in ((16, 48), (64, 192)):
         weight = quantized(kind, 37, columns, group=group, shifted=shifted, scale=scale)
@@ -192,7 +218,7 @@ def test_what_is_not_finite_is_where_the_reference_has_it(
 @with_dtypes
 @with_forms
 def test_experts_compute_what_layers_do(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
+    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
 ) -> None:
     weight = quantized(kind, 4, 70, 96, group=48, shifted=shifted, scale=scale)
     bias = random(4, 70, dtype=dtype)

@@ -32,7 +32,16 @@ struct Line<Coding::kInt8> {
   }
 };
 
-// Of 4 bits: a table of all numbers, twice, as five bits of an index count.
+// Codes of 4 bits as what a table has for them: twice, as five bits of an index count.
+INLINE BitVec lookUp(const uint8_t* codes, __m512i table) {
+  alignas(64) static constexpr int8_t kTwice[] = {
+      0, -1, 0, -1, 1, -1, 1, -1, 2,  -1, 2,  -1, 3,  -1, 3,  -1, 4,  -1, 4,  -1, 5,  -1, 5,  -1, 6,  -1, 6,  -1, 7,  -1, 7,  -1,
+      8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15, -1};
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m512i words = _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(kAll, bytes), _mm512_load_si512(kTwice));
+  return (BitVec)_mm512_permutexvar_epi16(_mm512_srlv_epi16(words, _mm512_set1_epi32(4 << 16)), table);
+}
+
 template <Coding C>
 struct TableLine {
   explicit TableLine(float middle) {
@@ -41,14 +50,7 @@ struct TableLine {
     table_ = _mm512_maskz_broadcast_i64x4(0xff, (__m256i)_mm512_cvtneps_pbh(numbers));
   }
 
-  INLINE BitVec operator()(const uint8_t* codes) const {
-    alignas(64) static constexpr int8_t kTwice[] = {
-        0, -1, 0, -1, 1, -1, 1, -1, 2,  -1, 2,  -1, 3,  -1, 3,  -1, 4,  -1, 4,  -1, 5,  -1, 5,  -1, 6,  -1, 6,  -1, 7,  -1, 7,  -1,
-        8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15, -1};
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-    const __m512i words = _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(kAll, bytes), _mm512_load_si512(kTwice));
-    return (BitVec)_mm512_permutexvar_epi16(_mm512_srlv_epi16(words, _mm512_set1_epi32(4 << 16)), table_);
-  }
+  INLINE BitVec operator()(const uint8_t* codes) const { return lookUp(codes, table_); }
 
  private:
   __m512i table_;

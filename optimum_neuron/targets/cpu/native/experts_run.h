@@ -51,7 +51,7 @@ inline Scales expertScales(const ExpertsCall& call, int64_t e) {
   }
   const int64_t first = e * call.outputs * (call.columns / call.group);
   const auto* scale = static_cast<const char*>(call.scales.scale) + first * sizeOf(call.scales.type);
-  return {scale, call.scales.shift ? call.scales.shift + first : nullptr, call.scales.type};
+  return {scale, call.scales.shift ? call.scales.shift + first : nullptr, call.scales.type, call.scales.isShort};
 }
 
 // The groups in use are made in `groups`; returns their number.

@@ -22,6 +22,9 @@ struct Scales {
   const void* scale = nullptr;
   const float* shift = nullptr;  // null: none; then codes of int4 stand for themselves less 8
   Type type = Type::kFloat32;    // of the scales: kFloat32, kBFloat16 or kFloat16
+  // Scales of kFloat16 without a shift that are finite and have at most 5 significant bits, of codes kInt4: what a code stands for is a
+  // number of bfloat16.
+  bool isShort = false;
 };
 
 // y = x @ weight.T + bias; weight [outputs, columns] contiguous, bias [outputs] or null, all of one type but for codes.

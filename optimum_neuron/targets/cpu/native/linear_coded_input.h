@@ -9,6 +9,7 @@
 #include "amx.h"
 #include "codes_amx.h"
 #include "linear_block.h"
+#include "scaled_line.h"
 #include "transpose.h"
 
 namespace step {
@@ -25,6 +26,10 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
   const uint16_t* columnsOf(int64_t tile, int64_t column) const {
     const auto [first, last] = tileRows(tile);
     return static_cast<const uint16_t*>(packed) + first * stride + column * (slots ? kAmxLines : last - first);
+  }
+  // By which products are summed: with short scales by all columns, as if they were one group.
+  CodeForm sumsFormOf(const Scales& scales) const {
+    return takesScaled(form, scales) ? CodeForm{form.coding, form.groups * form.group, form.block, 1} : form;
   }
   const float* sumsOf(int64_t tile) const { return reinterpret_cast<const float*>(columnsOf(tile, form.padded())); }
 
@@ -85,7 +90,7 @@ AmxCodedInput codedInputOf(const Call& call, void* packed, int64_t rows, const i
   const CodeForm form = formOf(call.coding, call.columns, call.group, kLineColumns);
   const bool sums = hasShift(call);
   const int64_t stride = form.padded() + (sums ? form.groups * static_cast<int64_t>(sizeof(float) / sizeof(uint16_t)) : 0);
-  const bool isFew = rows <= kFewRows && form.paddedGroup() <= kShortGroup;
+  const bool isFew = rows <= kFewRows && form.paddedGroup() <= kShortGroup && !takesAnyScaled(form, call);
   return {{{packed, rows, form.padded(), stride, places}, form}, sums, isFew ? kAmxLines / std::max<int64_t>(rows, 1) : 0};
 }
 

@@ -3,7 +3,7 @@
 // Linear layers of bfloat16 whose weights are codes, by the tile registers of AMX. Codes become bfloat16, exactly, a panel's at once, while
 // rows of x pass over them. What a group of columns comes to is multiplied by its scale in float32 and added to what the groups before
 // came to. Every output is summed in one order: 32 columns after 32 columns of a group, then group after group, and after each its shift
-// times the sum of its x.
+// times the sum of its x. With short scales, what codes stand for becomes bfloat16, and 32 columns are summed after 32 columns of all.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +18,7 @@
 #include "linear_codes_few.h"
 #include "linear_codes_tile.h"
 #include "linear_coded_input.h"
+#include "linear_scaled_tile.h"
 
 namespace step {
 namespace {
@@ -43,12 +44,14 @@ class AmxCodesWorker {
   // Memory of a worker: what groups came to before and what this one comes to, of a panel and a batch; complete sums of groups, scales,
   // shifts and weights.
   static constexpr int64_t kBytes = 2 * kSumsBytes + (kShortSteps * 4 + 2 * kPanelTiles + kPanelTiles * kLongSteps) * kAmxBytes;
-  static_assert(kBytes >= std::max(FewRowsWorker::kBytes, OneTileWorker::kBytes));
+  static_assert(kBytes >= std::max({FewRowsWorker::kBytes, OneTileWorker::kBytes, ScaledTileWorker::kBytes}));
 
   AmxCodesWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
         linear_(linear),
-        groupSteps_(input.form.paddedGroup() / kLineColumns),
+        form_(input.sumsFormOf(linear.scales)),
+        isScaled_(takesScaled(input.form, linear.scales)),
+        groupSteps_(form_.paddedGroup() / kLineColumns),
         totals_(static_cast<float*>(memory)),
         sums_(totals_ + kSumsBytes / sizeof(float)),
         parts_(sums_ + kSumsBytes / sizeof(float)),
@@ -83,6 +86,10 @@ class AmxCodesWorker {
       FewRowsWorker(input_, linear_, totals_).run(outputs, next);
       return;
     }
+    if (all == 1 && isScaled_) {
+      ScaledTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
+      return;
+    }
     if (all == 1) {
       OneTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
       return;
@@ -108,10 +115,10 @@ class AmxCodesWorker {
   };
 
   Bytes bytesOfRows(Range outputs) const {
-    const int64_t row = input_.form.rowBytes();
+    const int64_t row = form_.rowBytes();
     return {static_cast<const char*>(linear_.weight) + outputs.begin * row, (outputs.end - outputs.begin) * row};
   }
-  int64_t steps() const { return input_.form.padded() / kLineColumns; }
+  int64_t steps() const { return form_.padded() / kLineColumns; }
 
   void computeBatch(Range panel, Range batch, Ahead& ahead) {
     const int64_t pairs = divideUp(panel.end - panel.begin, kOutputs), all = steps();
@@ -139,14 +146,18 @@ class AmxCodesWorker {
 
   // A line that is missing is a copy of the last one.
   void unpack(Range panel, int64_t pairs, const Chunk& chunk) {
+    if (isScaled_) {
+      unpackScaledLines(panel, pairs, chunk);
+      return;
+    }
     static constexpr void (AmxCodesWorker::*kUnpackers[])(Range, int64_t, const Chunk&) = {
         &AmxCodesWorker::unpackAll<Coding::kInt8>, &AmxCodesWorker::unpackAll<Coding::kInt4>,
         &AmxCodesWorker::unpackAll<Coding::kFp8>, &AmxCodesWorker::unpackAll<Coding::kFp4>};
-    (this->*kUnpackers[static_cast<int>(input_.form.coding) - 1])(panel, pairs, chunk);
+    (this->*kUnpackers[static_cast<int>(form_.coding) - 1])(panel, pairs, chunk);
     const Scales& own = linear_.scales;
     const int64_t count = std::min<int64_t>(divideUp(chunk.steps.end - chunk.steps.begin, groupSteps_), kLanes);
     for (int64_t line = 0; line < pairs * kOutputs; ++line) {
-      const int64_t first = std::min(panel.begin + line, panel.end - 1) * input_.form.groups + chunk.group;
+      const int64_t first = std::min(panel.begin + line, panel.end - 1) * form_.groups + chunk.group;
       const char* scale = static_cast<const char*>(own.scale) + first * sizeOf(own.type);
       storeVec(scales_ + line * kLanes, loadScales(own.type, scale, count));
       if (own.shift) {
@@ -159,7 +170,7 @@ class AmxCodesWorker {
   void unpackAll(Range panel, int64_t pairs, const Chunk& chunk) {
     constexpr int64_t kColumns = 4 * kLineColumns;
     const Line<C> numbers(linear_.scales.shift);
-    const CodeForm& form = input_.form;
+    const CodeForm& form = form_;
     for (int64_t line = 0; line < pairs * kOutputs; ++line) {
       const uint8_t* codes = static_cast<const uint8_t*>(linear_.weight) + std::min(panel.begin + line, panel.end - 1) * form.rowBytes();
       Element* to = weightsOf(line / kAmxLines, 0) + line % kAmxLines * kLineColumns;
@@ -168,6 +179,20 @@ class AmxCodesWorker {
         const auto [column, in] = linePlace(form, k);
         unpackLine<C, 2>(to, codes + bytesOf(C, column), numbers, form, std::min(end - k, kColumns), in);
       }
+    }
+  }
+
+  void unpackScaledLines(Range panel, int64_t pairs, const Chunk& chunk) {
+    const ScaledLine numbers;
+    const Range steps = chunk.steps;
+    const int64_t groupSteps = input_.form.group / kLineColumns;
+    for (int64_t line = 0; line < pairs * kOutputs; ++line) {
+      const int64_t row = std::min(panel.begin + line, panel.end - 1);
+      const auto* codes = static_cast<const uint8_t*>(linear_.weight) + row * form_.rowBytes() + bytesOf(Coding::kInt4, steps.begin * kLineColumns);
+      const auto* scales = static_cast<const uint16_t*>(linear_.scales.scale) + row * input_.form.groups;
+      unpackScaled<2>(
+          weightsOf(line / kAmxLines, 0) + line % kAmxLines * kLineColumns, codes, scales, numbers, steps.begin, steps.end - steps.begin,
+          groupSteps);
     }
   }
 
@@ -208,8 +233,9 @@ class AmxCodesWorker {
           x[1] += kLineColumns * rows[1];
         }
       }
-      float* const part = partsOf(end / each - 1);
-      float *const after = chunk.ends ? part : before, *const otherAfter = chunk.ends ? part + 2 * kSums : other;
+      float* const part = isScaled_ ? totals_ + placeOf(place, a) : partsOf(end / each - 1);
+      float* const otherPart = part + (isScaled_ ? placeOf(1, 0) : 2 * kSums);
+      float *const after = chunk.ends ? part : before, *const otherAfter = chunk.ends ? otherPart : other;
       amxStore<0>(after, kAmxLineBytes);
       amxStore<1>(after + kSums, kAmxLineBytes);
       if constexpr (Tiles == 2) {
@@ -217,7 +243,7 @@ class AmxCodesWorker {
         amxStore<3>(otherAfter + kSums, kAmxLineBytes);
       }
     }
-    for (int i = 0; chunk.ends && i < 2 * Tiles; ++i) {
+    for (int i = 0; chunk.ends && !isScaled_ && i < 2 * Tiles; ++i) {
       add(chunk, all / each, t + i / 2, a + i % 2, i, totals_ + placeOf(place + i / 2, a + i % 2));
     }
   }
@@ -275,6 +301,8 @@ class AmxCodesWorker {
 
   const Input& input_;
   const Linear& linear_;
+  const CodeForm form_;  // by which it sums
+  const bool isScaled_;
   const int64_t groupSteps_;
   float *const totals_, *const sums_, *const parts_, *const scales_, *const shifts_;
   Element* const weights_;

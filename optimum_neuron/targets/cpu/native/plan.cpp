@@ -27,7 +27,7 @@ struct Memory {
 };
 
 Scales scalesOf(const Memory& memory, const CodesPlace& codes) {
-  return {memory.at(codes.scale), memory.as<const float>(codes.shift), codes.type};
+  return {memory.at(codes.scale), memory.as<const float>(codes.shift), codes.type, codes.isShort};
 }
 
 // Each of these computes the first `tokens` of its step's tokens, or all that it has.
@@ -201,7 +201,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 9; }
+int64_t step_interface() { return 10; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

@@ -33,6 +33,7 @@ struct Place {
 struct CodesPlace {
   Place scale, shift;
   Type type = Type::kFloat32;
+  bool isShort = false;
 };
 
 struct LinearsStep {
@@ -135,6 +136,7 @@ CodesPlace readCodes(Reader& reader) {
   codes.scale = reader.place();
   codes.shift = reader.place();
   codes.type = reader.type();
+  codes.isShort = reader.word();
   return codes;
 }
 

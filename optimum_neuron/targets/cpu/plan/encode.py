@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....graphs.quantized.weight import MEET_CODED
@@ -29,6 +29,7 @@ from .program import (
     WriteCache,
     WriteCodes,
 )
+from .short_scales import can_be_short
 
 
 # As in native/kernels.h.
@@ -69,13 +70,16 @@ class PlanError(ValueError):
     """A plan's parts contradict each other."""
 
 
-def encode(step: Step, buffers: Sequence[Buffer]) -> list[int]:
+def encode(step: Step, buffers: Sequence[Buffer], short_scales: Collection[str] = ()) -> list[int]:
     """The words of a step.
+
+    Args:
+        short_scales: names of the tensors in which all scales are short (short_scales.py).
 
     Raises:
         PlanError: it would read or write outside of its buffers, or its operands do not fit each other.
     """
-    encoder = _Encoder(buffers)
+    encoder = _Encoder(buffers, short_scales)
     write: dict[type[Any], Any] = {
         Map: encoder.map,
         Linears: encoder.linears,
@@ -174,8 +178,9 @@ def collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
 
 
 class _Encoder:
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], short_scales: Collection[str]) -> None:
         self._buffers = buffers
+        self._short_scales = short_scales
 
     def _place(self, operand: Operand | None, sizes: Mapping[str, int] = SIZES) -> Iterator[int]:
         if operand is None:
@@ -288,14 +293,20 @@ class _Encoder:
 
     def _scales(self, codes: Codes | None, shape: tuple[int, ...]) -> Iterator[int]:
         if codes is None:
-            yield from (-1, 0, -1, 0, 0)
+            yield from (-1, 0, -1, 0, 0, 0)
             return
         _require(codes.scale.dtype in _FLOATS, f"it has scales of {codes.scale.dtype}")
         _require(codes.shift is None or codes.kind in ("int8", "int4"), f"it has a shift of {codes.kind}")
         shape = (*shape, codes.scale.shape[-1])
         yield from self._contiguous(codes.scale, codes.scale.dtype, shape)
         yield from self._contiguous(codes.shift, "float32", shape)
-        yield TYPES[codes.scale.dtype]
+        yield from (TYPES[codes.scale.dtype], self._are_short(codes))
+
+    def _are_short(self, codes: Codes) -> bool:
+        if not can_be_short(codes):
+            return False
+        buffer = self._buffers[codes.scale.buffer]
+        return buffer.kind == "tensor" and buffer.name in self._short_scales
 
     def experts(self, step: Experts) -> Iterator[int]:
         x, weight = step.x, step.weight
