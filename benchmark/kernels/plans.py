@@ -15,6 +15,7 @@ from optimum_neuron.targets.cpu.executable import BoundPlan
 from optimum_neuron.targets.cpu.memory import allocate_arena
 from optimum_neuron.targets.cpu.plan.lower import lower
 from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, Step
+from optimum_neuron.targets.cpu.plan.short_scales import short_scales
 from optimum_neuron.targets.cpu.plan.values import contiguous, dtype_name
 
 
@@ -76,7 +77,9 @@ class _Interface:
 
 def _bind(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Run:
     interface = _Interface(_specs(inputs), _specs(outputs))
-    bound = BoundPlan(plan, cast("GraphSpec", interface), 0, tensors, allocate_arena([plan]))
+    bound = BoundPlan(
+        plan, cast("GraphSpec", interface), 0, tensors, allocate_arena([plan]), short_scales([plan], tensors)
+    )
     return lambda given: bound.run(given, live=1)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optimum_neuron.artifacts.pages import zeroed
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
+from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
 from optimum_neuron.targets.cpu.plan.program import Codes, Layer, Linears
 
 from ..limits import measure_limits
@@ -40,9 +40,11 @@ class Form:
     group: int
     scale: torch.dtype
     shifted: bool = False
+    short: bool = False  # scales as exports round them, and not as a checkpoint may have them
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.group or 'all'} inputs to a scale{' and shift' if self.shifted else ''}"
+        name = "short scale" if self.short else "scale"
+        return f"{self.kind}, {self.group or 'all'} inputs to a {name}{' and shift' if self.shifted else ''}"
 
     def weight(self) -> QuantizedWeight:
         """Random codes and scales."""
@@ -50,7 +52,10 @@ class Form:
         groups = (OUTPUTS, INPUTS // (self.group or INPUTS))
         shift = torch.rand(groups) if self.shifted else None
         own = in_huge_pages(codes).view(CODE_DTYPES[self.kind])
-        return QuantizedWeight(self.kind, own, torch.rand(groups).to(self.scale), shift)
+        scale = torch.rand(groups).to(self.scale)
+        if self.short:
+            scale = (scale.view(torch.int16) & ~UNUSED_SCALE_BITS).view(scale.dtype)
+        return QuantizedWeight(self.kind, own, scale, shift)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
@@ -64,8 +69,9 @@ FORMS = (
     Form("int8", 32, torch.float16),
     Form("int4", 32, torch.float16),
     Form("int4", 32, torch.float16, shifted=True),
-    Form("int4", 64, torch.float16),
-    Form("int4", 128, torch.float16),
+    Form("int4", 32, torch.float16, short=True),
+    Form("int4", 64, torch.float16, short=True),
+    Form("int4", 128, torch.float16, short=True),
     Form("fp8", 0, torch.float32),
     Form("fp4", 32, torch.bfloat16),
 )

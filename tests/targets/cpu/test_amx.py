@@ -178,8 +178,12 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
 
 # Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.
 _LINEARS = {("0", "4", "6"), ("1", "5", "6"), ("2", "4", "7"), ("3", "5", "7")}
-# The same of codes: of many rows as above, and of few, which have one tile of x and one of weights at a time.
-_CODED = {*_LINEARS, ("1", "5", "6"), ("2", "4", "6"), ("3", "5", "6"), ("0", "1", "2")}
+# The same of codes: of many rows as above, of few, which have one tile of x at a time, and of that with two of weights.
+_CODED = {
+    *_LINEARS,
+    *{("1", "5", "6"), ("2", "4", "6"), ("3", "5", "6"), ("0", "6", "4")},
+    *((sums, *pair) for sums in "01" for pair in (("6", "2"), ("7", "3"), ("6", "4"), ("7", "5"))),
+}
 # Of int8: sums, then weights, then rows of x.
 _ROUNDED = {("0", "6", "7")}
 # Sums, then rows of queries or probabilities, then keys or values, whose lines are pairs.
@@ -228,7 +232,12 @@ def test_with_short_scales_the_products_of_bfloat16_are_those_of_plain_weights(a
         weight = quantized("int4", outputs, columns, group=group, scale=SHORT)
         plain = weight.dequantize().bfloat16()
         assert torch.equal(plain.float(), weight.dequantize())
+        # Of 32 columns, the kernel takes the first of each four first.
+        order = torch.arange(columns).view(-1, 8, 4).transpose(1, 2).flatten()
         x, bias = random(40, columns, dtype=torch.bfloat16), random(outputs, dtype=torch.bfloat16)
         for rows in (1, 2, 3, 16, 17, 40):
             (result,) = amx.quantized_linears(x[:rows], [weight], [bias])
-            assert same_bits(result, amx.linears(x[:rows], [plain], [bias])[0]), (group, rows)
+            assert same_bits(result, amx.linears(x[:rows, order], [plain[:, order].contiguous()], [bias])[0]), (
+                group,
+                rows,
+            )

@@ -13,11 +13,21 @@ namespace {
 constexpr int64_t kAmxLines = 16, kAmxLineBytes = 64, kAmxBytes = kAmxLines * kAmxLineBytes;
 constexpr int kAmxTiles = 8;
 
-// What LDTILECFG reads.
+// What LDTILECFG reads; all tiles are whole.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, startRow = 0, reserved[14] = {};
   uint16_t lineBytes[16] = {};
   uint8_t lines[16] = {};
+
+  AmxShapes() {
+    for (int tile = 0; tile < kAmxTiles; ++tile) {
+      set(tile, kAmxLines, kAmxLineBytes);
+    }
+  }
+  void set(int tile, int64_t count, int64_t bytes) {
+    lines[tile] = static_cast<uint8_t>(count);
+    lineBytes[tile] = static_cast<uint16_t>(bytes);
+  }
 };
 static_assert(sizeof(AmxShapes) == 64);
 
@@ -54,20 +64,10 @@ inline void amxMultiplyAddBytes() {
 }
 #endif
 
-// Tile registers for a thread's use, of one size, all of it, but for two: of products of int8 whose lines of A have fewer bytes, and so
-// fewer lines of B. Released they cost nothing when the thread is switched.
-constexpr int kAmxShortA = 6, kAmxShortB = 7;
-
+// Tile registers for a thread's use. Released they cost nothing when the thread is switched.
 class AmxTiles {
  public:
-  explicit AmxTiles(int64_t shortBytes = kAmxLineBytes) {
-    AmxShapes shapes;
-    for (int tile = 0; tile < kAmxTiles; ++tile) {
-      shapes.lineBytes[tile] = tile == kAmxShortA ? shortBytes : kAmxLineBytes;
-      shapes.lines[tile] = tile == kAmxShortB ? shortBytes / 4 : kAmxLines;
-    }
-    amxConfigure(shapes);
-  }
+  explicit AmxTiles(const AmxShapes& shapes = {}) { amxConfigure(shapes); }
   ~AmxTiles() { amxRelease(); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;

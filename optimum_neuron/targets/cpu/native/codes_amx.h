@@ -32,14 +32,16 @@ struct Line<Coding::kInt8> {
   }
 };
 
+// The order of columns in a line of codes of 4 bits: the first of each four, then the second of each.
+alignas(64) constexpr uint16_t kFoursApart[] = {0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
+                                                2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31};
+
 // Codes of 4 bits as what a table has for them: twice, as five bits of an index count.
 INLINE BitVec lookUp(const uint8_t* codes, __m512i table) {
-  alignas(64) static constexpr int8_t kTwice[] = {
-      0, -1, 0, -1, 1, -1, 1, -1, 2,  -1, 2,  -1, 3,  -1, 3,  -1, 4,  -1, 4,  -1, 5,  -1, 5,  -1, 6,  -1, 6,  -1, 7,  -1, 7,  -1,
-      8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15, -1};
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-  const __m512i words = _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(kAll, bytes), _mm512_load_si512(kTwice));
-  return (BitVec)_mm512_permutexvar_epi16(_mm512_srlv_epi16(words, _mm512_set1_epi32(4 << 16)), table);
+  constexpr int64_t second = 0x0004000400040004;
+  const __m512i by = _mm512_set_epi64(3 * second, 3 * second, 2 * second, 2 * second, second, second, 0, 0);
+  return (BitVec)_mm512_permutexvar_epi16(_mm512_srlv_epi16(_mm512_maskz_broadcast_i32x4(kAll, bytes), by), table);
 }
 
 template <Coding C>

@@ -40,6 +40,17 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
     return lines * form.padded() * static_cast<int64_t>(sizeof(uint16_t)) + sums + kAmxLineBytes;
   }
 
+  // Registers for products of one tile: 0 to 3 are sums, 4 and 5 rows of x, which are as wide as there are rows. Wider ones would read lines
+  // of x that begin within each other's cache lines, which takes long.
+  AmxShapes shapesOf(int64_t tile) const {
+    const auto [first, last] = tileRows(tile);
+    AmxShapes shapes;
+    for (int i = 0; i < 6; ++i) {
+      shapes.set(i, kAmxLines, (last - first) * static_cast<int64_t>(sizeof(uint32_t)));
+    }
+    return shapes;
+  }
+
   // Packs one tile; `rowOf` is where a row begins.
   template <class RowOf>
   void pack(int64_t tile, RowOf rowOf) const {
@@ -50,7 +61,8 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
       from[m] = rowOf(first + m);
     }
     const __mmask16 used = (1u << count) - 1;
-    const __m512i order = _mm512_load_si512(kHalvesInTurn);
+    const bool isInOrder = form.coding == Coding::kFp8;
+    const __m512i order = _mm512_load_si512(isPacked(form.coding) ? kFoursApart : kHalvesInTurn);
     auto* to = const_cast<uint16_t*>(columnsOf(tile, 0));
     auto* sums = const_cast<float*>(sumsOf(tile));
     for (int64_t g = 0; g < form.groups; ++g, sums += count) {
@@ -60,7 +72,7 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
         UNROLL for (int m = 0; m < kLanes; ++m) {
           const auto load = [&](auto... columns) { return BFloat16::loadWords(from[m] + g * form.group + k, columns...); };
           words[m] = m >= count ? BitVec{} : k + kLineColumns <= form.group ? load() : load(form.group - k);
-          if (form.coding == Coding::kInt8) {
+          if (!isInOrder) {
             words[m] = (BitVec)_mm512_permutexvar_epi16(order, (__m512i)words[m]);
           }
         }

@@ -18,7 +18,7 @@
 #include "linear_codes_few.h"
 #include "linear_codes_tile.h"
 #include "linear_coded_input.h"
-#include "linear_scaled_tile.h"
+#include "linear_flat_tile.h"
 
 namespace step {
 namespace {
@@ -44,7 +44,7 @@ class AmxCodesWorker {
   // Memory of a worker: what groups came to before and what this one comes to, of a panel and a batch; complete sums of groups, scales,
   // shifts and weights.
   static constexpr int64_t kBytes = 2 * kSumsBytes + (kShortSteps * 4 + 2 * kPanelTiles + kPanelTiles * kLongSteps) * kAmxBytes;
-  static_assert(kBytes >= std::max({FewRowsWorker::kBytes, OneTileWorker::kBytes, ScaledTileWorker::kBytes}));
+  static_assert(kBytes >= std::max({FewRowsWorker::kBytes, OneTileWorker::kBytes, FlatTileWorker::kBytes}));
 
   AmxCodesWorker(const Input& input, const Linear& linear, void* memory)
       : input_(input),
@@ -80,18 +80,19 @@ class AmxCodesWorker {
 
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
-    const AmxTiles registers;
     const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
+    if (all == 1 && input_.slots == 0) {
+      const AmxTiles registers(input_.shapesOf(tiles.begin));
+      if (form_.groups == 1) {
+        FlatTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
+      } else {
+        OneTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
+      }
+      return;
+    }
+    const AmxTiles registers;
     if (input_.slots) {
       FewRowsWorker(input_, linear_, totals_).run(outputs, next);
-      return;
-    }
-    if (all == 1 && isScaled_) {
-      ScaledTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
-      return;
-    }
-    if (all == 1) {
-      OneTileWorker(input_, linear_, tiles.begin, totals_).run(outputs, next);
       return;
     }
     const int64_t panels = divideUp(count, kPanelOutputs), batches = divideUp(all, batchTiles(input_));

@@ -73,6 +73,8 @@ class OneTileWorker {
     Vec total[kAmxLines];
     UNROLL for (int line = 0; line < kAmxLines; ++line) {
       total[line] = Vec{};
+      storeVec(parts_ + line * kLanes, Vec{});  // tiles that are narrow leave the rest of a line as it is
+      storeVec(parts_ + kSums + line * kLanes, Vec{});
     }
     int64_t group = 0, inGroup = 0, step = 0;
     while (step < steps) {
@@ -82,9 +84,9 @@ class OneTileWorker {
         if (inGroup == 0) {
           amxZero<0>();
         }
-        amxLoad<1>(weights, kAmxLineBytes);
-        amxLoad<2>(x, stride);
-        amxMultiplyAdd<0, 1, 2>();
+        amxLoad<6>(weights, kAmxLineBytes);
+        amxLoad<4>(x, stride);
+        amxMultiplyAdd<0, 6, 4>();
         x += stride * kAmxLines;
         if (++inGroup == groupSteps) {
           amxStore<0>(parts_ + group % 2 * kSums, kAmxLineBytes);

@@ -16,6 +16,15 @@ namespace {
 
 class RoundedTiles {
  public:
+  // Registers of products whose lines of A have fewer bytes, and so fewer lines of B.
+  static constexpr int kShortA = 6, kShortB = 7;
+  static AmxShapes shapes(int64_t bytes) {
+    AmxShapes all;
+    all.set(kShortA, kAmxLines, bytes);
+    all.set(kShortB, bytes / static_cast<int64_t>(sizeof(uint32_t)), kAmxLineBytes);
+    return all;
+  }
+
   static constexpr int64_t kOutputs = 2 * kAmxLines, kPanelTiles = kOutputs / kAmxLines, kMostTiles = 32;
 
  private:
@@ -176,9 +185,9 @@ class RoundedTiles {
       if (b < count) {
         ahead.ask();
         amxZero<0>();
-        amxLoad<kAmxShortA>(weights, line);
-        amxLoad<kAmxShortB>(x, stride);
-        amxMultiplyAddBytes<0, kAmxShortA, kAmxShortB>();
+        amxLoad<kShortA>(weights, line);
+        amxLoad<kShortB>(x, stride);
+        amxMultiplyAddBytes<0, kShortA, kShortB>();
         amxStore<0>(all + b % kParts * kSums, kAmxLineBytes);
         x += xBytes;
         weights += b % 2 == 0 ? odd : even;
