@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .access import SIZES
 from .arena import operands_of
-from .encode import SIZES
 from .program import (
     Attend,
     Buffer,
