@@ -16,7 +16,8 @@ from ...graphs.spec import GraphSpec
 from . import library
 from .live_tokens import LiveTokens
 from .memory import PlanMemory
-from .plan.encode import PlanError, encode
+from .plan.access import PlanError
+from .plan.encode import encode
 from .plan.program import Plan, TorchCall
 from .plan.states import steps_for_states
 from .plan.step_names import step_name

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...artifacts.weights import check_bytes
 from ...graphs.spec import GraphSpec, TensorSpec
-from .plan.encode import PlanError, check_operand
+from .plan.access import PlanError, check_operand
 from .plan.program import Buffer, Operand, Plan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .memory import PlanMemory
-from .plan.encode import PlanError
+from .plan.access import PlanError
 from .plan.operators import resolve
 from .plan.program import Operand, TorchCall
 from .plan.row_calls import row_operands

@@ -11,7 +11,7 @@ from test_kernels import ATTEND_ERROR
 from torch import Tensor
 
 from optimum_neuron.graphs.coded_states import CodedStates, round_states
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

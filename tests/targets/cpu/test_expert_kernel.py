@@ -21,7 +21,7 @@ from kernel_calls import (
 )
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 from optimum_neuron.targets.cpu.plan.program import Experts
 
 

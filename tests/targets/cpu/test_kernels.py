@@ -31,7 +31,7 @@ from optimum_neuron.graphs.attention_rows import AttentionRows
 from optimum_neuron.graphs.interface import AttentionCall
 from optimum_neuron.graphs.masks import AttentionChunk
 from optimum_neuron.targets.cpu import operators
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 from optimum_neuron.targets.cpu.plan.program import Layer, Linears
 
 

@@ -71,6 +71,11 @@ def test_each_step_of_a_layer_ends_at_the_last_live_token(kernels: Kernels) -> N
         assert all(torch.equal(a[:live], b[:live]) for a, b in zip(fewer, whole, strict=True))
 
 
+def _turned(tokens: Tensor) -> Tensor:
+    """What a Map rotates as one row, though each element is a token's."""
+    return torch.cat([-tokens[3:], tokens[:3]], -1)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -82,6 +87,7 @@ def test_each_step_of_a_layer_ends_at_the_last_live_token(kernels: Kernels) -> N
         lambda x: torch.cat([(x * 2)[1:], x[:1]]),
         lambda x: (x * 2).cumsum(0),
         lambda x: (x * 2) @ (x * 2).t(),
+        lambda x: _turned(x[:, 0] * 2),
     ],
 )
 def test_what_tokens_take_from_one_another_is_computed_for_all(

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying
 from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
 from optimum_neuron.targets.cpu.operators import OPS, expert_linear
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 from optimum_neuron.targets.cpu.plan.program import Codes, Experts, Layer, Linears
 from optimum_neuron.targets.cpu.plan.short_scales import are_short
 

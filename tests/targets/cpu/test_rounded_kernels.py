@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying, reference_product
 from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, QuantizedWeight
 from optimum_neuron.targets.cpu.operators import OPS
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 from optimum_neuron.targets.cpu.plan.program import Layer, Linears
 
 

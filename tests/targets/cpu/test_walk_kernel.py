@@ -16,7 +16,7 @@ from random_steps import steps_of
 from torch import Tensor
 
 from optimum_neuron.targets.cpu.operators import NAMESPACE
-from optimum_neuron.targets.cpu.plan.encode import PlanError
+from optimum_neuron.targets.cpu.plan.access import PlanError
 from optimum_neuron.targets.cpu.plan.program import Walk
 
 

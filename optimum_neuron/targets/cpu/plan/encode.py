@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan's steps as the words that native/plan.cpp reads. Every access is checked against its buffer here, and only here."""
+"""A plan's steps as the words that native/plan.cpp reads. Every access is checked against its buffer before, and only here and in
+encode_map.py.
+"""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....graphs.quantized.weight import MEET_CODED
-from .fusion import needs_rows
+from .access import SIZES, TYPES, check_operand, float_bits, require
+from .encode_map import encode_map, map_tokens
 from .program import (
-    OPS,
     Attend,
     Buffer,
     Codes,
     Convolve,
     Experts,
-    Item,
     Layer,
     Linears,
     Map,
@@ -32,12 +32,6 @@ from .program import (
 from .short_scales import can_be_short
 
 
-# As in native/kernels.h.
-TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
-_LOADED = TYPES | {"int8": 6}  # codes that were looked up
-# What calls of torch and quantized weights have beside them.
-_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 _COPIED = SIZES | {"int8": 1, "float8_e4m3fn": 1}  # rows of codes are looked up as they are
 _FLOATS = ("float32", "bfloat16", "float16")
 # Kinds of codes, as numbered in native/kernels.h: each with its number and the type that holds codes, of 4 bits two at a time.
@@ -59,15 +53,10 @@ _KINDS: dict[type[Any], int] = {
     Convolve: 8,
     WriteCodes: 9,
 }
-_MAX_DIMS = 8
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
 # Columns that the kernel of attention takes at a time, which lie in one block: kBlock of native/attention_call.h.
 SOFTMAX_BLOCK = 64
 _SAMPLING_PARAMS = 4
-
-
-class PlanError(ValueError):
-    """A plan's parts contradict each other."""
 
 
 def encode(step: Step, buffers: Sequence[Buffer], short_scales: Collection[str] = ()) -> list[int]:
@@ -92,7 +81,9 @@ def encode(step: Step, buffers: Sequence[Buffer], short_scales: Collection[str] 
         Convolve: encoder.convolve,
         WriteCodes: encoder.write_codes,
     }
-    return [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
+    words = [_KINDS[type(step)], *_tokens(step), *write[type(step)](step)]
+    require(all(-(1 << 63) <= word < 1 << 63 for word in words), "it has a number of more than 64 bits")
+    return words
 
 
 def _tokens(step: Any) -> tuple[int, int]:
@@ -101,15 +92,14 @@ def _tokens(step: Any) -> tuple[int, int]:
         return 0, 0
     first, count = step.tokens.first, step.tokens.count
     own = _token_count(step)
-    _require(first >= 0 and 0 < count == own, f"it has a step for {count} tokens from {first} on that computes {own}")
+    require(first >= 0 and 0 < count == own, f"it has a step for {count} tokens from {first} on that computes {own}")
     return first, count
 
 
 def _token_count(step: Any) -> int:
     """How many tokens a step computes, if it computes any by itself."""
     if isinstance(step, Map):
-        shapes = {item.access.shape[:1] for item in step.items if item.access is not None}
-        return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else 0
+        return map_tokens(step)
     if isinstance(step, Attend):
         return step.positions.shape[0] * step.positions.shape[1] if len(step.positions.shape) == 2 else 0
     if isinstance(step, Select):
@@ -122,39 +112,6 @@ def _token_count(step: Any) -> int:
     return int(rows.shape[0]) if rows.shape else 0
 
 
-def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
-    """Raises PlanError where an operand leaves its buffer."""
-    if not 0 <= operand.buffer < len(buffers):
-        raise PlanError(f"it has {len(buffers)} buffers, and uses number {operand.buffer}")
-    size = SIZES.get(operand.dtype) or _OTHER_SIZES.get(operand.dtype)
-    if size is None:
-        raise PlanError(f"it uses the type {operand.dtype}")
-    _require(len(operand.shape) == len(operand.strides), "it has an operand with fewer strides than dimensions")
-    _require(all(size >= 0 for size in operand.shape), "it has an operand of negative size")
-    _require(operand.offset >= 0 and all(stride >= 0 for stride in operand.strides), "it counts backwards")
-    if 0 in operand.shape:
-        return
-    reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
-    end = (operand.offset + reach + 1) * size
-    buffer = buffers[operand.buffer]
-    if end > buffer.bytes:
-        raise PlanError(f"it reads or writes up to byte {end} of a buffer of {buffer.bytes} bytes")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise PlanError(otherwise)
-
-
-def _bits(number: Any, *, integer: bool) -> int:
-    if integer:
-        return int(number) & 0xFFFFFFFF
-    try:
-        return int(struct.unpack("<I", struct.pack("<f", number))[0])
-    except (struct.error, OverflowError) as error:
-        raise PlanError(f"it has the constant {number!r}, which is no float32") from error
-
-
 def _is_contiguous(operand: Operand) -> bool:
     expected = 1
     for size, stride in zip(reversed(operand.shape), reversed(operand.strides), strict=True):
@@ -162,19 +119,6 @@ def _is_contiguous(operand: Operand) -> bool:
             return False
         expected *= size
     return True
-
-
-def collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides with as few dimensions as visit the same elements in the same order."""
-    dims: list[tuple[int, int]] = []
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * stride:
-            dims[-1] = (dims[-1][0] * size, stride)
-        else:
-            dims.append((size, stride))
-    return dims or [(1, 1)]
 
 
 class _Encoder:
@@ -187,7 +131,7 @@ class _Encoder:
             yield from (-1, 0)
         else:
             check_operand(operand, self._buffers)
-            _require(0 not in operand.shape and operand.dtype in sizes, "it has an operand that no kernel takes")
+            require(0 not in operand.shape and operand.dtype in sizes, "it has an operand that no kernel takes")
             yield from (operand.buffer, operand.offset * sizes[operand.dtype])
 
     def _contiguous(
@@ -195,62 +139,20 @@ class _Encoder:
     ) -> Iterator[int]:
         if operand is not None:
             fits = operand.dtype == dtype and tuple(operand.shape) == shape and _is_contiguous(operand)
-            _require(fits, f"it takes {operand.dtype} {list(operand.shape)} where {dtype} {list(shape)} belongs")
+            require(fits, f"it takes {operand.dtype} {list(operand.shape)} where {dtype} {list(shape)} belongs")
         yield from self._place(operand, sizes)
 
     def map(self, step: Map) -> Iterator[int]:
-        _require(step.rows > 0 and step.columns > 0, "it has a map without elements")
-        yield from (step.rows, step.columns, needs_rows(step.items), step.registers, len(step.items))
-        written: set[int] = set()
-        for item in step.items:
-            yield from self._item(item, step, written)
-
-    def _item(self, item: Item, step: Map, written: set[int]) -> Iterator[int]:
-        _require(item.op in OPS, f"it has an operator {item.op!r}")
-        _require(item.op != "rotate_half" or step.columns % 2 == 0, "it has rows without halves")
-        _require(-1 <= item.to < step.registers and (item.to >= 0) == (item.op != "store"), "it has no such register")
-        registers = [0, 0, 0]
-        constants = [0, 0]
-        integer = (item.op.startswith("i") and item.op not in ("isnan",)) or item.op == "where"
-        for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
-            if is_constant:
-                _require(index < 2, "it has a constant where a register belongs")
-                constants[index] = _bits(value, integer=integer and isinstance(value, int))
-            else:
-                _require(isinstance(value, int) and value in written, "it reads a register before it is written")
-                _require(value != item.to, "it overwrites an operand")
-                registers[index] = value  # type: ignore[assignment]
-        modes: dict[tuple[bool, ...], int] = {(False, False): 0, (False, True): 1, (True, False): 2, (True, True): 3}
-        flags = tuple([*item.constants, False, False][:2])
-        _require(item.op == "where" or flags != (True, True), "it has an operator without operands")
-        yield from (OPS.index(item.op), modes[flags], item.rows, item.to, *registers, *constants)
-        if item.op in ("load", "store"):
-            yield from self._access(item, step)
-        written.add(item.to)
-
-    def _access(self, item: Item, step: Map) -> Iterator[int]:
-        access = item.access
-        _require(access is not None, "it has an operator that reads from nowhere")
-        assert access is not None
-        check_operand(access, self._buffers)
-        types = _LOADED if item.op == "load" else TYPES
-        _require(access.dtype in types, "it has an operand that no kernel takes")
-        count = step.rows if item.rows else step.rows * step.columns
-        _require(math.prod(access.shape) == count, "it has an access of another size")
-        dims = collapse(access.shape, access.strides)
-        _require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
-        yield from (access.buffer, types[access.dtype], access.offset, len(dims))
-        for size, stride in dims:
-            yield from (size, stride)
+        return encode_map(step, self._buffers)
 
     def linears(self, step: Linears) -> Iterator[int]:
         x = step.x
-        _require(
+        require(
             x.dtype in _FLOATS and len(x.shape) == 2 and x.strides[1] == 1, "it has a linear layer of another form"
         )
         rows, columns = x.shape
         forms = {self._form(layer.codes, columns) for layer in step.layers}
-        _require(len(forms) == 1, "it has a step of linear layers whose weights are quantized in several ways")
+        require(len(forms) == 1, "it has a step of linear layers whose weights are quantized in several ways")
         yield TYPES[x.dtype]
         yield from self._place(x)
         yield from (rows, columns, x.strides[0], *forms.pop(), len(step.layers))
@@ -260,7 +162,7 @@ class _Encoder:
     def _layer(self, layer: Layer, x: Operand) -> Iterator[int]:
         output = layer.output
         fits = output.dtype == x.dtype and len(output.shape) == 2 and output.strides[1] == 1
-        _require(fits and output.shape[0] == x.shape[0], "it has a linear layer whose output does not fit its input")
+        require(fits and output.shape[0] == x.shape[0], "it has a linear layer whose output does not fit its input")
         outputs = output.shape[1]
         yield from self._weight(layer.weight, layer.codes, x.dtype, (outputs, x.shape[1]))
         yield from self._contiguous(layer.bias, x.dtype, (outputs,))
@@ -275,9 +177,9 @@ class _Encoder:
         groups = codes.scale.shape[-1] if codes.scale.shape else 0
         least = 2 if codes.kind in _TWO_TO_A_BYTE else 1
         fits = codes.kind in _CODINGS and groups > 0 and columns % (groups * least) == 0
-        _require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
+        require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
         known = codes.activations is None or (codes.activations in _ACTIVATIONS and codes.kind in MEET_CODED)
-        _require(known, f"it has activations of {codes.activations} with a weight of {codes.kind}")
+        require(known, f"it has activations of {codes.activations} with a weight of {codes.kind}")
         return _CODINGS[codes.kind][0], columns // groups, _ACTIVATIONS[codes.activations]
 
     def _weight(self, weight: Operand, codes: Codes | None, dtype: str, shape: tuple[int, ...]) -> Iterator[int]:
@@ -287,7 +189,7 @@ class _Encoder:
         packed = codes.kind in _TWO_TO_A_BYTE
         own, held = (*shape[:-1], shape[-1] // 2 if packed else shape[-1]), _CODINGS[codes.kind][1]
         fits = weight.dtype == held and tuple(weight.shape) == own and _is_contiguous(weight)
-        _require(fits, f"it takes {weight.dtype} {list(weight.shape)} where {held} {list(own)} belongs")
+        require(fits, f"it takes {weight.dtype} {list(weight.shape)} where {held} {list(own)} belongs")
         check_operand(weight, self._buffers)
         yield from (weight.buffer, weight.offset)
 
@@ -295,8 +197,8 @@ class _Encoder:
         if codes is None:
             yield from (-1, 0, -1, 0, 0, 0)
             return
-        _require(codes.scale.dtype in _FLOATS, f"it has scales of {codes.scale.dtype}")
-        _require(codes.shift is None or codes.kind in ("int8", "int4"), f"it has a shift of {codes.kind}")
+        require(codes.scale.dtype in _FLOATS, f"it has scales of {codes.scale.dtype}")
+        require(codes.shift is None or codes.kind in ("int8", "int4"), f"it has a shift of {codes.kind}")
         shape = (*shape, codes.scale.shape[-1])
         yield from self._contiguous(codes.scale, codes.scale.dtype, shape)
         yield from self._contiguous(codes.shift, "float32", shape)
@@ -310,7 +212,7 @@ class _Encoder:
 
     def experts(self, step: Experts) -> Iterator[int]:
         x, weight = step.x, step.weight
-        _require(
+        require(
             x.dtype in _FLOATS and x.shape != () and len(weight.shape) == 3 and len(step.index.shape) == 2,
             "its experts have no form",
         )
@@ -330,23 +232,23 @@ class _Encoder:
 
     def attend(self, step: Attend) -> Iterator[int]:
         query, keys = step.query, step.keys
-        _require(query.dtype in _FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
+        require(query.dtype in _FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
         rows, heads, tokens, dim = query.shape
         blocks, kv_heads, columns, _ = keys.shape
         fits = heads % kv_heads == 0 and dim % _HEAD_DIM_STEP == 0 and dim <= _MAX_HEAD_DIM and query.strides[3] == 1
-        _require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
-        _require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
+        require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
+        require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
         table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
         per_row = table[1] if len(table) == 2 else 1
         even = per_row == 1 or columns % SOFTMAX_BLOCK == 0
-        _require(
+        require(
             table in ((rows,), (rows, per_row)) and even, f"its rows have {list(table)} blocks of {columns} columns"
         )
         yield TYPES[query.dtype]
         yield from self._place(query)
         coding = 0 if step.key_scale is None else _CACHED_CODINGS.get(keys.dtype, 0)
         scaled = (coding > 0) == (step.key_scale is not None) == (step.value_scale is not None)
-        _require(scaled, f"its attention has keys of {keys.dtype}, of which not all or none have scales")
+        require(scaled, f"its attention has keys of {keys.dtype}, of which not all or none have scales")
         for cache in (keys, step.values):
             dtype = keys.dtype if coding else query.dtype
             yield from self._contiguous(cache, dtype, (blocks, kv_heads, columns, dim), _COPIED)
@@ -372,11 +274,11 @@ class _Encoder:
             step.window,
             *query.strides[:3],
         )
-        yield from (_bits(step.scaling, integer=False), _bits(step.softcap, integer=False))
+        yield from (float_bits(step.scaling), float_bits(step.softcap))
 
     def select(self, step: Select) -> Iterator[int]:
         source, index, dim = step.source, step.index, step.dim
-        _require(0 <= dim < len(source.shape) and index.dtype in ("int32", "int64"), "it selects from no dimension")
+        require(0 <= dim < len(source.shape) and index.dtype in ("int32", "int64"), "it selects from no dimension")
         before, size, after = source.shape[:dim], source.shape[dim], source.shape[dim + 1 :]
         yield TYPES[index.dtype]
         yield from self._contiguous(source, source.dtype, source.shape, _COPIED)
@@ -393,11 +295,11 @@ class _Encoder:
     def write_cache(self, step: WriteCache) -> Iterator[int]:
         cache, states = step.cache, step.states
         form = len(cache.shape) == 4 and len(states.shape) == 3 and cache.dtype == states.dtype
-        _require(form, "it writes what is no cache")
+        require(form, "it writes what is no cache")
         blocks, heads, length, dim = cache.shape
         tokens = states.shape[0]
         fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
-        _require(fits, f"it writes {list(states.shape)} to a cache {list(cache.shape)}")
+        require(fits, f"it writes {list(states.shape)} to a cache {list(cache.shape)}")
         size = SIZES[cache.dtype]
         yield from self._contiguous(cache, cache.dtype, cache.shape)
         yield from self._place(states)
@@ -408,11 +310,11 @@ class _Encoder:
     def write_codes(self, step: WriteCodes) -> Iterator[int]:
         codes, states = step.codes, step.states
         form = len(codes.shape) == 4 and len(states.shape) == 3 and codes.dtype in _CACHED_CODINGS
-        _require(form and states.dtype in _FLOATS, "it writes codes to what is no cache of them")
+        require(form and states.dtype in _FLOATS, "it writes codes to what is no cache of them")
         blocks, heads, length, dim = codes.shape
         tokens = states.shape[0]
         fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
-        _require(fits, f"it writes {list(states.shape)} to a cache {list(codes.shape)}")
+        require(fits, f"it writes {list(states.shape)} to a cache {list(codes.shape)}")
         yield TYPES[states.dtype]
         yield from self._contiguous(codes, codes.dtype, codes.shape, _COPIED)
         yield from self._contiguous(step.scale, "float32", (blocks, heads, length, 1))
@@ -424,7 +326,7 @@ class _Encoder:
     def sample(self, step: Sample) -> Iterator[int]:
         logits = step.logits
         form = logits.dtype == "float32" and len(logits.shape) == 2 and logits.strides[1] == 1
-        _require(form, "it samples from what are no rows of logits")
+        require(form, "it samples from what are no rows of logits")
         rows, vocab = logits.shape
         yield from self._place(logits)
         yield from self._contiguous(step.params, "float32", (rows, _SAMPLING_PARAMS))
@@ -434,14 +336,14 @@ class _Encoder:
 
     def walk(self, step: Walk) -> Iterator[int]:
         form = len(step.state.shape) == 4 and len(step.key.shape) == len(step.decay.shape) == 3
-        _require(form, "its recurrence has no form")
+        require(form, "its recurrence has no form")
         slots, heads, key_dim, value_dim = step.state.shape
         tokens, key_heads, _ = step.key.shape
         decays = step.decay.shape[2]
         allowed = (1, key_dim) if step.rates is None else (value_dim,)
         fits = key_heads > 0 and heads % key_heads == 0 and decays in allowed
-        _require(step.rates is None or step.share is None, "its recurrence has shares and rates")
-        _require(fits, f"its recurrence has {heads} heads, {key_heads} of keys, and {decays} decays of {key_dim} rows")
+        require(step.rates is None or step.share is None, "its recurrence has shares and rates")
+        require(fits, f"its recurrence has {heads} heads, {key_heads} of keys, and {decays} decays of {key_dim} rows")
         for keys in (step.query, step.key):
             yield from self._contiguous(keys, "float32", (tokens, key_heads, key_dim))
         yield from self._contiguous(step.value, "float32", (tokens, heads, value_dim))
@@ -457,11 +359,11 @@ class _Encoder:
     def convolve(self, step: Convolve) -> Iterator[int]:
         inputs, state = step.inputs, step.state
         form = len(inputs.shape) == 2 and len(state.shape) == 3 and inputs.dtype in _FLOATS and 0 not in state.shape
-        _require(form, "its convolution has no form")
+        require(form, "its convolution has no form")
         tokens, channels = inputs.shape
         slots, past, kept = state.shape
         adjacent = inputs.strides[1] == 1 or channels == 1
-        _require(adjacent and kept == channels, f"its convolution has {channels} channels, and keeps {kept}")
+        require(adjacent and kept == channels, f"its convolution has {channels} channels, and keeps {kept}")
         yield TYPES[inputs.dtype]
         yield from self._place(inputs)
         yield from self._contiguous(step.weight, "float32", (past + 1, channels))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .program import REDUCTIONS, Item, Map, Operand
+from .program import Item, Map, Operand
 from .values import Memory, Stored, operand
 
 
@@ -211,8 +211,3 @@ def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
             if last_use[register] == index:
                 free.append(place[register])
     return count, tuple(assigned)
-
-
-def needs_rows(items: Iterable[Item]) -> bool:
-    """Whether an operator takes whole rows."""
-    return any(item.op in REDUCTIONS or item.op == "rotate_half" for item in items)

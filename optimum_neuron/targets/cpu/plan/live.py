@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .access import SIZES
 from .arena import operands_of
-from .encode import SIZES
 from .program import (
     Attend,
     Buffer,
@@ -247,7 +247,7 @@ def _split_first(item: Item, each: int) -> Item:
 
 def _outer(domain: tuple[int, ...], step: Map) -> int:
     """How many of a domain's first dimensions are its rows; of a Map without rows, all."""
-    if step.rows == 1 and not any(item.rows for item in step.items):
+    if not step.needs_rows:
         return len(domain)
     return next((k for k in range(len(domain) + 1) if math.prod(domain[:k]) == step.rows), 0)
 

@@ -155,6 +155,11 @@ class Map:
     items: tuple[Item, ...]
     tokens: Tokens | None = None
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether an operator takes whole rows, or has an element of each."""
+        return any(item.rows or item.op == "rotate_half" for item in self.items)
+
 
 @dataclass(frozen=True)
 class Codes:

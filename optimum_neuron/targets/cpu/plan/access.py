@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan's accesses are checked by: operands against their buffers, numbers against their types. Imports no torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from .program import Buffer, Operand
+
+
+# As in native/kernels.h.
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
+# What calls of torch and quantized weights have beside them.
+_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+
+
+class PlanError(ValueError):
+    """A plan's parts contradict each other."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raises PlanError, which says `otherwise`, where something does not hold."""
+    if not holds:
+        raise PlanError(otherwise)
+
+
+def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
+    """Raises PlanError where an operand leaves its buffer."""
+    if not 0 <= operand.buffer < len(buffers):
+        raise PlanError(f"it has {len(buffers)} buffers, and uses number {operand.buffer}")
+    size = SIZES.get(operand.dtype) or _OTHER_SIZES.get(operand.dtype)
+    if size is None:
+        raise PlanError(f"it uses the type {operand.dtype}")
+    require(len(operand.shape) == len(operand.strides), "it has an operand with fewer strides than dimensions")
+    require(all(size >= 0 for size in operand.shape), "it has an operand of negative size")
+    require(operand.offset >= 0 and all(stride >= 0 for stride in operand.strides), "it counts backwards")
+    if 0 in operand.shape:
+        return
+    reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
+    end = (operand.offset + reach + 1) * size
+    buffer = buffers[operand.buffer]
+    if end > buffer.bytes:
+        raise PlanError(f"it reads or writes up to byte {end} of a buffer of {buffer.bytes} bytes")
+
+
+def float_bits(number: Any) -> int:
+    """A number as the bits of a float32; raises PlanError where it is none."""
+    try:
+        return int(struct.unpack("<I", struct.pack("<f", number))[0])
+    except (struct.error, OverflowError) as error:
+        raise PlanError(f"it has the constant {number!r}, which is no float32") from error
