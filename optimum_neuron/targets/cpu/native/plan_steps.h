@@ -174,6 +174,7 @@ Step readMap(Reader& reader) {
     }
     map.items.push_back(item);
   }
+  markStored(map.items);
   return map;
 }
 
