@@ -397,6 +397,18 @@ def test_rows_are_read_where_they_lie(kernels: Kernels, dtype: torch.dtype, colu
     check_all_exact(kernels, functions, [torch.randint(-5, 6, shape).to(dtype) for shape in shapes])
 
 
+@with_floats
+def test_a_result_is_stored_as_often_as_it_is_asked_for(kernels: Kernels, dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        product = x * y
+        return product, product, product.float()
+
+    inputs = [torch.randint(-5, 6, (2111,)).to(dtype) for _ in range(2)]
+    planned = plan_of(kernels, function, inputs)
+    assert len(planned.plan.steps) == 1
+    assert all(same_bits(*pair) for pair in zip(planned(*inputs), function(*inputs), strict=True))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2), (-1,), (-2,)], ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 34), (1, 4, 2), (3, 1, 2), (2, 3, 1), (1, 1, 1), (2, 1, 40)], ids=str)
