@@ -374,6 +374,41 @@ def test_softmax_and_norms_are_as_exact_as_their_type(
             check_close(found, exact, (weight.double().abs() * spread + bias.double().abs()) * 2.0**-21)
 
 
+@with_floats
+@pytest.mark.parametrize("columns", [2, 31, 40, 64, 130])
+def test_rows_are_read_where_they_lie(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+    def part(x: Tensor) -> Tensor:
+        return x[..., 5 : 5 + columns]
+
+    def largest(x: Tensor) -> Tensor:
+        return part(x).amax(-1, keepdim=True)
+
+    functions: dict[str, Sequence[Any]] = {
+        "with one number each": (lambda x, y, z: part(x) - largest(x), "spread"),
+        "with one of another type": (lambda x, y, z: part(x) * largest(x).float(), "spread"),
+        "by an operator that takes none": (lambda x, y, z: torch.minimum(largest(x) * 3, part(x)),),
+        "the same for all": (lambda x, y, z: z * (part(x) - largest(x)),),
+        "the same for some": (lambda x, y, z: (part(x) + y) * (part(x) > largest(x) / 2),),
+        "with themselves": (lambda x, y, z: part(x) * part(x) + largest(x),),
+        "one behind another": (lambda x, y, z: (x + x.amax(-1, keepdim=True)) - x,),
+        "turned": (lambda x, y, z: (part(x).transpose(0, 1) - z) + largest(x).transpose(0, 1),),
+    }
+    shapes = (70, 3, columns + 9), (70, 1, columns), (columns,)  # of whole numbers, which nothing rounds
+    check_all_exact(kernels, functions, [torch.randint(-5, 6, shape).to(dtype) for shape in shapes])
+
+
+@with_floats
+def test_a_result_is_stored_as_often_as_it_is_asked_for(kernels: Kernels, dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        product = x * y
+        return product, product, product.float()
+
+    inputs = [torch.randint(-5, 6, (2111,)).to(dtype) for _ in range(2)]
+    planned = plan_of(kernels, function, inputs)
+    assert len(planned.plan.steps) == 1
+    assert all(same_bits(*pair) for pair in zip(planned(*inputs), function(*inputs), strict=True))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2), (-1,), (-2,)], ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 34), (1, 4, 2), (3, 1, 2), (2, 3, 1), (1, 1, 1), (2, 1, 40)], ids=str)

@@ -15,6 +15,9 @@ from random_graphs import Graph
 from torch import Tensor
 from torch.nn import functional
 
+from optimum_neuron.targets.cpu.plan.arena import buffers_of
+from optimum_neuron.targets.cpu.plan.in_place import replaceable
+
 
 @examples(240)
 @given(st.sampled_from((torch.float32, torch.bfloat16)), st.data())
@@ -102,3 +105,27 @@ def test_what_torch_copies_is_apart_from_what_it_was_copied_from(
     x = torch.randn(5, 7)
     planned = Planned(best_kernels, function, [x])
     assert all(torch.equal(found, expected) for found, expected in zip(planned(x), function(x), strict=True))
+
+
+def test_a_result_takes_the_place_of_what_nobody_else_reads(kernels: Kernels) -> None:
+    def layers(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        kept = functional.linear(x, weight)
+        residual = kept + functional.linear(kept, weight)
+        normed = residual * residual.square().sum(-1, keepdim=True)
+        added = functional.linear(normed, weight)
+        twice, thrice = added * 2, added * 3
+        turned = functional.linear(twice, weight).view(9, 5, 40).transpose(0, 1) + 1
+        return functional.linear(thrice, weight), functional.linear(turned, weight), functional.linear(residual, kept)
+
+    inputs = [torch.randint(-2, 3, (45, 40)).float(), torch.eye(40)[torch.randperm(40)]]
+    planned = Planned(kernels, layers, inputs)
+    for count in (1, 2):
+        with threads(count):
+            assert all(torch.equal(*pair) for pair in zip(planned(*inputs), layers(*inputs), strict=True))
+    offsets = [each.offset for each in planned.plan.buffers]
+    shared = [
+        sum(offsets[written] in {offsets[read] for read in replaceable(step, written)} for written in buffers_of(step))
+        for step in planned.plan.steps
+        if any(replaceable(step, written) for written in buffers_of(step))
+    ]
+    assert shared == [1, 1]  # of two results one, in the place of the only operand that is not needed again

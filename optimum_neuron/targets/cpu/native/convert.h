@@ -58,9 +58,19 @@ INLINE typename Lanes<N>::Floats loadBFloat16(const void* p) {
   return (typename Lanes<N>::Floats)(loadWide<N>(p) << 16);
 }
 
+// Subnormal numbers are kept.
+template <int N>
+INLINE typename Lanes<N>::Halves roundToBFloat16(typename Lanes<N>::Floats values) {
+  using Bits = typename Lanes<N>::Bits;
+  const Bits bits = (Bits)values;
+  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Bits quiet = (bits >> 16) | 0x40;  // the payload's upper bits alone could be those of an infinity
+  return __builtin_convertvector(values == values ? rounded : quiet, typename Lanes<N>::Halves);
+}
+
+// As a CPU does it that has products of bfloat16: some take subnormal numbers for zero.
 template <int N>
 INLINE typename Lanes<N>::Halves toBFloat16(typename Lanes<N>::Floats values) {
-  using Bits = typename Lanes<N>::Bits;
 #if defined(STEP_AVX512_BF16)
   if constexpr (N == 16) {
     return (typename Lanes<N>::Halves)_mm512_cvtneps_pbh(values);
@@ -70,10 +80,7 @@ INLINE typename Lanes<N>::Halves toBFloat16(typename Lanes<N>::Floats values) {
 #elif defined(STEP_NEON_BF16)
   return (typename Lanes<N>::Halves)vcvt_bf16_f32(values);
 #endif
-  const Bits bits = (Bits)values;
-  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Bits quiet = (bits >> 16) | 0x40;  // the payload's upper bits alone could be those of an infinity
-  return __builtin_convertvector(values == values ? rounded : quiet, typename Lanes<N>::Halves);
+  return roundToBFloat16<N>(values);
 }
 
 // Each in the upper half of 32 bits.

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The operators on one element. Written without branches, so that compilers turn the loops over them into vector code, and
-// compiled without contraction of products and sums, so that an element's bits do not depend on its place in a loop.
+// The operators on one element, or on vectors. Those on one are written without branches, so that compilers turn the loops over
+// them into vector code, and compiled without contraction of products and sums, so that an element's bits do not depend on its
+// place in a loop.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+
+#include "simd.h"
 
 namespace step {
 
@@ -49,61 +52,68 @@ namespace {
 
 [[gnu::always_inline]] inline float roundFloat16(float x) { return fromFloat16(toFloat16(x)); }
 
-// e^x; constants of expf in the Cephes library (S. Moshier), relative error 1e-7. Subnormal results are kept.
-[[gnu::always_inline]] inline float exponential(float x) {
-  const float within = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
+// What follows is for vectors, of which the last of a row is filled up: an element's bits do not depend on its place in one.
+
+// e^x = 2^n * e^r; the polynomial is fitted for |r| <= ln(2) / 2, relative error 3e-9. Subnormal results are kept.
+INLINE Vec exponential(Vec x) {
+  const Vec within = min(broadcast(89.0f), max(broadcast(-104.0f), x));  // in this order NaN stays
   // Adding this rounds to the nearest integer, which is then in the last bits.
   constexpr float kShift = 12582912.0f;
-  const float shifted = within * 1.44269504088896341f + kShift;
-  const float n = shifted - kShift;
-  const float r = (within - n * 0.693359375f) - n * -2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
+  const Vec shifted = fma(within, broadcast(1.44269504088896341f), broadcast(kShift));
+  const Vec n = shifted - kShift;
+  // ln(2) in two parts, of which the first times n is exact.
+  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), within));
+  Vec y = broadcast(1.3820661698e-3f);
+  y = fma(y, r, broadcast(8.3686746657e-3f));
+  y = fma(y, r, broadcast(4.1668266058e-2f));
+  y = fma(y, r, broadcast(1.6666521132e-1f));
+  y = fma(y, r, broadcast(4.9999994040e-1f));
+  y = fma(y, r, broadcast(1.0f));
+  y = fma(y, r, broadcast(1.0f));
+#if defined(STEP_AVX512)
+  return _mm512_maskz_scalef_ps(kAll, y, n);
+#else
   // Two factors: 2^n alone has no float where n is below -126 or above 127.
-  const int32_t whole = static_cast<int32_t>(bits(shifted) - bits(kShift));
-  const int32_t half = whole >> 1;
-  const float scaled = y * bits(static_cast<uint32_t>(half + 127) << 23) *
-                       bits(static_cast<uint32_t>(whole - half + 127) << 23);
-  return x != x ? x : scaled;
+  const IntVec whole = (IntVec)((BitVec)shifted - bits(kShift));
+  const IntVec half = whole >> 1;
+  return y * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+#endif
 }
 
-[[gnu::always_inline]] inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+INLINE Vec magnitudeOf(Vec x) { return (Vec)((BitVec)x & 0x7fffffffu); }
+INLINE Vec withSign(Vec magnitude, Vec x) { return (Vec)((BitVec)magnitude | ((BitVec)x & 0x80000000u)); }
+
+INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
+
+INLINE Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
 // Constants of tanhf in Cephes.
-[[gnu::always_inline]] inline float hyperbolicTangent(float x) {
-  const float magnitude = std::fabs(x);
-  const float z = x * x;
-  float small = -5.70498872745e-3f;
-  small = small * z + 2.06390887954e-2f;
+INLINE Vec hyperbolicTangent(Vec x) {
+  const Vec magnitude = magnitudeOf(x);
+  const Vec z = x * x;
+  Vec small = z * -5.70498872745e-3f + 2.06390887954e-2f;
   small = small * z - 5.37397155531e-2f;
   small = small * z + 1.33314422036e-1f;
   small = small * z - 3.33332819422e-1f;
   small = small * z * x + x;
-  const float large = std::copysign(1.0f - 2.0f / (exponential(magnitude + magnitude) + 1.0f), x);
+  const Vec large = withSign(1.0f - 2.0f / (exponential(magnitude + magnitude) + 1.0f), x);
   return magnitude < 0.625f ? small : large;
 }
 
 // Constants of erff and erfcf in Cephes.
-[[gnu::always_inline]] inline float errorFunction(float x) {
-  const float magnitude = std::fabs(x);
-  const float z = x * x;
-  float small = 7.853861353153693e-5f;
-  small = small * z - 8.010193625184903e-4f;
+INLINE Vec errorFunction(Vec x) {
+  const Vec magnitude = magnitudeOf(x);
+  const Vec z = x * x;
+  Vec small = z * 7.853861353153693e-5f - 8.010193625184903e-4f;
   small = small * z + 5.188327685732524e-3f;
   small = small * z - 2.685381193529856e-2f;
   small = small * z + 1.128358514861418e-1f;
   small = small * z - 3.761262582423300e-1f;
   small = small * z + 1.128379165726710e+0f;
   small = small * x;
-  const float q = 1.0f / (magnitude < 1.0f ? 1.0f : magnitude);
-  const float w = q * q;
-  float middle = 2.326819970068386e-2f;
-  middle = middle * w - 1.387039388740657e-1f;
+  const Vec q = 1.0f / max(magnitude, broadcast(1.0f));
+  const Vec w = q * q;
+  Vec middle = w * 2.326819970068386e-2f - 1.387039388740657e-1f;
   middle = middle * w + 3.687424674597105e-1f;
   middle = middle * w - 5.824733027278666e-1f;
   middle = middle * w + 6.210004621745983e-1f;
@@ -111,24 +121,32 @@ namespace {
   middle = middle * w + 3.404879937665872e-1f;
   middle = middle * w - 2.741127028184656e-1f;
   middle = middle * w + 5.638259427386472e-1f;
-  float far = -1.047766399936249e+1f;
-  far = far * w + 1.297719955372516e+1f;
+  Vec far = w * -1.047766399936249e+1f + 1.297719955372516e+1f;
   far = far * w - 7.495518717768503e+0f;
   far = far * w + 2.921019019210786e+0f;
   far = far * w - 1.015265279202700e+0f;
   far = far * w + 4.218463358204948e-1f;
   far = far * w - 2.820767439740514e-1f;
   far = far * w + 5.641895067754075e-1f;
-  const float complement = exponential(-z) * q * (magnitude < 2.0f ? middle : far);
-  const float large = std::copysign(1.0f - complement, x);
+  const Vec complement = exponential(-z) * q * (magnitude < 2.0f ? middle : far);
+  const Vec large = withSign(1.0f - complement, x);
   return x != x ? x : magnitude < 1.0f ? small : large;
 }
 
-[[gnu::always_inline]] inline float gelu(float x) { return x * 0.5f * (1.0f + errorFunction(x * 0.70710678118654752440f)); }
+INLINE Vec gelu(Vec x) { return x * 0.5f * (1.0f + errorFunction(x * 0.70710678118654752440f)); }
 
-[[gnu::always_inline]] inline float geluTanh(float x) {
-  const float inner = 0.79788456080286535588f * (x + 0.044715f * (x * x * x));
+INLINE Vec geluTanh(Vec x) {
+  const Vec inner = 0.79788456080286535588f * (x + 0.044715f * (x * x * x));
   return 0.5f * x * (1.0f + hyperbolicTangent(inner));
+}
+
+INLINE Vec softplus(Vec x) {
+  const Vec power = exponential(x);
+  Vec y = x;
+  for (int i = 0; i < kLanes; ++i) {
+    y[i] = x[i] > 20.0f ? x[i] : std::log1p(power[i]);
+  }
+  return y;
 }
 
 // As torch's maximum and minimum: NaN where one of them is.

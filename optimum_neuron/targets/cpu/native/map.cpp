@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "elementwise.h"
-#include "map_tile.h"
+#include "map_operands.h"
 
 namespace step {
 
@@ -102,34 +102,19 @@ void reduce(const Tile& tile, const Item& item, T identity, F f) {
   }
 }
 
-void spread(const Tile& tile, const Item& item) {
-  const uint32_t* a = tile.from<uint32_t>(item.a);
-  uint32_t* to = tile.to<uint32_t>(item.to);
-  for (int64_t row = 0; row < tile.rows; ++row) {
-    std::fill_n(to + row * tile.columns, tile.columns, a[row]);
-  }
-}
-
-// Each row's second half negated, and then its first.
-void rotateHalf(const Tile& tile, const Item& item) {
-  const float* a = tile.from<float>(item.a);
-  float* to = tile.to<float>(item.to);
-  const int64_t half = tile.columns / 2;
-  for (int64_t row = 0; row < tile.rows; ++row, a += 2 * half, to += 2 * half) {
-    const float* __restrict from = a;
-    float* __restrict rotated = to;
-    for (int64_t i = 0; i < half; ++i) {
-      rotated[i] = -from[half + i];
-    }
-    for (int64_t i = 0; i < half; ++i) {
-      rotated[half + i] = from[i];
-    }
-  }
-}
-
 template <class F>
 void floats(const Tile& tile, const Item& item, F f) {
   unary<float, float>(tile, item, f);
+}
+
+// Of what is pending, as it lies.
+template <class F>
+void arithmetic(const Tile& tile, const Item& item, F f) {
+  if (item.operands == Operands::kRegisters && !item.rows && (tile.stored || tile.pending[item.a] || tile.pending[item.b])) {
+    vectorPairs(tile, item, f);
+  } else {
+    binary<float, float>(tile, item, f);
+  }
 }
 
 // int32 arithmetic wraps, as torch's does.
@@ -142,9 +127,9 @@ void compute(const Tile& tile, const Item& item) {
   switch (item.op) {
     case Op::kLoad: return load(tile, item);
     case Op::kStore: return store(tile, item);
-    case Op::kAdd: return binary<float, float>(tile, item, [](float a, float b) { return a + b; });
-    case Op::kSub: return binary<float, float>(tile, item, [](float a, float b) { return a - b; });
-    case Op::kMul: return binary<float, float>(tile, item, [](float a, float b) { return a * b; });
+    case Op::kAdd: return arithmetic(tile, item, [](auto a, auto b) { return a + b; });
+    case Op::kSub: return arithmetic(tile, item, [](auto a, auto b) { return a - b; });
+    case Op::kMul: return arithmetic(tile, item, [](auto a, auto b) { return a * b; });
     case Op::kDiv: return binary<float, float>(tile, item, [](float a, float b) { return a / b; });
     case Op::kMax: return binary<float, float>(tile, item, [](float a, float b) { return larger(a, b); });
     case Op::kMin: return binary<float, float>(tile, item, [](float a, float b) { return smaller(a, b); });
@@ -172,17 +157,17 @@ void compute(const Tile& tile, const Item& item) {
     case Op::kWhere: return choose(tile, item);
     case Op::kNeg: return floats(tile, item, [](float a) { return -a; });
     case Op::kAbs: return floats(tile, item, [](float a) { return std::fabs(a); });
-    case Op::kExp: return floats(tile, item, [](float a) { return exponential(a); });
+    case Op::kExp: return vectors(tile, item, [](Vec a) { return exponential(a); });
     case Op::kLog: return floats(tile, item, [](float a) { return std::log(a); });
     case Op::kSqrt: return floats(tile, item, [](float a) { return std::sqrt(a); });
     case Op::kRsqrt: return floats(tile, item, [](float a) { return 1.0f / std::sqrt(a); });
     case Op::kReciprocal: return floats(tile, item, [](float a) { return 1.0f / a; });
-    case Op::kSigmoid: return floats(tile, item, [](float a) { return sigmoid(a); });
-    case Op::kSilu: return floats(tile, item, [](float a) { return a / (1.0f + exponential(-a)); });
-    case Op::kTanh: return floats(tile, item, [](float a) { return hyperbolicTangent(a); });
-    case Op::kErf: return floats(tile, item, [](float a) { return errorFunction(a); });
-    case Op::kGelu: return floats(tile, item, [](float a) { return gelu(a); });
-    case Op::kGeluTanh: return floats(tile, item, [](float a) { return geluTanh(a); });
+    case Op::kSigmoid: return vectors(tile, item, [](Vec a) { return sigmoid(a); });
+    case Op::kSilu: return vectors(tile, item, [](Vec a) { return silu(a); });
+    case Op::kTanh: return vectors(tile, item, [](Vec a) { return hyperbolicTangent(a); });
+    case Op::kErf: return vectors(tile, item, [](Vec a) { return errorFunction(a); });
+    case Op::kGelu: return vectors(tile, item, [](Vec a) { return gelu(a); });
+    case Op::kGeluTanh: return vectors(tile, item, [](Vec a) { return geluTanh(a); });
     case Op::kRelu: return floats(tile, item, [](float a) { return a < 0 ? 0.0f : a; });
     case Op::kSin: return floats(tile, item, [](float a) { return std::sin(a); });
     case Op::kCos: return floats(tile, item, [](float a) { return std::cos(a); });
@@ -193,8 +178,7 @@ void compute(const Tile& tile, const Item& item) {
     case Op::kIsNan: return unary<I, float>(tile, item, [](float a) { return I{a != a}; });
     case Op::kExpm1: return floats(tile, item, [](float a) { return std::expm1(a); });
     case Op::kLog1p: return floats(tile, item, [](float a) { return std::log1p(a); });
-    case Op::kSoftplus:
-      return floats(tile, item, [](float a) { return a > 20.0f ? a : std::log1p(exponential(a)); });
+    case Op::kSoftplus: return vectors(tile, item, [](Vec a) { return softplus(a); });
     case Op::kRoundBFloat16: return floats(tile, item, [](float a) { return roundBFloat16(a); });
     case Op::kRoundFloat16: return floats(tile, item, [](float a) { return roundFloat16(a); });
     case Op::kINeg: return unary<I, U>(tile, item, [](U a) { return wrapped(0 - a); });
@@ -218,7 +202,30 @@ void compute(const Tile& tile, const Item& item) {
   }
 }
 
+// Whether one writes to where it is told, be that a register or not.
+bool takesResult(const Item& item) {
+  const bool arithmetic = item.op == Op::kAdd || item.op == Op::kSub || item.op == Op::kMul;
+  return arithmetic && item.operands == Operands::kRegisters && !item.rows;
+}
+
+bool reads(const Item& item, int32_t index) { return item.a == index || item.b == index || item.c == index; }
+
 }  // namespace
+
+void markStored(std::vector<Item>& items) {
+  for (size_t i = 0; i + 1 < items.size(); ++i) {
+    const Item& next = items[i + 1];
+    const bool stores = next.op == Op::kStore && next.a == items[i].to && next.access.type == Type::kBFloat16;
+    if (!takesResult(items[i]) || !stores || !isAdjacent(next.access)) {
+      continue;
+    }
+    size_t later = i + 2;
+    while (later < items.size() && !reads(items[later], next.a) && items[later].to != next.a) {
+      ++later;
+    }
+    items[i].stored = later == items.size() || !reads(items[later], next.a);
+  }
+}
 
 void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total) {
   const int64_t tileRows = map.needsRows ? std::max<int64_t>(1, kTile / map.columns) : 1;
@@ -227,14 +234,18 @@ void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total) {
   const int64_t each = std::max<int64_t>(1, kGrain / (tile * static_cast<int64_t>(map.items.size())));
   const int64_t stride = (std::min(tile, total) * sizeof(float) + 63) / 64 * 64;
   pool.run((tiles + each - 1) / each, [&](int64_t task, int worker) {
-    const int64_t bytes = map.registers * (stride + static_cast<int64_t>(sizeof(void*)));
+    const int64_t bytes = map.registers * (stride + 2 * static_cast<int64_t>(sizeof(void*)));
     char* memory = static_cast<char*>(pool.scratch(worker, bytes));
     const auto places = reinterpret_cast<const void**>(memory + map.registers * stride);
+    const auto pending = reinterpret_cast<const Item**>(places + map.registers);
     for (int64_t t = task * each; t < std::min(tiles, (task + 1) * each); ++t) {
       const int64_t first = t * tile, count = std::min(tile, total - first);
-      const Tile now{buffers, memory, stride, first, count, t * tileRows, count / map.columns, map.columns, places};
-      for (const Item& item : map.items) {
+      Tile now{buffers, memory, stride, first, count, t * tileRows, count / map.columns, map.columns, places, pending, nullptr};
+      for (size_t i = 0; i < map.items.size(); ++i) {
+        const Item& item = map.items[i];
+        now.stored = item.stored ? now.adjacent<uint16_t>(map.items[i + 1]) : nullptr;
         compute(now, item);
+        i += item.stored;
       }
     }
   });

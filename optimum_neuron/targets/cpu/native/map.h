@@ -5,7 +5,8 @@
 //
 // Every operator computes in float32 (or int32) what torch's does; numbers of fewer bits are rounded where they are stored. So which
 // operators share a program changes no bit of a result where what passes between programs is stored in float32; nor does the tile,
-// the number of threads or the instruction set.
+// the number of threads or the instruction set, but that exp and what is made of it differ where a CPU does not fuse products and
+// sums (x86-64 without AVX2).
 #pragma once
 
 #include <cstdint>
@@ -52,6 +53,7 @@ struct Item {
   int32_t to, a, b, c;       // registers
   uint32_t first, second;    // bits of the constants
   Access access;             // of kLoad and kStore
+  bool stored;               // all that becomes of it is what the next item stores: see markStored
 };
 
 struct Map {
@@ -60,6 +62,9 @@ struct Map {
   int32_t registers;
   std::vector<Item> items;
 };
+
+// Finds operators whose results need no register, as they are stored as adjacent numbers of bfloat16 and read by nobody else.
+void markStored(std::vector<Item>& items);
 
 // Computes the first `total` elements of the domain: of whole rows.
 void runMap(Pool& pool, const Map& map, void* const* buffers, int64_t total);

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "elements.h"
 #include "elementwise.h"
 #include "map.h"
 
@@ -14,7 +15,8 @@ namespace step {
 
 namespace {
 
-// A tile's registers. One that was loaded from adjacent 32-bit elements is where these are.
+// A tile's registers. One that was loaded from adjacent 32-bit elements is where these are. Others that were loaded row by row, and
+// those of one number per row, are pending: they are filled where an operator asks for them (see map_operands.h).
 struct Tile {
   void* const* buffers;
   char* memory;
@@ -22,20 +24,57 @@ struct Tile {
   int64_t first, count;          // elements of the domain
   int64_t firstRow, rows, columns;
   const void** places;
+  const Item** pending;  // what a register would be computed by; null where it was
+  uint16_t* stored;      // where a result goes as numbers of bfloat16; null where it becomes a register
 
+  // Where the tile's elements begin in a tensor whose elements are adjacent.
+  template <class T>
+  T* adjacent(const Item& item) const {
+    return static_cast<T*>(buffers[item.access.buffer]) + item.access.offset + begin(item);
+  }
   int64_t begin(const Item& item) const { return item.rows ? firstRow : first; }
   int64_t size(const Item& item) const { return item.rows ? rows : count; }
+  void complete(int32_t index) const;
   template <class T>
   const T* from(int32_t index) const {
+    if (pending[index]) {
+      complete(index);
+    }
     return static_cast<const T*>(places[index]);
   }
   template <class T>
   T* to(int32_t index) const {
     void* own = memory + index * stride;
     places[index] = own;
+    pending[index] = nullptr;
     return static_cast<T*>(own);
   }
 };
+
+bool isAdjacent(const Access& access) { return access.dims == 1 && access.strides[0] == 1; }
+
+// Shorter rows are not worth a loop each.
+constexpr int64_t kLeastColumns = 2 * kLanes;
+
+// Where rows of a tensor lie: of each `inner`, one `innerStride` behind another.
+struct RowStrides {
+  int64_t inner, innerStride, outerStride;  // inner is 0 where they lie otherwise
+};
+
+RowStrides rowStrides(const Access& access, int64_t columns) {
+  const int last = access.dims - 1;
+  const int64_t own = access.sizes[last];
+  if (columns < kLeastColumns || access.strides[last] != 1) {
+    return {0, 0, 0};
+  }
+  if (access.dims == 2 && own % columns == 0) {
+    return {own / columns, columns, access.strides[0]};
+  }
+  if (access.dims == 3 && own == columns) {
+    return {access.sizes[1], access.strides[1], access.strides[0]};
+  }
+  return {0, 0, 0};
+}
 
 // Calls body(position in the tile, offset of the first element, stride, count) for each run of elements that lie evenly.
 template <class Body>
@@ -86,16 +125,11 @@ void loadAs(const Tile& tile, const Item& item, Convert convert) {
 
 [[gnu::always_inline]] inline float fromBFloat16(uint16_t x) { return bits(static_cast<uint32_t>(x) << 16); }
 
-void load(const Tile& tile, const Item& item) {
+void loadNow(const Tile& tile, const Item& item) {
   const Access& access = item.access;
   switch (access.type) {
     case Type::kFloat32:
     case Type::kInt32:
-      if (access.dims == 1 && access.strides[0] == 1) {
-        tile.places[item.to] =
-            static_cast<const uint32_t*>(tile.buffers[access.buffer]) + access.offset + tile.begin(item);
-        return;
-      }
       return loadAs<uint32_t, uint32_t>(tile, item, [](uint32_t x) { return x; });
     case Type::kBFloat16:
       return loadAs<float, uint16_t>(tile, item, [](uint16_t x) { return fromBFloat16(x); });
@@ -107,6 +141,42 @@ void load(const Tile& tile, const Item& item) {
       return loadAs<int32_t, uint8_t>(tile, item, [](uint8_t x) { return static_cast<int32_t>(x != 0); });
     case Type::kInt8:
       return loadAs<int32_t, int8_t>(tile, item, [](int8_t x) { return static_cast<int32_t>(x); });
+  }
+}
+
+void load(const Tile& tile, const Item& item) {
+  const Access& access = item.access;
+  const bool adjacent = isAdjacent(access);
+  const bool wide = access.type == Type::kFloat32 || access.type == Type::kInt32;
+  if (wide && adjacent) {
+    tile.pending[item.to] = nullptr;
+    tile.places[item.to] = tile.adjacent<const uint32_t>(item);
+  } else if ((wide || access.type == Type::kBFloat16) && !item.rows &&
+             (adjacent || rowStrides(access, tile.columns).inner > 0)) {
+    tile.pending[item.to] = &item;
+  } else {
+    loadNow(tile, item);
+  }
+}
+
+// A number per row, side by side, until somebody asks for a register.
+void spread(const Tile& tile, const Item& item) {
+  const uint32_t* a = tile.from<uint32_t>(item.a);
+  std::copy_n(a, tile.rows, tile.to<uint32_t>(item.to));
+  tile.pending[item.to] = &item;
+  if (tile.columns < kLeastColumns) {
+    tile.complete(item.to);
+  }
+}
+
+void Tile::complete(int32_t index) const {
+  const Item& item = *pending[index];
+  if (item.op == Op::kLoad) {
+    return loadNow(*this, item);
+  }
+  uint32_t* numbers = to<uint32_t>(index);
+  for (int64_t row = rows - 1; row >= 0; --row) {
+    std::fill_n(numbers + row * columns, columns, numbers[row]);
   }
 }
 
@@ -129,14 +199,44 @@ void storeAs(const Tile& tile, const Item& item, Convert convert) {
   });
 }
 
+// As torch rounds.
+INLINE Lanes<kLanes>::Halves halvesOf(Vec values) {
+#if defined(STEP_AVX512_BF16)
+  constexpr int kSubnormal = 1 << 5;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(values, kSubnormal) == 0, true)) {
+    return toBFloat16<kLanes>(values);
+  }
+#endif
+  return roundToBFloat16<kLanes>(values);
+}
+
+void storeHalves(const Tile& tile, const Item& item) {
+  auto* target = static_cast<uint16_t*>(tile.buffers[item.access.buffer]);
+  const float* from = tile.from<float>(item.a);
+  forRuns(item.access, tile.begin(item), tile.size(item), [&](int64_t at, int64_t offset, int64_t stride, int64_t n) {
+    uint16_t* p = target + offset;
+    const float* source = from + at;
+    int64_t i = 0;
+    for (; stride == 1 && i + kLanes <= n; i += kLanes) {
+      *reinterpret_cast<Lanes<kLanes>::LooseHalves*>(p + i) = halvesOf(loadVec(source + i));
+    }
+    for (; i < n; i += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, n - i);
+      const auto halves = halvesOf(loadSome<Float32>(source + i, count));
+      for (int64_t j = 0; j < count; ++j) {
+        p[(i + j) * stride] = halves[j];
+      }
+    }
+  });
+}
+
 void store(const Tile& tile, const Item& item) {
   switch (item.access.type) {
     case Type::kFloat32:
     case Type::kInt32:
       return storeAs<uint32_t, uint32_t>(tile, item, [](uint32_t x) { return x; });
     case Type::kBFloat16:
-      return storeAs<uint16_t, float>(
-          tile, item, [](float x) { return static_cast<uint16_t>(bits(roundBFloat16(x)) >> 16); });
+      return storeHalves(tile, item);
     case Type::kFloat16:
       return storeAs<uint16_t, float>(tile, item, [](float x) { return toFloat16(x); });
     case Type::kInt64:

@@ -176,6 +176,7 @@ Step readMap(Reader& reader) {
     }
     map.items.push_back(item);
   }
+  markStored(map.items);
   return map;
 }
 

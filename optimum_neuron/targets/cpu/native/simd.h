@@ -105,7 +105,7 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// b where one of the two is NaN.
+// Of these two, b where one of the two is NaN.
 INLINE Vec max(Vec a, Vec b) {
 #if defined(STEP_AVX512)
   return _mm512_maskz_max_ps(kAll, a, b);
@@ -113,6 +113,16 @@ INLINE Vec max(Vec a, Vec b) {
   return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+INLINE Vec min(Vec a, Vec b) {
+#if defined(STEP_AVX512)
+  return _mm512_maskz_min_ps(kAll, a, b);
+#elif defined(STEP_AVX2)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .builder import PlanBuilder
+from .in_place import replaceable
 from .program import Buffer, Operand, Plan, Step, TorchCall
 
 
@@ -38,6 +39,7 @@ def _offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) 
     """The lowest free place of each buffer, in order of their first use."""
     offsets: dict[int, int] = {}
     taken: list[tuple[int, int, int]] = []  # offset, end, last use
+    replaced: set[int] = set()
     size = 0
     for index in sorted(first, key=lambda index: first[index]):
         memory = builder.memories[index]
@@ -45,15 +47,29 @@ def _offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) 
             continue
         taken = [each for each in taken if each[2] >= first[index]]
         needed = -(-max(memory.bytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        start = 0
-        for begin, end, _ in sorted(taken):
-            if begin - start >= needed:
-                break
-            start = max(start, end)
+        left = [each for each in _left_behind(builder, index, first, last) if each in offsets and each not in replaced]
+        replaced.update(left[:1])
+        start = offsets[left[0]] if left else _free_place(taken, needed)
         offsets[index] = start
         taken.append((start, start + needed, last[index]))
         size = max(size, start + needed)
     return offsets, size
+
+
+def _free_place(taken: list[tuple[int, int, int]], needed: int) -> int:
+    start = 0
+    for begin, end, _ in sorted(taken):
+        if begin - start >= needed:
+            break
+        start = max(start, end)
+    return start
+
+
+def _left_behind(builder: PlanBuilder, index: int, first: dict[int, int], last: dict[int, int]) -> list[int]:
+    """Buffers that the first step that writes this one is the last to read, and can replace by it."""
+    size = builder.memories[index].bytes
+    candidates = replaceable(builder.steps[first[index]], index)
+    return [each for each in candidates if last[each] == first[index] and builder.memories[each].bytes == size]
 
 
 def buffers_of(step: Step) -> set[int]:
