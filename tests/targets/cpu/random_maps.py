@@ -33,7 +33,7 @@ def templates() -> dict[str, str]:
 
 
 TEMPLATES = templates()
-OPERANDS = {"load": 0, "binary": 2, "choose": 3}
+OPERANDS = {"load": 0, "binary": 2, "arithmetic": 2, "choose": 3}
 SIGN = -(2**31)
 # Operators by what they make of the bits of registers; others round, or compare floats.
 ON_BITS: dict[str, Callable[..., Tensor]] = {

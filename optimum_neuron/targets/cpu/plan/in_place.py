@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from .encode import SIZES
+from .access import SIZES
 from .program import Item, Map, Operand, Step
 
 
