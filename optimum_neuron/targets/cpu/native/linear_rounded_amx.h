@@ -50,7 +50,8 @@ class RoundedAmxWorker {
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
     const int64_t all = tiles.end - tiles.begin, batches = divideUp(all, batchTiles(input_)), blocks = input_.form.blocks();
-    const AmxTiles registers(RoundedTiles::shapes(input_.blockColumns()));
+    const auto [first, last] = input_.tileRows(tiles.begin);
+    const AmxTiles registers(RoundedTiles::shapes(input_.blockColumns(), all == 1 ? last - first : kAmxLines));
     const int64_t most = tiles_.mostBlocks(), chunks = divideUp(blocks, most);
     const auto panelAt = [&](int64_t n) { return Range{n, std::min(n + kOutputs, outputs.end)}; };
     for (int64_t n = outputs.begin; n < outputs.end; n += kOutputs) {

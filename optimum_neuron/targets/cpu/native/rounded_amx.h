@@ -16,12 +16,15 @@ namespace {
 
 class RoundedTiles {
  public:
-  // Registers of products whose lines of A have fewer bytes, and so fewer lines of B.
-  static constexpr int kShortA = 6, kShortB = 7;
-  static AmxShapes shapes(int64_t bytes) {
+  // Registers of sums, and of products whose lines of A have fewer bytes, and so fewer lines of B. Sums and B are as wide as a tile has
+  // rows: wider ones would read lines of x that begin within each other's cache lines, which takes long.
+  static constexpr int kSumsOf = 0, kShortA = 6, kShortB = 7;
+  static AmxShapes shapes(int64_t bytes, int64_t rows) {
+    constexpr int64_t word = sizeof(uint32_t);
     AmxShapes all;
+    all.set(kSumsOf, kAmxLines, rows * word);
     all.set(kShortA, kAmxLines, bytes);
-    all.set(kShortB, bytes / static_cast<int64_t>(sizeof(uint32_t)), kAmxLineBytes);
+    all.set(kShortB, bytes / word, rows * word);
     return all;
   }
 
@@ -184,11 +187,11 @@ class RoundedTiles {
     for (int64_t b = 0; b < count + kDelay; ++b) {
       if (b < count) {
         ahead.ask();
-        amxZero<0>();
+        amxZero<kSumsOf>();
         amxLoad<kShortA>(weights, line);
         amxLoad<kShortB>(x, stride);
-        amxMultiplyAddBytes<0, kShortA, kShortB>();
-        amxStore<0>(all + b % kParts * kSums, kAmxLineBytes);
+        amxMultiplyAddBytes<kSumsOf, kShortA, kShortB>();
+        amxStore<kSumsOf>(all + b % kParts * kSums, kAmxLineBytes);
         x += xBytes;
         weights += b % 2 == 0 ? odd : even;
       }
