@@ -163,6 +163,6 @@ def test_clients_get_their_tokens_or_a_clear_error_while_a_node_dies(
         assert asyncio.run(stream(server, prompts[0])) == expected[0]
         assert replicas_up(server) == 1
         assert len(servers(HEAD)) == 1
+        wait_for(lambda: "another one is started" in server.output())
         assert stop(server) == 0
-        assert "another one is started" in server.output()
         wait_for(lambda: not servers(HEAD) and not servers(OTHER))
