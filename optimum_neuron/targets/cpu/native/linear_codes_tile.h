@@ -40,6 +40,7 @@ class OneTileWorker {
 
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Bytes next) {
+    std::fill_n(parts_, 2 * kSums, 0.0f);  // tiles that are narrow leave the rest of a line as it is
     static constexpr void (OneTileWorker::*kRuns[])(Range, Bytes) = {
         &OneTileWorker::compute<Coding::kInt8>, &OneTileWorker::compute<Coding::kInt4>,
         &OneTileWorker::compute<Coding::kFp8>, &OneTileWorker::compute<Coding::kFp4>};
@@ -73,8 +74,6 @@ class OneTileWorker {
     Vec total[kAmxLines];
     UNROLL for (int line = 0; line < kAmxLines; ++line) {
       total[line] = Vec{};
-      storeVec(parts_ + line * kLanes, Vec{});  // tiles that are narrow leave the rest of a line as it is
-      storeVec(parts_ + kSums + line * kLanes, Vec{});
     }
     int64_t group = 0, inGroup = 0, step = 0;
     while (step < steps) {

@@ -13,7 +13,8 @@ from .program import Codes, Experts, Linears, Plan
 
 
 def can_be_short(codes: Codes) -> bool:
-    return codes.kind == "int4" and codes.shift is None and codes.scale.dtype == "float16"
+    unrounded = codes.shift is None and codes.activations is None
+    return codes.kind == "int4" and unrounded and codes.scale.dtype == "float16"
 
 
 def are_short(scale: Tensor) -> bool:
@@ -28,8 +29,9 @@ def short_scales(plans: Iterable[Plan], tensors: Mapping[str, Tensor]) -> frozen
     names = set()
     for plan in plans:
         for step in plan.steps:
-            layers = step.layers if isinstance(step, Linears) else (step,) if isinstance(step, Experts) else ()
-            for layer in layers:
+            if not isinstance(step, Linears | Experts) or step.x.dtype != "bfloat16":
+                continue
+            for layer in step.layers if isinstance(step, Linears) else (step,):
                 if layer.codes is not None and can_be_short(layer.codes):
                     buffer = plan.buffers[layer.codes.scale.buffer]
                     names |= {buffer.name} if buffer.kind == "tensor" else set()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which scales of a loaded artifact are taken for short ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import artifact_runner, export_tiny
+
+from optimum_neuron.targets.cpu import loader
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "are_short"),
+    [
+        ("bfloat16", {}, True),
+        ("bfloat16", {"quantization_zero_point": True}, False),
+        ("bfloat16", {"activations": "int8"}, False),
+        ("float32", {}, False),
+    ],
+)
+def test_scales_of_an_export_in_int4_are_short_where_sums_need_not_be_scaled(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    options: dict[str, Any],
+    are_short: bool,
+) -> None:
+    path = export_tiny(
+        tiny_checkpoint, tmp_path / "artifact", target="cpu", dtype=dtype, quantization="int4", **options
+    )
+    found: list[frozenset[str]] = []
+    bind = loader.BoundPlan
+
+    def watched(*arguments: Any) -> loader.BoundPlan:
+        found.append(arguments[5])
+        return bind(*arguments)
+
+    monkeypatch.setattr(loader, "BoundPlan", watched)
+    artifact_runner(path)
+    assert len(set(found)) == 1  # all graphs sum alike
+    assert all("_proj" in name for name in found[0])
+    assert bool(found[0]) == are_short
