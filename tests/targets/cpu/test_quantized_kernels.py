@@ -129,6 +129,25 @@ def test_few_and_many_rows_round_each_sum_alike(kernels: Kernels, dtype: torch.d
             assert same_bits(fewer, whole[:rows]), (kind, group, rows)
 
 
+@with_dtypes
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_few_and_many_rows_round_sums_of_all_columns_alike(kernels: Kernels, dtype: torch.dtype, kind: str) -> None:
+    """Terms cancel here as well, and in float32 and bfloat16 some of the sums are below the normal numbers."""
+    smallest = torch.finfo(dtype).tiny
+    for columns, outputs in product((1, 15, 16, 17, 32, 33, 50, 64, 96, 515), (1, 16, 33)):
+        codes = quantized(kind, outputs, columns, group=columns).codes
+        both = torch.cat([codes.view(torch.uint8), codes.view(torch.uint8)], -1).view(codes.dtype)
+        x = random(20, columns, dtype=dtype)
+        for size in (1.0, smallest):
+            weight = QuantizedWeight(kind, both, torch.full((outputs, 1), min(1 / size, 2.0**120)))
+            given = torch.cat([x * size, x.flip(1) * -size], -1)
+            (whole,) = kernels.quantized_linears(given, [weight], [None])
+            assert whole.any() or columns == 1
+            for rows in (1, 2, 3, 16, 17):
+                (fewer,) = kernels.quantized_linears(given[:rows], [weight], [None])
+                assert same_bits(fewer, whole[:rows]), (columns, outputs, size, rows)
+
+
 @examples(100)
 @given(st.sampled_from(FORMS), st.sampled_from(DTYPES), st.data())
 def test_no_size_place_or_thread_changes_a_row(

@@ -21,6 +21,17 @@ INLINE BitVec pairsOf(Vec first, Vec second) {
   return (BitVec)_mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), all);
 }
 
+// Stores what a row's outputs from `first` on, up to 16, came to.
+INLINE void storeOutputs(const Linear& linear, int64_t place, int64_t first, int64_t count, Vec sums) {
+  const __mmask16 used = (1u << count) - 1;
+  const auto* bias = static_cast<const uint16_t*>(linear.bias);
+  // Adding -0 changes no value, adding +0 would make +0 of -0.
+  const Vec added = bias ? (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(used, bias + first)) << 16)
+                         : broadcast(-0.0f);
+  auto* to = static_cast<uint16_t*>(linear.output) + place * linear.outputStride + first;
+  _mm256_mask_storeu_epi16(to, used, (__m256i)_mm512_cvtneps_pbh(sums + added));
+}
+
 // Of two tiles of sums, one behind the other, `outputs` lines to `rows`; `to(row)` is where a row's first output goes. `biases` has one
 // for each line.
 template <class To>

@@ -21,6 +21,7 @@ constexpr int64_t kFewRows = 2, kShortGroup = 128;
 struct AmxCodedInput : CodedInput<kAmxLines> {
   bool hasSums;   // whether each row has the sum of each of its groups behind its columns, as weights have shifts
   int64_t slots;  // of few rows and short groups: groups that have lines of a tile of x; else 0
+  bool isPlain;   // whether there is one row, of float32: linear_flat_row.h
 
   // Columns from `column` on of a tile.
   const uint16_t* columnsOf(int64_t tile, int64_t column) const {
@@ -35,6 +36,9 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
 
   // Memory for packed rows, and for what is read behind the last tile.
   int64_t bytes() const {
+    if (isPlain) {
+      return stride * static_cast<int64_t>(sizeof(float));
+    }
     const int64_t sums = hasSums ? rows * form.groups * static_cast<int64_t>(sizeof(float)) : 0;
     const int64_t lines = slots ? kAmxLines : rows;
     return lines * form.padded() * static_cast<int64_t>(sizeof(uint16_t)) + sums + kAmxLineBytes;
@@ -56,6 +60,12 @@ struct AmxCodedInput : CodedInput<kAmxLines> {
   void pack(int64_t tile, RowOf rowOf) const {
     const auto [first, last] = tileRows(tile);
     const int64_t count = last - first;
+    if (isPlain) {
+      auto* to = static_cast<float*>(packed);
+      widen(to, Type::kBFloat16, rowOf(first), form.group);
+      std::fill(to + form.group, to + stride, 0.0f);
+      return;
+    }
     const uint16_t* from[kAmxLines];
     for (int64_t m = 0; m < count; ++m) {
       from[m] = rowOf(first + m);
@@ -102,8 +112,9 @@ AmxCodedInput codedInputOf(const Call& call, void* packed, int64_t rows, const i
   const CodeForm form = formOf(call.coding, call.columns, call.group, kLineColumns);
   const bool sums = hasShift(call);
   const int64_t stride = form.padded() + (sums ? form.groups * static_cast<int64_t>(sizeof(float) / sizeof(uint16_t)) : 0);
-  const bool isFew = rows <= kFewRows && form.paddedGroup() <= kShortGroup && !takesAnyScaled(form, call);
-  return {{{packed, rows, form.padded(), stride, places}, form}, sums, isFew ? kAmxLines / std::max<int64_t>(rows, 1) : 0};
+  const bool isPlain = rows == 1 && form.coding == Coding::kInt8 && form.groups == 1 && !sums;
+  const bool isFew = !isPlain && rows <= kFewRows && form.paddedGroup() <= kShortGroup && !takesAnyScaled(form, call);
+  return {{{packed, rows, form.padded(), stride, places}, form}, sums, isFew ? kAmxLines / std::max<int64_t>(rows, 1) : 0, isPlain};
 }
 
 }  // namespace

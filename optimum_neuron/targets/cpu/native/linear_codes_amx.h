@@ -18,6 +18,7 @@
 #include "linear_codes_few.h"
 #include "linear_codes_tile.h"
 #include "linear_coded_input.h"
+#include "linear_flat_row.h"
 #include "linear_flat_tile.h"
 
 namespace step {
@@ -80,6 +81,10 @@ class AmxCodesWorker {
 
   // `next` are the weights that this thread is likely to read then.
   void run(Range outputs, Range tiles, Bytes next) {
+    if (input_.isPlain) {
+      FlatRowWorker(input_, linear_).run(outputs, next);
+      return;
+    }
     const int64_t count = outputs.end - outputs.begin, all = tiles.end - tiles.begin;
     if (all == 1 && input_.slots == 0) {
       const AmxTiles registers(input_.shapesOf(tiles.begin));

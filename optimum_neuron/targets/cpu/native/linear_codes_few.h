@@ -11,6 +11,7 @@
 
 #include "ahead.h"
 #include "amx.h"
+#include "amx_store.h"
 #include "codes_amx.h"
 #include "linear_coded_input.h"
 #include "transpose.h"
@@ -167,14 +168,8 @@ class FewRowsWorker {
   }
 
   void store(int64_t n, int64_t count, const Vec* total) const {
-    const __mmask16 used = (1u << count) - 1;
-    const auto* bias = static_cast<const uint16_t*>(linear_.bias);
-    // Adding -0 changes no value, adding +0 would make +0 of -0.
-    const Vec added = bias ? (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(used, bias + n)) << 16)
-                           : broadcast(-0.0f);
     for (int64_t row = 0; row < input_.rows; ++row) {
-      auto* to = static_cast<uint16_t*>(linear_.output) + input_.place(row) * linear_.outputStride + n;
-      _mm256_mask_storeu_epi16(to, used, (__m256i)_mm512_cvtneps_pbh(total[row] + added));
+      storeOutputs(linear_, input_.place(row), n, count, total[row]);
     }
   }
 

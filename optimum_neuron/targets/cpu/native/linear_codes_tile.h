@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "amx.h"
+#include "amx_store.h"
 #include "codes_amx.h"
 #include "linear_coded_input.h"
 #include "transpose.h"
@@ -186,16 +187,9 @@ class OneTileWorker {
   }
 
   void store(Outputs outputs, Vec (&total)[kAmxLines]) const {
-    const __mmask16 used = (1u << outputs.count) - 1;
-    const auto* bias = static_cast<const uint16_t*>(linear_.bias);
-    // Adding -0 changes no value, adding +0 would make +0 of -0.
-    const Vec added =
-        bias ? (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(used, bias + outputs.first)) << 16)
-             : broadcast(-0.0f);
     transpose(total);
     for (int64_t row = rows_.begin; row < rows_.end; ++row) {
-      auto* to = static_cast<uint16_t*>(linear_.output) + input_.place(row) * linear_.outputStride + outputs.first;
-      _mm256_mask_storeu_epi16(to, used, (__m256i)_mm512_cvtneps_pbh(total[row - rows_.begin] + added));
+      storeOutputs(linear_, input_.place(row), outputs.first, outputs.count, total[row - rows_.begin]);
     }
   }
 

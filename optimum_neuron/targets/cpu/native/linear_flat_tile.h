@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "amx.h"
+#include "amx_store.h"
 #include "linear_coded_input.h"
 #include "transpose.h"
 
@@ -257,11 +258,6 @@ class FlatTileWorker {
 
   void store(int64_t first, int64_t count, const float* sums) const {
     const Scales& own = linear_.scales;
-    const __mmask16 used = (1u << count) - 1;
-    const auto* bias = static_cast<const uint16_t*>(linear_.bias);
-    // Adding -0 changes no value, adding +0 would make +0 of -0.
-    const Vec added = bias ? (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(used, bias + first)) << 16)
-                           : broadcast(-0.0f);
     Vec total[kLanes];
     UNROLL for (int line = 0; line < kLanes; ++line) {
       total[line] = loadVec(sums + line * kLanes);
@@ -276,8 +272,7 @@ class FlatTileWorker {
         sum = fma(sum, scale, Vec{});
         sum = own.shift ? fma(broadcast(input_.sumsOf(tile_)[row - rows_.begin]), shift, sum) : sum;
       }
-      auto* to = static_cast<uint16_t*>(linear_.output) + input_.place(row) * linear_.outputStride + first;
-      _mm256_mask_storeu_epi16(to, used, (__m256i)_mm512_cvtneps_pbh(sum + added));
+      storeOutputs(linear_, input_.place(row), first, count, sum);
     }
   }
 
