@@ -43,13 +43,17 @@ class Limits:
 
 
 def measure_limits() -> Limits:
-    """Takes some seconds and 1 GiB of memory, in huge pages, as a loaded artifact's weights have them."""
-    memory = zeroed(READ_BYTES)
-    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
-    read = READ_BYTES / _fastest(numbers.sum)
+    """Takes some seconds and 1 GiB of memory."""
     products = {name: _products(getattr(torch, name)) for name in ("float32", "bfloat16")}
     products["bfloat16"] = max(products.values())
-    return Limits(read, products)
+    return Limits(measure_read(), products)
+
+
+def measure_read() -> float:
+    """What Limits has as `read`: takes a second, and 1 GiB of memory in huge pages, as a loaded artifact's weights have them."""
+    memory = zeroed(READ_BYTES)
+    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    return READ_BYTES / _fastest(numbers.sum)
 
 
 def _products(dtype: torch.dtype) -> float:

@@ -70,6 +70,7 @@ class Runner:
         load: arguments of the worker's `load`, by peer.
         checks: prompts, and the reference's greedy tokens behind them.
         advance: told of every turn.
+        read_rate: measures the rate at which memory is read, right before a decode step is measured.
     """
 
     group: Group
@@ -78,6 +79,7 @@ class Runner:
     prompts: Prompts
     checks: tuple[Sequence[list[int]], list[list[int]]] = ((), [])
     advance: Callable[[str], None] = lambda text: None
+    read_rate: Callable[[], float] | None = None
     settling_s: float = SETTLING_S
     _workers: dict[str, Worker] = field(default_factory=dict)
     _warm: dict[str, set[str]] = field(default_factory=dict)
@@ -128,8 +130,11 @@ class Runner:
         if case.figure not in self._warm[peer]:  # the first call of its kind compiles, allocates, chooses kernels
             self._ask(peer, case, f"warm {number} {peer}")
             self._warm[peer].add(case.figure)
+        read = self.read_rate() if self.read_rate and case.kind == "decode" else None
         time.sleep(self.settling_s)
         self.group.add(case.figure, peer, case.value(self._ask(peer, case, number)))
+        if read is not None:
+            self.group.add_read(case.figure, peer, read)
 
     def _ask(self, peer: str, case: Case, when: object) -> dict[str, Any]:
         worker = self._workers[peer]

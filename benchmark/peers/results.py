@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..limits import Limits
-from .models import Shape
+from .models import Needs, Shape
 from .names import OURS
 from .schedule import Case
 
@@ -23,7 +24,10 @@ class Group:
 
     Attributes:
         values: by figure and peer, one of each round.
-        floors: of a case's figure, the least seconds that the machine could take for one prompt or step.
+        reads: as `values` of decode, the rate at which memory was read right before each: others who use the machine take a share
+            of it that changes from minute to minute.
+        limits: of the whole run, once it is known.
+        needs: of a case's figure, for one prompt or step.
         agreement: share of greedy tokens that are the reference's up to the first other one, by peer.
         reasons: by peer, why figures are missing.
         versions: by peer.
@@ -33,7 +37,9 @@ class Group:
     precision: str
     cases: list[Case]
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    floors: dict[str, float] = field(default_factory=dict)
+    reads: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    limits: Limits | None = None
+    needs: dict[str, Needs] = field(default_factory=dict)
     agreement: dict[str, float] = field(default_factory=dict)
     reasons: dict[str, list[str]] = field(default_factory=dict)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -47,17 +53,17 @@ class Group:
         if reason not in reasons:
             reasons.append(reason)
 
-    def set_floors(self, limits: Limits, shape: Shape) -> None:
-        """Whatever takes longer bounds a case: reading, or computing; no type computes faster than bfloat16 here."""
-        rate = limits.products["float32" if self.precision == "float32" else "bfloat16"]
+    def add_read(self, figure: str, peer: str, rate: float) -> None:
+        self.reads.setdefault(figure, {}).setdefault(peer, []).append(rate)
+
+    def set_limits(self, limits: Limits, shape: Shape) -> None:
+        self.limits = limits
         for case in self.cases:
             if case.kind == "prefill":
-                needs = shape.prefill(case.prompt, self.precision)
+                self.needs[case.figure] = shape.prefill(case.prompt, self.precision)
             elif case.kind == "decode":
-                needs = shape.decode(case.rows, case.prompt + case.new_tokens / 2, self.precision)
-            else:
-                continue
-            self.floors[case.figure] = max(needs.bytes / limits.read, needs.operations / rate)
+                context = case.prompt + case.new_tokens / 2
+                self.needs[case.figure] = shape.decode(case.rows, context, self.precision)
 
     def figures(self) -> list[str]:
         """All figures that anybody has, cases first."""
@@ -76,13 +82,25 @@ class Group:
         return ours / theirs if figure.endswith("tok/s") else theirs / ours
 
     def share(self, figure: str, peer: str) -> float | None:
-        """The least time that the machine could take over the time that the peer took; None where that is not told."""
-        case = next((case for case in self.cases if case.figure == figure and figure in self.floors), None)
-        median = self.median(figure, peer)
-        if case is None or median is None:
+        """The least time that the machine could take over the time that the peer took, the median of rounds; None where that is not told.
+
+        Whatever takes longer bounds a case: reading, at the rate right before it where that was measured, or computing; no type
+        computes faster than bfloat16 here.
+        """
+        values = self.values.get(figure, {}).get(peer)
+        if not values or figure not in self.needs or self.limits is None:
             return None
-        seconds = median / 1e3 if case.kind == "decode" else case.prompt / median
-        return self.floors[figure] / seconds
+        case = next(case for case in self.cases if case.figure == figure)
+        reads = self.reads.get(figure, {}).get(peer) or [self.limits.read] * len(values)
+        return statistics.median(map(partial(self._share, case, self.limits), values, reads))
+
+    def _share(self, case: Case, limits: Limits, value: float, read: float) -> float:
+        needs, rate = (
+            self.needs[case.figure],
+            limits.products["float32" if self.precision == "float32" else "bfloat16"],
+        )
+        seconds = value / 1e3 if case.kind == "decode" else case.prompt / value
+        return max(needs.bytes / read, needs.operations / rate) / seconds
 
     def to_dict(self) -> dict[str, Any]:
         figures = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimum_neuron import progress
 
-from ..limits import measure_limits
+from ..limits import measure_limits, measure_read
 from ..machine import describe_machine
 from .gguf_file import write_gguf
 from .measure import Runner
@@ -44,7 +44,7 @@ def run(args: Namespace) -> Report:
             limits = limits.best(measure_limits())
             groups.append(group)
     for group in groups:
-        group.set_floors(limits, Shape.of(checkpoint_folder(group.model, workshop.folder / "models")))
+        group.set_limits(limits, Shape.of(checkpoint_folder(group.model, workshop.folder / "models")))
     options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "folder")}
     return Report(groups, limits, describe_machine(), options, workshop.missing, notes(workshop, args.instruction_set))
 
@@ -66,6 +66,7 @@ def measure(group: Group, workshop: Workshop, checkpoint: Path, checks: Checks, 
             Prompts(shape.vocab_size, args.seed),
             checks,
             advance,
+            measure_read,
         )
         runner.run(order)
 

@@ -19,7 +19,7 @@ from benchmark.limits import Limits
 from benchmark.peers import __main__ as peers
 from benchmark.peers.environments import STAMP, UnavailableError, python_of
 from benchmark.peers.measure import Runner
-from benchmark.peers.models import Shape
+from benchmark.peers.models import Needs, Shape
 from benchmark.peers.names import FLOATS, OURS, WHOLE_TILE_CONFIG, Environment, Peer
 from benchmark.peers.prepare import live_together
 from benchmark.peers.process import Worker, WorkerError
@@ -60,7 +60,8 @@ def filled() -> Group:
     for peer, prefill, decode in ((OURS, 200.0, 10.0), ("llamacpp", 100.0, 30.0)):
         group.add(PREFILL.figure, peer, prefill)
         group.add(DECODE.figure, peer, decode)
-    group.floors = {PREFILL.figure: 0.01, DECODE.figure: 0.005}
+    group.limits = Limits(2e9, {"float32": 1e9, "bfloat16": 5e9})
+    group.needs = {PREFILL.figure: Needs(1.0, 1e7), DECODE.figure: Needs(1e7, 1.0)}
     return group
 
 
@@ -188,13 +189,36 @@ def test_ratios_above_one_are_better_and_shares_are_of_the_limit() -> None:
     assert cell(group, DECODE.figure, "vllm") == ""
 
 
-def test_floors_are_of_reading_or_of_computing() -> None:
+def test_what_takes_longer_is_the_limit_reading_or_computing() -> None:
     group = Group("a-model", "bfloat16", [Case("prefill", 1, 100, 1), Case("decode", 1, 10, 2)])
     shape = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, head_weights=500, vocab_size=10)
-    group.set_floors(Limits(100.0, {"float32": 1.0, "bfloat16": 1e3}), shape)
-    prefill, decode = group.floors.values()
-    assert prefill == pytest.approx((2 * (1000 * 100 + 500) + 2 * 2 * 4 * 8 * 100**2) / 1e3)
-    assert decode == pytest.approx((1500 * 2 + 11 * 2 * 2 * 8 * 2 * 2) / 100)
+    for case in group.cases:
+        group.add(case.figure, OURS, 100.0)
+    assert group.share(group.cases[0].figure, OURS) is None  # before the limits are known
+    group.set_limits(Limits(100.0, {"float32": 1.0, "bfloat16": 1e3}), shape)
+    prefill, decode = (group.share(case.figure, OURS) for case in group.cases)
+    assert prefill == pytest.approx((2 * (1000 * 100 + 500) + 2 * 2 * 4 * 8 * 100**2) / 1e3 / (100 / 100))
+    assert decode == pytest.approx((1500 * 2 + 11 * 2 * 2 * 8 * 2 * 2) / 100 / (100 / 1e3))
+
+
+def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: Path) -> None:
+    rates = iter([2e9, 1e9, 4e9, 2e9])
+    group = Group("fake", "float32", list(CASES))
+    runner = Runner(
+        group,
+        lambda way: start(way, tmp_path),
+        {"good": LOADING},
+        Prompts(10, 0),
+        settling_s=0,
+        read_rate=lambda: next(rates),
+    )
+    runner.run(turns(["good"], CASES, 3, True))
+    assert group.reads == {DECODE.figure: {"good": [2e9, 1e9, 4e9]}}
+    group.values[DECODE.figure]["good"] = [10.0, 20.0, 6.0]
+    group.limits, group.needs = Limits(8e9, {"float32": 1e12}), {DECODE.figure: Needs(1e7, 1.0)}
+    assert group.share(DECODE.figure, "good") == pytest.approx(
+        0.5
+    )  # of 0.5, 0.5 and 0.42, where the best rate gives 0.125
 
 
 def test_of_two_measurements_each_limit_is_the_higher() -> None:
