@@ -95,10 +95,8 @@ class Group:
         return statistics.median(map(partial(self._share, case, self.limits), values, reads))
 
     def _share(self, case: Case, limits: Limits, value: float, read: float) -> float:
-        needs, rate = (
-            self.needs[case.figure],
-            limits.products["float32" if self.precision == "float32" else "bfloat16"],
-        )
+        needs = self.needs[case.figure]
+        rate = limits.products["float32" if self.precision == "float32" else "bfloat16"]
         seconds = value / 1e3 if case.kind == "decode" else case.prompt / value
         return max(needs.bytes / read, needs.operations / rate) / seconds
 

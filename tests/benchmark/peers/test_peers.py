@@ -202,7 +202,7 @@ def test_what_takes_longer_is_the_limit_reading_or_computing() -> None:
 
 
 def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: Path) -> None:
-    rates = iter([2e9, 1e9, 4e9, 2e9])
+    rates = iter([2e9, 1e9, 4e9])
     group = Group("fake", "float32", list(CASES))
     runner = Runner(
         group,
@@ -216,9 +216,8 @@ def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: P
     assert group.reads == {DECODE.figure: {"good": [2e9, 1e9, 4e9]}}
     group.values[DECODE.figure]["good"] = [10.0, 20.0, 6.0]
     group.limits, group.needs = Limits(8e9, {"float32": 1e12}), {DECODE.figure: Needs(1e7, 1.0)}
-    assert group.share(DECODE.figure, "good") == pytest.approx(
-        0.5
-    )  # of 0.5, 0.5 and 0.42, where the best rate gives 0.125
+    # Of 0.5, 0.5 and 0.42, where the best rate gives 0.125.
+    assert group.share(DECODE.figure, "good") == pytest.approx(0.5)
 
 
 def test_of_two_measurements_each_limit_is_the_higher() -> None:
