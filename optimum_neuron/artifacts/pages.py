@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,10 @@ import torch
 
 
 _HUGE_PAGE = 2 << 20
+# How much of a mapping is in huge pages where it counts as being so: never all, for a file ends within one.
+_MOST = 0.75
+_PIECE = 64 << 20
+_LONGEST_S = 3.0
 _MAPPINGS = Path("/proc/self/smaps")
 
 
@@ -42,23 +48,46 @@ def copied(file: BinaryIO, size: int) -> mmap.mmap:
     return memory
 
 
-def mapped(descriptor: int, size: int) -> mmap.mmap:
+def mapped(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
     """The bytes of a file, as the system caches them; what is written to them stays in this process."""
-    memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=offset)
     _prefer_huge_pages(memory)
     return memory
 
 
 def has_huge_pages(memory: mmap.mmap) -> bool:
-    """Whether the system maps parts of a file as huge pages; many file systems of many kernels cache in small ones only."""
+    """Whether the system maps most of a file as huge pages; many file systems of many kernels cache in small ones only."""
     view = memoryview(memory)
     for start in range(0, len(view), _HUGE_PAGE):
         view[start]  # is mapped by being read
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     try:
-        return _huge_bytes(address) > 0
+        return _huge_bytes(address) >= _MOST * len(view)
     except OSError:
         return False
+
+
+def read_anew(descriptor: int, size: int) -> None:
+    """Has the system cache a file in huge pages, if it can: what was written, or read in small pieces, it has in small ones.
+
+    Forgets it and reads it from the disk again, piece by piece, until one does not come in huge pages, or some seconds are over.
+    What another process has mapped, or the disk lacks yet, stays as it is.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    end = time.monotonic() + _LONGEST_S
+    for begin in range(0, size - _HUGE_PAGE + 1, _PIECE):
+        length = min(_PIECE, size - begin)
+        if _is_huge(descriptor, length, begin):
+            continue
+        os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
+        if not _is_huge(descriptor, length, begin) or time.monotonic() > end:
+            return
+
+
+def _is_huge(descriptor: int, size: int, offset: int) -> bool:
+    with mapped(descriptor, size, offset) as memory:
+        return has_huge_pages(memory)
 
 
 def _huge_bytes(address: int) -> int:

@@ -20,7 +20,7 @@ from ..graphs.spec import TensorSpec
 from ..graphs.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
-from .pages import copied, has_huge_pages, mapped, zeroed
+from .pages import copied, has_huge_pages, mapped, read_anew, zeroed
 from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
 from .verified import read_verified
 from .weight_file import write_tensor_files
@@ -114,6 +114,10 @@ def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
 
 def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
     memory = mapped(file.fileno(), size)
+    if not has_huge_pages(memory):
+        memory.close()
+        read_anew(file.fileno(), size)
+        memory = mapped(file.fileno(), size)
     return memory if size > _LARGEST_COPY or has_huge_pages(memory) else copied(file, size)
 
 

@@ -150,18 +150,79 @@ def test_a_small_file_that_would_lie_in_small_pages_is_copied(
     assert len(made) == copies
 
 
-def test_huge_pages_are_counted_at_the_mapping_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = pages.zeroed(9)
+@pytest.mark.parametrize(("becomes_huge", "copies"), [(True, 0), (False, 1)])
+def test_a_file_in_small_pages_is_read_anew_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes_huge: bool, copies: int
+) -> None:
+    artifact, made, anew = written(tmp_path, TENSORS), [], []
+    monkeypatch.setattr(weights, "is_local", lambda descriptor: True)
+    monkeypatch.setattr(weights, "read_anew", lambda descriptor, size: anew.append(size))
+    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: becomes_huge and bool(anew))
+    monkeypatch.setattr(weights, "copied", lambda *arguments: made.append(1) or pages.copied(*arguments))
+    assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
+    assert anew == [(tmp_path / WEIGHTS_NAME).stat().st_size]
+    assert len(made) == copies
+
+
+@pytest.mark.parametrize(
+    ("huge", "can_be", "limit_s", "forgotten"),
+    [
+        ([], [0, 1, 2], 60, [0, 1, 2]),
+        ([1], [0, 1, 2], 60, [0, 2]),
+        ([0, 1, 2], [0, 1, 2], 60, []),
+        ([0], [2], 60, [1]),
+        ([], [], 60, [0]),
+        ([], [0, 1, 2], -1, [0]),
+    ],
+    ids=["none", "some", "all", "no memory for one", "not to be had", "a slow disk"],
+)
+def test_pieces_in_small_pages_are_read_anew(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    huge: list[int],
+    can_be: list[int],
+    limit_s: float,
+    forgotten: list[int],
+) -> None:
+    piece, now, asked = pages._HUGE_PAGE, set(huge), []
+
+    def forget(descriptor: int, begin: int, size: int, advice: int) -> None:
+        assert (size, advice) == (piece, os.POSIX_FADV_DONTNEED)
+        asked.append(begin // piece)
+        now.update({begin // piece} & set(can_be))
+
+    monkeypatch.setattr(pages, "_PIECE", piece)
+    monkeypatch.setattr(pages, "_LONGEST_S", limit_s)
+    monkeypatch.setattr(pages, "_is_huge", lambda descriptor, size, offset: offset // piece in now)
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    pages.read_anew(0, 3 * piece + 1)
+    assert asked == forgotten
+
+
+def test_a_file_that_is_read_anew_keeps_its_bytes(tmp_path: Path) -> None:
+    """Those that the disk has not yet, too."""
+    data = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8).numpy().tobytes()
+    with (tmp_path / "file").open("w+b") as file:
+        for begin in range(0, len(data), 4096):
+            os.write(file.fileno(), data[begin : begin + 4096])
+        for _ in range(2):
+            pages.read_anew(file.fileno(), len(data))
+            assert pages.mapped(file.fileno(), len(data))[:] == data
+            os.fsync(file.fileno())
+
+
+def test_most_of_the_mapping_itself_has_to_be_in_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = pages.zeroed(2 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     heads = [f"{address + shift:x}-{address + shift + 4096:x} rw-p 0 0:0 0 /a file" for shift in (-4096, 0, 4096)]
     listing = [
-        f"{head}\nRss: 4 kB\nFilePmdMapped: {size} kB\n" for head, size in zip(heads, (7, 2048, 9), strict=True)
+        f"{head}\nRss: 4 kB\nFilePmdMapped: {size} kB\n" for head, size in zip(heads, (7, 1536, 9), strict=True)
     ]
     monkeypatch.setattr(pages, "_MAPPINGS", tmp_path / "smaps")
     assert not pages.has_huge_pages(memory)
     (tmp_path / "smaps").write_text("".join(listing))
     assert pages.has_huge_pages(memory)
-    (tmp_path / "smaps").write_text("".join([listing[0], listing[1].replace("2048", "0"), listing[2]]))
+    (tmp_path / "smaps").write_text("".join([listing[0], listing[1].replace("1536", "1532"), listing[2]]))
     assert not pages.has_huge_pages(memory)
 
 
