@@ -80,7 +80,8 @@ def read_anew(descriptor: int, size: int) -> None:
         length = min(_PIECE, size - begin)
         if _is_huge(descriptor, length, begin):
             continue
-        os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # a file system that takes no advice
+            os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
         if not _is_huge(descriptor, length, begin) or time.monotonic() > end:
             return
 

@@ -199,6 +199,17 @@ def test_pieces_in_small_pages_are_read_anew(
     assert asked == forgotten
 
 
+def test_a_file_that_cannot_be_forgotten_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    monkeypatch.setattr(pages, "_is_huge", lambda descriptor, size, offset: False)
+    pages.read_anew(0, pages._HUGE_PAGE)
+    monkeypatch.delattr(os, "posix_fadvise")  # a system that has no such call
+    pages.read_anew(0, pages._HUGE_PAGE)
+
+
 def test_a_file_that_is_read_anew_keeps_its_bytes(tmp_path: Path) -> None:
     """Those that the disk has not yet, too."""
     data = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8).numpy().tobytes()
