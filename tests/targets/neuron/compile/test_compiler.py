@@ -203,7 +203,11 @@ def test_an_ended_export_leaves_nothing_running(
     )
     root = Path(compiler.__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parents[1])])}
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        process = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     _wait_for(lambda: _pids(neuron_tools) != [])
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
