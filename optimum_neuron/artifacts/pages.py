@@ -18,6 +18,7 @@ import torch
 _HUGE_PAGE = 2 << 20
 # How much of a mapping is in huge pages where it counts as being so: never all, for a file ends within one.
 _MOST = 0.75
+# How much of a file is looked at, and read anew, at a time; and for how long in all.
 _PIECE = 64 << 20
 _LONGEST_S = 3.0
 _MAPPINGS = Path("/proc/self/smaps")
@@ -70,19 +71,20 @@ def has_huge_pages(memory: mmap.mmap) -> bool:
 def read_anew(descriptor: int, size: int) -> None:
     """Has the system cache a file in huge pages, if it can: what was written, or read in small pieces, it has in small ones.
 
-    Forgets it and reads it from the disk again, piece by piece, until one does not come in huge pages, or some seconds are over.
-    What another process has mapped, or the disk lacks yet, stays as it is.
+    Forgets what is in small pages and reads it from the disk again, piece by piece, until one does not come in huge pages, or some
+    seconds are over: a file may be larger than the memory. What another process has mapped, or the disk lacks yet, stays as it is.
     """
     if not hasattr(os, "posix_fadvise"):
         return
     end = time.monotonic() + _LONGEST_S
     for begin in range(0, size - _HUGE_PAGE + 1, _PIECE):
         length = min(_PIECE, size - begin)
-        if _is_huge(descriptor, length, begin):
-            continue
-        with suppress(OSError):  # a file system that takes no advice
-            os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
-        if not _is_huge(descriptor, length, begin) or time.monotonic() > end:
+        if not _is_huge(descriptor, length, begin):
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
+            if not _is_huge(descriptor, length, begin):
+                return
+        if time.monotonic() > end:
             return
 
 

@@ -113,11 +113,8 @@ def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
 
 
 def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
+    read_anew(file.fileno(), size)
     memory = mapped(file.fileno(), size)
-    if not has_huge_pages(memory):
-        memory.close()
-        read_anew(file.fileno(), size)
-        memory = mapped(file.fileno(), size)
     return memory if size > _LARGEST_COPY or has_huge_pages(memory) else copied(file, size)
 
 

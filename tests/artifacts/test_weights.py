@@ -150,6 +150,14 @@ def test_a_small_file_that_would_lie_in_small_pages_is_copied(
     assert len(made) == copies
 
 
+def test_a_large_file_is_not_read_to_tell_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = written(tmp_path, TENSORS)
+    monkeypatch.setattr(weights, "is_local", lambda descriptor: True)
+    monkeypatch.setattr(weights, "_LARGEST_COPY", 0)
+    monkeypatch.delattr(weights, "has_huge_pages")
+    assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
+
+
 @pytest.mark.parametrize(("becomes_huge", "copies"), [(True, 0), (False, 1)])
 def test_a_file_in_small_pages_is_read_anew_before_it_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes_huge: bool, copies: int
@@ -173,8 +181,9 @@ def test_a_file_in_small_pages_is_read_anew_before_it_is_copied(
         ([0], [2], 60, [1]),
         ([], [], 60, [0]),
         ([], [0, 1, 2], -1, [0]),
+        ([0], [0, 1, 2], -1, []),
     ],
-    ids=["none", "some", "all", "no memory for one", "not to be had", "a slow disk"],
+    ids=["none", "some", "all", "no memory for one", "not to be had", "a slow disk", "a slow disk, huge"],
 )
 def test_pieces_in_small_pages_are_read_anew(
     tmp_path: Path,
@@ -211,12 +220,14 @@ def test_a_file_that_cannot_be_forgotten_stays_as_it_is(tmp_path: Path, monkeypa
 
 
 def test_a_file_that_is_read_anew_keeps_its_bytes(tmp_path: Path) -> None:
-    """Those that the disk has not yet, too."""
+    """Those that the disk has not yet, and those that another process has mapped, too."""
     data = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8).numpy().tobytes()
     with (tmp_path / "file").open("w+b") as file:
         for begin in range(0, len(data), 4096):
             os.write(file.fileno(), data[begin : begin + 4096])
+        other = pages.mapped(file.fileno(), len(data))
         for _ in range(2):
+            assert other[:] == data
             pages.read_anew(file.fileno(), len(data))
             assert pages.mapped(file.fileno(), len(data))[:] == data
             os.fsync(file.fileno())
