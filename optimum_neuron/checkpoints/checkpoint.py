@@ -7,14 +7,12 @@ import copy
 import logging
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,8 +38,8 @@ from .files import (
 from .formats.find import find_quantized
 from .formats.format import CheckpointFormat
 from .formats.gguf_file import GgufFile
-from .formats.stored import NotKeptError
 from .gguf import TOKENS_KEY, GgufHeader, read_header
+from .gguf_config import GgufConfig, read_config
 from .gguf_reads import GgufReads
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
@@ -170,7 +168,7 @@ class Checkpoint:
         # An adapter is added to weights where they lie, and a checkpoint's own code may do anything.
         mapped = self.gguf_file is None and not adapters and not self.trust_remote_code
         method = quantization_method(config)
-        if self.gguf_file is None and method not in (None, *DEQUANTIZED):
+        if self._gguf is not None or method not in (None, *DEQUANTIZED):
             assert self._form is not None
             if multimodal:
                 raise ValueError(
@@ -178,11 +176,11 @@ class Checkpoint:
                     f"checkpoint that it was made from"
                 )
             plain = self.load_config()
-            made = torch.float32 if adapters else getattr(torch, wanted or "bfloat16")
+            usual = "bfloat16" if self._gguf is None else "float32"
+            made = torch.float32 if adapters else getattr(torch, wanted or usual)
             read = read_dequantized(self._form, self.source, attention, plain, made)
         else:
-            with self._reading():
-                read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
+            read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
         model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
@@ -191,7 +189,7 @@ class Checkpoint:
             model = model.float()
         for adapter in adapters:
             model = adapter.merge(model)
-        if adapters or (self.gguf_file is None and "quantization_config" in options):
+        if adapters or "quantization_config" in options:
             model = cast_model(model, target, "eager" if multimodal else ATTENTION_NAME)
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         if multimodal:
@@ -204,27 +202,20 @@ class Checkpoint:
 
     @cached_property
     def _form(self) -> CheckpointFormat | None:
-        """The quantized weights of safetensors files."""
-        if self.gguf_file is not None:
-            return None
+        """The weights of quantized safetensors files, or of a GGUF file."""
+        if self._gguf is not None:
+            file = GgufFile(self._gguf, self._without_weights())
+            file.check_accounted(self._read_config.tensors)
+            return file
         form = find_quantized(read_object(self.folder / "config.json"), self.folder, self.source)
         for notice in () if form is None or self.codes == DEQUANTIZE else form.notices:
             logger.warning("%s: %s", self.source, notice)
         return form
 
     def _keep_codes(self, model: PreTrainedModel) -> None:
-        form = self._form
-        all_of_them = self.codes == KEEP or form is not None
-        if form is None:
-            assert self.gguf_file is not None
-            try:
-                form = GgufFile(self.folder / self.gguf_file, model, self._gguf_reads)
-            except NotKeptError as error:
-                if all_of_them:
-                    raise
-                logger.warning("its weights are exported as plain numbers: %s", error)
-                return
-        keep_codes(model, form, self.source, all_of_them=all_of_them)
+        assert self._form is not None
+        all_of_them = self.codes == KEEP or self.gguf_file is None
+        keep_codes(model, self._form, self.source, all_of_them=all_of_them)
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -325,18 +316,16 @@ class Checkpoint:
         return None if self.gguf_file is None else read_header(self.folder / self.gguf_file)
 
     @cached_property
-    def _gguf_reads(self) -> GgufReads:
-        return GgufReads()
-
-    def _reading(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.gguf_file is None else self._gguf_reads.shared()
+    def _read_config(self) -> GgufConfig:
+        assert self._gguf is not None
+        return read_config(self._gguf, self.source)
 
     @cached_property
     def _gguf_tokenizer(self) -> Any:
         """The tokenizer of a GGUF file that has one; it takes long to make."""
         if self._gguf is None or TOKENS_KEY not in self._gguf.values:
             return None
-        with self._reading():
+        with GgufReads().shared():
             return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
 
     def _check_weights(self) -> None:
@@ -359,8 +348,9 @@ class Checkpoint:
         else:
             check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
         try:
-            with self._reading():
-                return AutoConfig.from_pretrained(self.folder, **self._options())
+            if self._gguf is not None:
+                return self._read_config.config
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except OSError as error:
             raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
         except Exception as error:  # of a class's own code, and of the checks that transformers has it make
@@ -381,20 +371,7 @@ class Checkpoint:
 
     def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
         """What transformers is told to load weights by; `exact`: as they are, or wider."""
-        options = self._options()
-        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
-        if self.gguf_file is None:
-            quantization = dequantizing(config)
-            return options if quantization is None else options | {"quantization_config": quantization}
-        if dtype is None:
-            options["dtype"] = torch.float32
-        # transformers keeps GGUF weights packed from the version that has this class on; graphs need them plain.
-        if hasattr(transformers, "GgufConfig"):
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        return options
-
-    def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        if self.gguf_file is not None:
-            options["gguf_file"] = self.gguf_file
-        return options
+        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
+        quantization = dequantizing(config)
+        return options if quantization is None else options | {"quantization_config": quantization}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header of a GGUF file, read before anything is built by it: what it says must be in the file.
 
-gguf's own reader trusts counts and lengths, and transformers builds its default model by a header that tells no sizes.
+gguf's own reader trusts counts and lengths, and takes the last of several values of a key.
 """
 
 from __future__ import annotations
@@ -9,21 +9,51 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .files import StoredWeights
 
 
 MAGIC = b"GGUF"
 TOKENS_KEY = "tokenizer.ggml.tokens"
+ARCHITECTURE_KEY = "general.architecture"
 _VERSIONS = (2, 3)
-_NEEDED = ("block_count", "embedding_length", "attention.head_count")
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+# Of a vocabulary only the length is known; a model has fewer layers, and fewer sizes of each.
+_MOST_ITEMS = 4096
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Items:
+    """An array that is not read: of strings, or a long one."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        shape: outputs before inputs, as torch has them.
+        kind: gguf's number of the type.
+        start: its first byte in the file.
+        size: in bytes.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -31,17 +61,29 @@ class GgufHeader:
     """What a GGUF file says of itself.
 
     Attributes:
-        values: by key; of an array the number of its items.
+        values: by key; of an array a tuple of numbers, or `Items`.
+        tensors: by name.
         has_codes: whether a tensor of it is quantized.
+        is_swapped: whether its numbers are in the other byte order than this machine's.
     """
 
-    values: dict[str, Any]
-    stored: StoredWeights
+    path: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
     has_codes: bool
+    is_swapped: bool
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values[ARCHITECTURE_KEY])
+
+    @property
+    def stored(self) -> StoredWeights:
+        return StoredWeights(len(self.tensors), sum(math.prod(tensor.shape) for tensor in self.tensors.values()))
 
     def sizes(self) -> dict[str, Any]:
         """The sizes of the model, by their keys without the architecture."""
-        prefix = f"{self.values['general.architecture']}."
+        prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
 
 
@@ -60,7 +102,7 @@ def read_header(path: Path) -> GgufHeader:
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = _Cursor(data).header(sizes_of_types)
+                header = _Cursor(data).header(path, sizes_of_types)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is truncated or corrupt ({len(data):,} bytes: {error}); download or copy it again"
@@ -72,13 +114,11 @@ def read_header(path: Path) -> GgufHeader:
 def _check_describes_model(path: Path, header: GgufHeader) -> None:
     if not header.stored.elements:
         raise ValueError(f"{path} holds no weights; name a file with the whole model")
-    architecture = header.values.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise ValueError(f"{path} names no general.architecture; name a file with the whole model")
-    lacking = next((key for key in _NEEDED if f"{architecture}.{key}" not in header.values), None)
-    if lacking is not None:
+    if not isinstance(header.values.get(ARCHITECTURE_KEY), str):
+        raise ValueError(f"{path} names no {ARCHITECTURE_KEY}; name a file with the whole model")
+    if header.is_swapped:
         raise ValueError(
-            f"{path} lacks {architecture}.{lacking}, without which its model is not known; convert it again"
+            f"{path} was written by a machine of the other byte order; convert it again on one like this"
         )
 
 
@@ -107,44 +147,55 @@ class _Cursor:
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, not one of {_VERSIONS}")
 
-    def header(self, sizes_of_types: dict[int, tuple[int, int]]) -> GgufHeader:
+    def header(self, path: Path, sizes_of_types: dict[int, tuple[int, int]]) -> GgufHeader:
         tensors, pairs = self._number("Q"), self._number("Q")
         values: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
+            if key in values:
+                raise ValueError(f"it has {key} twice")
             values[key] = self._value(self._number("I"))
-        elements, end, has_codes = 0, 0, False
+        found: dict[str, GgufTensor] = {}
         for _ in range(tensors):
-            count, stop, block = self._tensor(sizes_of_types)
-            elements, end, has_codes = elements + count, max(end, stop), has_codes or block > 1
+            name, tensor = self._tensor(sizes_of_types)
+            if name in found:
+                raise ValueError(f"it has {name} twice")
+            found[name] = tensor
         alignment = values.get("general.alignment", _ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
-        end += -(-self._place // alignment) * alignment
+        first = -(-self._place // alignment) * alignment
+        end = max((first + tensor.start + tensor.size for tensor in found.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"its tensors end at byte {end:,}")
-        return GgufHeader(values, StoredWeights(tensors, elements), has_codes)
+        has_codes = any(sizes_of_types[tensor.kind][0] > 1 for tensor in found.values())
+        placed = {name: replace(tensor, start=first + tensor.start) for name, tensor in found.items()}
+        return GgufHeader(path, values, placed, has_codes, (self._order == "<") != (sys.byteorder == "little"))
 
-    def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[int, int, int]:
-        """The number of elements, where the tensor ends behind the header, and how many numbers a block of it has: one where they are plain."""
+    def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[str, GgufTensor]:
+        """A tensor by name, its place counted from the first tensor."""
         name, dimensions = self._string(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
-        elements = math.prod(self._number("Q") for _ in range(dimensions))
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         kind, offset = self._number("I"), self._number("Q")
         if kind not in sizes_of_types:
             raise ValueError(f"{name} is of the unknown type {kind}")
         block, size = sizes_of_types[kind]
-        return elements, offset + elements // block * size, block
+        if not shape or shape[-1] % block:
+            raise ValueError(f"{name} has the shape {list(shape)}, and blocks of {block} numbers")
+        return name, GgufTensor(shape, kind, offset, math.prod(shape) // block * size)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind])
+            return _shortest(kind, self._number(_NUMBERS[kind]))
         if kind != _ARRAY:
             raise ValueError(f"a value is of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
+        if kind in _NUMBERS and count <= _MOST_ITEMS:
+            return tuple(_shortest(kind, self._number(_NUMBERS[kind])) for _ in range(count))
         if kind in _NUMBERS:
             self._skip(count * struct.calcsize(_NUMBERS[kind]))
         elif kind == _STRING:
@@ -152,7 +203,7 @@ class _Cursor:
                 self._skip(self._number("Q"))
         else:
             raise ValueError(f"the items of an array are of the type {kind}")
-        return count
+        return Items(count)
 
     def _number(self, form: str) -> Any:
         start = self._place
@@ -169,3 +220,8 @@ class _Cursor:
         self._place += count
         if self._place > len(self._data):
             raise ValueError(f"what its header names ends at byte {self._place:,}")
+
+
+def _shortest(kind: int, value: Any) -> Any:
+    """A number; of float32, the shortest that rounds to it, which is what was written."""
+    return float(str(np.float32(value))) if kind == _FLOAT else value

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: their blocks kept, under the names and in the row order of a transformers model.
+"""GGUF files: their tensors, as plain numbers or with their blocks kept, under the names and in the row order of a transformers model.
 
-What transformers does with a tensor of a file, such as to reorder the rows of a Llama's queries, is found by having it done
-to the numbers of the rows.
+What is done to the rows of a tensor, such as to reorder those of a Llama's queries, is found by doing it to the rows' numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,189 +14,159 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...graphs.quantized.weight import QuantizedWeight
-from ..gguf import read_header
-from ..gguf_reads import GgufReads
+from ..gguf import GgufHeader
+from ..gguf_keys import REMEDY
+from ..scratch import in_file
 from .format import CheckpointFormat
 from .gguf_blocks import KINDS, repack
+from .gguf_layout import Recipe, recipes, stored_names
+from .gguf_tensors import PLAIN_KINDS, kind_of, read_bytes, read_values
 from .stored import PLAIN_REMEDY, NotKeptError
 
 
-PLAIN_KINDS = ("F32", "F16", "BF16", "F64")
+# Tables that llama.cpp and transformers compute anew.
+_COMPUTED = ("attn_rot_embd.weight", "rotary_emb.inv_freq")
 _MARKED_COLUMNS = 2
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor of the file, as a part of a weight.
-
-    Attributes:
-        places: `[rows]` int64: where its rows lie among those of the weight; None where they cannot be told.
-        shape: of the weight, but for inputs.
-    """
-
-    tensor: Any
-    places: Tensor | None = None
-    shape: tuple[int, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        return str(self.tensor.tensor_type.name)
 
 
 class GgufFile(CheckpointFormat):
     """A GGUF file, by the names of a model's parameters."""
 
-    def __init__(self, path: Path, model: PreTrainedModel, reads: GgufReads) -> None:
-        """Finds its tensors.
+    def __init__(self, header: GgufHeader, model: PreTrainedModel) -> None:
+        """Finds what each parameter is made of.
 
         Args:
             model: the transformers model that it holds the weights of; its parameters may be without memory.
-            reads: by which the file is parsed once.
+        """
+        self._header = header
+        self._path = header.path
+        self._class = type(model).__name__
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._made = recipes(model, header.architecture)
+        self._recipes = {
+            name: recipe for name, recipe in self._made.items() if all(each in header.tensors for each in recipe.tensors)
+        }
+        self._wanted = stored_names(model)
+
+    def check_accounted(self, known: frozenset[str]) -> None:
+        """Refuses a file that lacks a parameter, or holds a tensor that nothing is made of.
+
+        Args:
+            known: tensors that the config was read from.
 
         Raises:
-            ValueError: the file is truncated or corrupt, of the other byte order, or of an architecture whose tensors
-                transformers does not read one by one: a NotKeptError.
+            ValueError: naming the tensor.
         """
-        from transformers import modeling_gguf_pytorch_utils as loading
-
-        self._path = path
-        architecture = read_header(path).values["general.architecture"]
-        if _is_read_whole(architecture):
-            raise NotKeptError(
-                f"{path} is of the architecture {architecture}, whose blocks are not kept; {PLAIN_REMEDY}"
-            )
-        make = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)
-        self._processor = make(config=model.config.to_dict())
-        with reads.shared():
-            import gguf
-
-            reader = gguf.GGUFReader(str(path))  # as transformers calls it, whose reader is shared
-            self._names: Mapping[str, str] = loading.get_gguf_hf_weights_map(model, self._processor)
-        if reader.byte_order != "I":
+        lacking = next((name for name in self._wanted if name not in self._recipes), None)
+        if lacking is not None:
+            tensors = self._made[lacking].tensors if lacking in self._made else (lacking,)
+            absent = next((each for each in tensors if each not in self._header.tensors), lacking)
             raise ValueError(
-                f"{path} was written by a machine of the other byte order; convert it again on one like this"
+                f"{self._path} lacks the tensor {absent}, which {self._class} needs; download the file again, or convert it again"
             )
-        self._pieces: dict[str, list[_Piece]] = {}
-        for tensor in reader.tensors:
-            for name, piece in self._placed(tensor):
-                self._pieces.setdefault(name, []).append(piece)
+        used = {tensor for recipe in self._recipes.values() for tensor in recipe.tensors} | known
+        left = [name for name in self._header.tensors if name not in used and not name.endswith(_COMPUTED)]
+        if left:
+            more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
+            raise ValueError(f"{self._path} holds {left[0]}{more}, for which {self._class} has no place; {REMEDY}")
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return tuple(name for name, pieces in self._pieces.items() if not _is_plain(pieces))
+        return tuple(name for name in self._recipes if not self._is_plain(name))
 
     @property
     def plain(self) -> tuple[str, ...]:
-        """As the model calls them. Those that it has no place for, such as tables of positions, are left out."""
-        return tuple(name for name, pieces in self._pieces.items() if _is_plain(pieces))
+        return tuple(name for name in self._recipes if self._is_plain(name))
 
     def read(self, name: str) -> QuantizedWeight:
-        pieces = self._pieces[name]
-        other = sorted({piece.kind for piece in pieces} - KINDS.keys())
+        recipe = self._recipes[name]
+        kinds = self._kinds(recipe)
+        other = sorted(set(kinds) - KINDS.keys())
         if other:
             raise NotKeptError(
                 f"{self._path}: {name} is of the type {other[0]}, whose values are no codes times scales; {PLAIN_REMEDY}"
             )
-        if any(piece.places is None for piece in pieces):
+        places = self._places(recipe)
+        if places is None:
             raise NotKeptError(
                 f"{self._path}: {name} is no tensor of the file with its rows reordered; {PLAIN_REMEDY}"
             )
-        weights = [self._repacked(piece) for piece in pieces]
-        if len(pieces) == 1 and _in_order(pieces[0]):
-            return weights[0]
+        weights = [self._repacked(tensor, kind) for tensor, kind in zip(recipe.tensors, kinds, strict=True)]
         alike = {(weight.kind, weight.scale.dtype, weight.group_size, weight.shift is None) for weight in weights}
         if len(alike) != 1:
-            kinds = ", ".join(piece.kind for piece in pieces)
-            raise NotKeptError(f"{self._path}: {name} is made of tensors of the types {kinds}; {PLAIN_REMEDY}")
+            raise NotKeptError(f"{self._path}: {name} is made of tensors of the types {', '.join(kinds)}; {PLAIN_REMEDY}")
+        if len(weights) == 1 and torch.equal(places.flatten(), torch.arange(places.numel())):
+            return weights[0]
         shifts = [weight.shift for weight in weights if weight.shift is not None]
         return replace(
             weights[0],
-            codes=_joined(pieces, [weight.codes for weight in weights]),
-            scale=_joined(pieces, [weight.scale for weight in weights]),
-            shift=_joined(pieces, shifts) if shifts else None,
+            codes=_placed(places, [weight.codes for weight in weights]),
+            scale=_placed(places, [weight.scale for weight in weights]),
+            shift=_placed(places, shifts) if shifts else None,
         )
 
     def dequantize(self, name: str) -> Tensor:
-        """As transformers does it, by gguf's own function."""
-        from gguf.quants import dequantize
+        """By gguf's own function, as the parameter lies in the model.
 
-        made: dict[str, Tensor] = {}
-        for piece in self._pieces[name]:
-            values = dequantize(piece.tensor.data, piece.tensor.tensor_type)
-            for found, array in self._processed(values, piece.tensor.name, made):
-                made[found] = torch.from_numpy(np.array(array, dtype=np.float32))
-        return made[name]
+        Raises:
+            ValueError: the file's tensors have other shapes than the parameter.
+        """
+        recipe = self._recipes[name]
+        values = [read_values(self._header, tensor) for tensor in recipe.tensors]
+        try:
+            made = recipe.make(*values)
+        except (ValueError, IndexError) as error:
+            raise self._misshapen(name) from error
+        made = made.swapaxes(-1, -2) if recipe.is_transposed else made
+        if [size for size in made.shape if size > 1] != [size for size in self._shapes[name] if size > 1]:
+            raise self._misshapen(name)
+        return torch.from_numpy(np.ascontiguousarray(made.reshape(self._shapes[name])))
 
     def read_plain(self, name: str) -> Tensor:
-        return self.dequantize(name)
+        return in_file(self.dequantize(name))
 
-    def _repacked(self, piece: _Piece) -> QuantizedWeight:
-        data = torch.from_numpy(np.array(piece.tensor.data))
-        return repack(f"{self._path}: {piece.tensor.name}", piece.kind, data)
-
-    def _processed(self, values: np.ndarray, name: str, made: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """A tensor as transformers puts it into a model, by name there; experts' it puts into `made`."""
-        before = set(made)
-        given = self._processor.process(
-            weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": made}
+    def _misshapen(self, name: str) -> ValueError:
+        shapes = " and ".join(
+            f"{tensor} of the shape {list(self._header.tensors[tensor].shape)}" for tensor in self._recipes[name].tensors
         )
-        if given.name in self._names:
-            yield self._names[given.name], given.weights
-        elif given.name is None:
-            yield from ((found, made[found].numpy()) for found in set(made) - before)
+        return ValueError(
+            f"{self._path} has {shapes}, and {self._class} makes {name} of the shape {list(self._shapes[name])} of it; download or "
+            f"convert the file again"
+        )
 
-    def _placed(self, tensor: Any) -> list[tuple[str, _Piece]]:
-        """The weight that a tensor is, or is a part of, and where its rows lie there."""
-        alone = [(self._names[tensor.name], _Piece(tensor))] if tensor.name in self._names else []
-        shape = tuple(int(size) for size in tensor.shape[::-1])
-        if len(shape) < 2 or tensor.tensor_type.name in PLAIN_KINDS:
-            return alone
-        rows = int(np.prod(shape[:-1]))
-        marks = np.arange(1, rows * _MARKED_COLUMNS + 1, dtype=np.float64).reshape(*shape[:-1], _MARKED_COLUMNS)
+    def _kinds(self, recipe: Recipe) -> list[str]:
+        return [kind_of(self._header, tensor) for tensor in recipe.tensors]
+
+    def _is_plain(self, name: str) -> bool:
+        return all(kind in PLAIN_KINDS for kind in self._kinds(self._recipes[name]))
+
+    def _repacked(self, tensor: str, kind: str) -> QuantizedWeight:
+        data = torch.from_numpy(np.array(read_bytes(self._header, tensor)))
+        return repack(f"{self._path}: {tensor}", kind, data)
+
+    def _places(self, recipe: Recipe) -> Tensor | None:
+        """`[..., outputs]` int64: for each row of a weight its place among those of the tensors, one after another.
+
+        None where the weight is not made of all their rows, each as it is.
+        """
+        marks, first = [], 0
+        for tensor in recipe.tensors:
+            shape = self._header.tensors[tensor].shape[:-1]
+            rows = int(np.prod(shape))
+            numbers = np.arange(first * _MARKED_COLUMNS, (first + rows) * _MARKED_COLUMNS, dtype=np.float64)
+            marks.append(numbers.reshape(*shape, _MARKED_COLUMNS))
+            first += rows
         try:
-            marked = list(self._processed(marks, tensor.name, {}))
-        except ValueError:  # of a shape that depends on the number of inputs
-            return alone
-        return [(name, _piece(tensor, shape, array)) for name, array in marked]
+            made = recipe.make(*marks)
+        except (ValueError, IndexError):  # of a shape that depends on the number of inputs
+            return None
+        if made.shape[-1:] != (_MARKED_COLUMNS,) or not np.array_equal(made[..., 0] + 1, made[..., 1]):
+            return None
+        places = torch.from_numpy(np.array(made[..., 0] / _MARKED_COLUMNS)).long()
+        whole = torch.equal(places.flatten().sort().values, torch.arange(first))
+        return places if whole else None
 
 
-def _is_read_whole(architecture: str) -> bool:
-    """Whether transformers reads an architecture's files by operations of its own, from the version on that has them."""
-    try:
-        from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:
-        return False
-    return bool(is_gguf_arch_supported(architecture))
-
-
-def _piece(tensor: Any, shape: tuple[int, ...], marked: np.ndarray) -> _Piece:
-    """What was made of marks: each row's number where it came to lie, and zero in rows of others."""
-    if marked.shape[-1] != _MARKED_COLUMNS or marked.ndim != len(shape):
-        return _Piece(tensor)
-    marks = torch.from_numpy(np.array(marked, dtype=np.float64)).reshape(-1, _MARKED_COLUMNS)
-    rows = int(np.prod(shape[:-1]))
-    places = torch.nonzero(marks[:, 0]).flatten()
-    sources = ((marks[places, 0] - 1) / _MARKED_COLUMNS).long()
-    whole = torch.equal(sources.sort().values, torch.arange(rows))
-    if not whole or not torch.equal(marks[places, 1], marks[places, 0] + 1):
-        return _Piece(tensor)
-    ordered = torch.empty_like(places)
-    ordered[sources] = places
-    return _Piece(tensor, ordered, tuple(marked.shape[:-1]))
-
-
-def _is_plain(pieces: list[_Piece]) -> bool:
-    return all(piece.kind in PLAIN_KINDS for piece in pieces)
-
-
-def _in_order(piece: _Piece) -> bool:
-    return piece.places is not None and torch.equal(piece.places, torch.arange(len(piece.places)))
-
-
-def _joined(pieces: list[_Piece], parts: list[Tensor]) -> Tensor:
-    """Rows of several tensors, each in its place."""
-    shape = pieces[0].shape
-    joined = parts[0].new_empty(int(np.prod(shape)), parts[0].shape[-1])
-    for piece, rows in zip(pieces, parts, strict=True):
-        joined[piece.places] = rows.flatten(0, -2)
-    return joined.reshape(*shape, -1)
+def _placed(places: Tensor, parts: list[Tensor]) -> Tensor:
+    """The rows of several tensors, each in its place."""
+    return torch.cat([part.flatten(0, -2) for part in parts])[places]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a GGUF file: each key is translated, compared or without effect by a list, or the file is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from .gguf import GgufHeader
+from .gguf_architectures import ARCHITECTURES, Architecture
+from .gguf_keys import REMEDY, Keys
+from .gguf_rope import read_rope
+
+
+TABLE, HEAD = "token_embd.weight", "output.weight"
+# By key what nearly all configs call it.
+_SIZES = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+}  # fmt: skip
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+
+
+@dataclass(frozen=True)
+class GgufConfig:
+    """A config, and the tensors of the file that it was read from."""
+
+    config: PreTrainedConfig
+    tensors: frozenset[str]
+
+
+def read_config(header: GgufHeader, source: str) -> GgufConfig:
+    """The config of the model that a file holds.
+
+    Args:
+        source: what the user named, for messages.
+
+    Raises:
+        ValueError: the architecture or a key is not known, a key is missing, or has a value that no model has.
+    """
+    architecture = ARCHITECTURES.get(header.architecture)
+    if architecture is None:
+        raise ValueError(
+            f"{source} is of the architecture {header.architecture}, and GGUF files are read of {', '.join(sorted(ARCHITECTURES))}; "
+            f"{REMEDY}"
+        )
+    keys = Keys(header, source)
+    found = _sizes(keys, architecture)
+    found["head_dim"] = _head_dim(keys, architecture, found)
+    if architecture.rope is not None:
+        found["rope_parameters"] = read_rope(
+            keys,
+            found["head_dim"],
+            found["max_position_embeddings"],
+            is_partial=architecture.is_partial,
+            **architecture.rope,
+        )
+    for take, named in ((keys.number, architecture.numbers), (keys.whole, architecture.counts)):
+        for key, name in named.items():
+            found[name] = take(key, *(architecture.defaults[key],) if key in architecture.defaults else ())
+    for name, ending in architecture.tensors.items():
+        found[name] = any(tensor.endswith(f".{ending}") for tensor in header.tensors)
+    found |= architecture.fixed
+    found |= architecture.more(keys, found)
+    keys.check_all_taken()
+    config_class = CONFIG_MAPPING[found.pop("model_type", architecture.model_type)]
+    usual = found["hidden_size"] // found["num_attention_heads"]
+    if found["head_dim"] == usual and "head_dim" not in {field.name for field in fields(config_class)}:
+        del found["head_dim"]
+    named = {architecture.names.get(name, name): value for name, value in found.items()}
+    config: PreTrainedConfig = config_class(**{name: value for name, value in named.items() if name is not None})
+    return GgufConfig(config, frozenset(keys.tensors))
+
+
+def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
+    """The sizes that each config has, and the ids of special tokens, by their common names."""
+    header = keys.header
+    if TABLE not in header.tensors:
+        raise ValueError(f"{keys.source} lacks the tensor {TABLE}, without which its model is not known; convert it again")
+    rows = header.tensors[TABLE].shape[0]
+    keys.same("vocab_size", rows, why=f"{TABLE} has {rows} rows")
+    sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}
+    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    of_keys = keys.of_layers("attention.head_count_kv", layers, heads)
+    if isinstance(of_keys, tuple) and not architecture.layers_vary:
+        if len(set(of_keys)) != 1:
+            raise keys.refusal("attention.head_count_kv", "the layers of this model differ in heads")
+        of_keys = of_keys[0]
+    return {
+        **sizes,
+        "num_key_value_heads": of_keys,
+        "vocab_size": rows,
+        "tie_word_embeddings": HEAD not in header.tensors,
+        **{name: _token(keys, f"tokenizer.ggml.{key}", rows) for name, key in _TOKENS.items()},
+    }
+
+
+def _token(keys: Keys, key: str, rows: int) -> int | None:
+    """The id of a special token; None where the file has none."""
+    value = keys.header.values.get(key)
+    if value is not None and not (type(value) is int and 0 <= value < rows):
+        raise ValueError(f"{keys.source} has {key}={value!r}, and the model {rows} tokens; convert it again")
+    return value
+
+
+def _head_dim(keys: Keys, architecture: Architecture, sizes: dict[str, Any]) -> int:
+    """The dimensions of a head of queries and keys that may be rotated."""
+    if architecture.is_latent:
+        return int(keys.whole("rope.dimension_count", least=1))
+    usual = sizes["hidden_size"] // sizes["num_attention_heads"]
+    found: int = keys.whole("attention.key_length", usual, least=1)
+    if found != usual and not architecture.heads_vary:
+        raise keys.refusal("attention.key_length", f"a {architecture.model_type} of these sizes has heads of {usual}")
+    keys.same("attention.value_length", found, why=f"transformers has values as wide as keys, {found}")
+    return found

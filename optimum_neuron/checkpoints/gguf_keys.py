@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a GGUF file, each of which is taken: translated, compared, or listed as one without effect. All others are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .gguf import GgufHeader
+
+
+REMEDY = "export the checkpoint that the file was made from"
+
+# What no number that the model computes depends on, and why. A key of the architecture stands without its name.
+_WITHOUT_EFFECT = {
+    r"general\.(?!type$).*": "it describes the file",
+    r"tokenizer\..*": "the tokenizer is made of it",
+    r"quantize\..*": "it tells how the codes were chosen",
+    r"split\.tensors\.count": "it counts the tensors",
+    r"@rope\.scaling\.finetuned": "it tells how the model was trained",
+    r"@pooling_type": "only embeddings are pooled",
+}
+# Keys that have one value in each file that can be exported, and what another one means.
+_ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "general.type": (("model",), "the file holds no model"),
+    "split.no": ((0,), "the file is one of several parts"),
+    "split.count": ((0, 1), "the file is one of several parts"),
+    "@attention.causal": ((True,), "a token of this model attends to later ones"),
+    "@nextn_predict_layers": ((0,), "the layers that predict further tokens are not exported"),
+}
+_MISSING: Any = object()
+
+
+class Keys:
+    """The keys of a file by their names without the architecture, and which of them are still to be taken.
+
+    Each `take` raises ValueError where the key has a value of another kind, or is missing and has no default.
+
+    Attributes:
+        tensors: names of tensors that the config is read from.
+    """
+
+    def __init__(self, header: GgufHeader, source: str) -> None:
+        self.header = header
+        self.source = source
+        self.tensors: set[str] = set()
+        self._prefix = f"{header.architecture}."
+        self._left = {key.replace(self._prefix, "@", 1) if key.startswith(self._prefix) else key for key in header.values}
+
+    def __contains__(self, key: str) -> bool:
+        return f"{self._prefix}{key}" in self.header.values
+
+    def whole(self, key: str, default: Any = _MISSING, least: int = 0) -> Any:
+        """A whole number of at least `least`."""
+        return self._take(key, default, lambda value: type(value) is int and value >= least, "a whole number")
+
+    def number(self, key: str, default: Any = _MISSING) -> Any:
+        """A finite number."""
+        return self._take(key, default, _is_finite, "a finite number")
+
+    def text(self, key: str, default: Any = _MISSING) -> Any:
+        return self._take(key, default, lambda value: isinstance(value, str), "a text")
+
+    def flag(self, key: str, default: Any = _MISSING) -> Any:
+        return self._take(key, default, lambda value: isinstance(value, bool), "true or false")
+
+    def of_layers(self, key: str, layers: int, default: Any = _MISSING) -> Any:
+        """A number of all layers, or a tuple of one for each."""
+        return self._take(
+            key,
+            default,
+            lambda value: type(value) is int or (isinstance(value, tuple) and len(value) == layers),
+            f"a whole number or {layers} of them",
+        )
+
+    def same(self, key: str, *allowed: Any, why: str) -> None:
+        """Refuses a key that has another value than those allowed, in words: why."""
+        value = self._take(key, allowed[0], lambda _: True, "")
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise self.refusal(key, why)
+
+    def refusal(self, key: str, why: str) -> ValueError:
+        """An error that names a key and its value."""
+        name = f"{self._prefix}{key}"
+        return ValueError(f"{self.source} has {name}={_shown(self.header.values[name])}: {why}; {REMEDY}")
+
+    def check_all_taken(self) -> None:
+        """Raises ValueError where a key was not taken, and is not listed as one without effect."""
+        for key in sorted(self._left):
+            name = key.replace("@", self._prefix, 1)
+            value = self.header.values[name]
+            if key in _ALWAYS:
+                allowed, meaning = _ALWAYS[key]
+                if value not in allowed:
+                    raise ValueError(f"{self.source} has {name}={_shown(value)}: {meaning}; {REMEDY}")
+            elif not any(re.fullmatch(pattern, key) for pattern in _WITHOUT_EFFECT):
+                raise ValueError(
+                    f"{self.source} has {name}={_shown(value)}, and it is not known what a {self.header.architecture} model "
+                    f"computes by it; {REMEDY}"
+                )
+
+    def _take(self, key: str, default: Any, is_right: Callable[[Any], bool], kind: str) -> Any:
+        name = f"{self._prefix}{key}"
+        self._left.discard(f"@{key}")
+        value = self.header.values.get(name, _MISSING)
+        if value is _MISSING:
+            if default is _MISSING:
+                raise ValueError(
+                    f"{self.source} lacks {name}, without which its model is not known; convert it again"
+                )
+            return default
+        if not is_right(value):
+            raise ValueError(f"{self.source} has {name}={_shown(value)}, which is not {kind}; convert it again")
+        return value
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    """A value, short: it may be any text or a long array."""
+    told = repr(list(value)) if isinstance(value, Sequence) and not isinstance(value, str) else repr(value)
+    return told if len(told) <= 60 else f"{told[:60]}..."

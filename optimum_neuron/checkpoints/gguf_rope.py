@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary embedding of a GGUF file, as the `rope_parameters` of a transformers config."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .formats.gguf_tensors import read_values
+from .gguf_keys import REMEDY, Keys
+
+
+_SCALING = "rope.scaling."
+_FREQUENCIES = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+# llama.cpp's, where a file names none (llama_hparams and llama_context_params in its sources).
+_THETA, _BETA_FAST, _BETA_SLOW = 10000.0, 32.0, 1.0
+# All published models with the type "llama3" have these.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Of float32 frequencies that were computed in another order.
+_CLOSE = 1e-5
+
+
+def read_rope(keys: Keys, head_dim: int, longest: int, *, is_partial: bool = False, **fixed: Any) -> dict[str, Any]:
+    """The parameters by transformers' names; those that a file may lack are llama.cpp's.
+
+    Args:
+        head_dim: of queries and keys.
+        longest: positions of the model.
+        is_partial: whether the class of transformers can rotate a part of each head.
+        fixed: parameters of the type "yarn" that no key tells.
+
+    Raises:
+        ValueError: the file asks for what transformers does not compute.
+    """
+    found: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", _THETA), "rope_type": "default"}
+    rotated = keys.whole("rope.dimension_count", head_dim, least=1)
+    if rotated != head_dim and (not is_partial or rotated > head_dim or rotated % 2):
+        raise keys.refusal("rope.dimension_count", f"heads of {head_dim} dimensions are rotated as a whole here")
+    if is_partial:
+        found["partial_rotary_factor"] = _part(rotated, head_dim)
+    return found | _scaling(keys, found["rope_theta"], rotated, longest, fixed)
+
+
+def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: dict[str, Any]) -> dict[str, Any]:
+    factor = keys.number(f"{_SCALING}factor", keys.number("rope.scale_linear", 0.0))
+    # llama.cpp takes a factor without a type for the type "linear", and none for 1.
+    kind = keys.text(f"{_SCALING}type", "linear" if factor else "none")
+    original = keys.whole(f"{_SCALING}original_context_length", longest, least=1)
+    if _SHORT in keys.header.tensors or _LONG in keys.header.tensors:
+        return _longrope(keys, kind, rotated, original)
+    keys.same(f"{_SCALING}attn_factor", 1.0, why="it is known of files with rope_factors_long.weight alone")
+    if _FREQUENCIES in keys.header.tensors:
+        if kind != "none":
+            raise keys.refusal(f"{_SCALING}type", f"the file also has the factors {_FREQUENCIES}")
+        return _of_factors(_factors(keys, _FREQUENCIES, rotated), theta, rotated, longest)
+    if kind == "none":
+        return {}
+    if factor <= 0:
+        raise ValueError(f"{keys.source} has rope.scaling.type={kind} and rope.scaling.factor={factor}; {REMEDY}")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise keys.refusal(f"{_SCALING}type", "only linear, yarn, longrope and none are known")
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | _yarn(keys) | fixed
+
+
+def _yarn(keys: Keys) -> dict[str, Any]:
+    """What the type "yarn" has beside its factor.
+
+    llama.cpp's converter writes transformers' attention_factor as `yarn_attn_factor`.
+    """
+    keys.same(f"{_SCALING}yarn_ext_factor", 1.0, why="transformers extrapolates by 1")
+    found = {
+        "beta_fast": keys.number(f"{_SCALING}yarn_beta_fast", _BETA_FAST),
+        "beta_slow": keys.number(f"{_SCALING}yarn_beta_slow", _BETA_SLOW),
+    }
+    attention = keys.number(f"{_SCALING}yarn_attn_factor", None)
+    return found if attention is None else found | {"attention_factor": attention}
+
+
+def _longrope(keys: Keys, kind: str, rotated: int, original: int) -> dict[str, Any]:
+    if kind not in ("none", "longrope"):
+        raise keys.refusal(f"{_SCALING}type", f"the file also has the factors {_LONG}")
+    short, long = (_factors(keys, name, rotated) for name in (_SHORT, _LONG))
+    return {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": original,
+        "attention_factor": keys.number(f"{_SCALING}attn_factor", 1.0),
+    }
+
+
+def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
+    """`[rotated / 2]` float32: what each inverse frequency is divided by."""
+    if name not in keys.header.tensors:
+        raise ValueError(f"{keys.source} lacks the tensor {name}, without which its model is not known; convert it again")
+    factors = read_values(keys.header, name)
+    keys.tensors.add(name)
+    if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
+        raise ValueError(
+            f"{keys.source}: {name} of the shape {list(factors.shape)} holds no {rotated // 2} positive numbers, one for each "
+            f"frequency; convert it again"
+        )
+    return factors
+
+
+def _of_factors(factors: np.ndarray, theta: float, rotated: int, longest: int) -> dict[str, Any]:
+    """The type "llama3" where it makes these factors by its published parameters; else a type that takes any factors.
+
+    The file lacks the parameters, and several make the same factors.
+    """
+    if (factors == 1).all():
+        return {}
+    llama3 = {"rope_type": "llama3", "rope_theta": theta, "factor": float(str(factors.max())), **_LLAMA3}
+    config = LlamaConfig(hidden_size=rotated, num_attention_heads=1, rope_parameters=llama3)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device=torch.device("cpu"))
+    plain = theta ** (-np.arange(0, rotated, 2) / rotated)
+    if np.allclose(frequencies.numpy(), plain / factors, rtol=_CLOSE, atol=0):
+        return llama3
+    given = [float(str(factor)) for factor in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": given,
+        "long_factor": given,
+        "factor": 1.0,
+        "original_max_position_embeddings": longest,
+        "attention_factor": 1.0,
+    }
+
+
+def _part(rotated: int, head_dim: int) -> float:
+    """The part that transformers makes these dimensions of: it rounds the product down."""
+    part = rotated / head_dim
+    return part if int(head_dim * part) == rotated else math.nextafter(part, math.inf)

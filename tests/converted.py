@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files of tiny checkpoints by llama.cpp's own converter, in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+# It brings a gguf of its own, which must not replace the one that is installed: hence a folder by itself, see the Makefile.
+FOLDER = Path(sys.prefix) / "converter"
+_OWN = ("gguf", "conversion")
+# What its module of DeepSeek's models names, for another model, and its own gguf lacks.
+_ABSENT = ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ")
+
+
+def convert(checkpoint: Path, path: Path, tokens: int, **changes: Any) -> Path:
+    """Writes a checkpoint's GGUF file in float32, with a vocabulary of bytes.
+
+    Args:
+        tokens: ids of the vocabulary.
+        changes: attributes of the converter's class for this model, such as one that keeps another key from the file.
+    """
+    with _modules() as conversion, torch.inference_mode():
+        base = conversion.ModelBase
+        config = base.load_hparams(checkpoint, False)
+        made = conversion.get_model_class(conversion.get_model_architecture(config, conversion.ModelType.TEXT))
+        # Its own vocabularies need files by sentencepiece, or a tokenizer that it knows by its hash.
+        own = type("Converter", (made,), {"model_arch": made.model_arch, "set_vocab": _vocabulary(tokens), **changes})
+        gguf = sys.modules["gguf"]
+        own(checkpoint, gguf.LlamaFileType.ALL_F32, path).write()
+    return path
+
+
+def _vocabulary(tokens: int) -> Any:
+    def write(self: Any) -> None:
+        special = ["<pad>", "<s>", "</s>"]
+        writer = self.gguf_writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([*special, *(chr(0x100 + index) for index in range(tokens - len(special)))])
+        writer.add_token_types([3 if index < len(special) else 1 for index in range(tokens)])
+        writer.add_token_merges(["Ā ā"])
+        writer.add_pad_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    return write
+
+
+@contextmanager
+def _modules() -> Iterator[ModuleType]:
+    """The converter, with its own gguf in the place of the installed one."""
+    installed = _taken()
+    sys.modules.update(_converter())
+    try:
+        yield sys.modules["conversion"]
+    finally:
+        _taken()
+        sys.modules.update(installed)
+
+
+@cache
+def _converter() -> dict[str, ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        kinds = importlib.import_module("gguf").MODEL_TENSOR
+        for name in _ABSENT:
+            setattr(kinds, name, None)
+        conversion = importlib.import_module("conversion")
+        conversion.load_all_models()
+        return _taken()
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def _taken() -> dict[str, ModuleType]:
+    """The modules of these packages, which are no longer imported then."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _OWN}
