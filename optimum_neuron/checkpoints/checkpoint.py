@@ -40,7 +40,6 @@ from .formats.format import CheckpointFormat
 from .formats.gguf_file import GgufFile
 from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_config import GgufConfig, read_config
-from .gguf_reads import GgufReads
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
@@ -325,8 +324,7 @@ class Checkpoint:
         """The tokenizer of a GGUF file that has one; it takes long to make."""
         if self._gguf is None or TOKENS_KEY not in self._gguf.values:
             return None
-        with GgufReads().shared():
-            return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+        return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
 
     def _check_weights(self) -> None:
         """Before any is read: whether they are all there, and as many as the config asks for."""
@@ -345,16 +343,14 @@ class Checkpoint:
         """As transformers reads it, once; not to be changed."""
         if self._gguf is not None:
             check_sizes(self._gguf.sizes(), self.source)
-        else:
-            check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
+            return self._read_config.config
+        check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
         try:
-            if self._gguf is not None:
-                return self._read_config.config
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except OSError as error:
             raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
         except Exception as error:  # of a class's own code, and of the checks that transformers has it make
-            if not self.trust_remote_code and self.gguf_file is None and self._brings_code():
+            if not self.trust_remote_code and self._brings_code():
                 raise ValueError(
                     f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
                     f"(trust_remote_code=True) to run it"

@@ -117,9 +117,7 @@ def _check_describes_model(path: Path, header: GgufHeader) -> None:
     if not isinstance(header.values.get(ARCHITECTURE_KEY), str):
         raise ValueError(f"{path} names no {ARCHITECTURE_KEY}; name a file with the whole model")
     if header.is_swapped:
-        raise ValueError(
-            f"{path} was written by a machine of the other byte order; convert it again on one like this"
-        )
+        raise ValueError(f"{path} was written by a machine of the other byte order; convert it again on one like this")
 
 
 def _quantization_sizes(path: Path) -> dict[int, tuple[int, int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GGUF file of each architecture says in transformers' words, and what llama.cpp's code says that no file does.
 
-Sources: llama.cpp's converter (the package `conversion`), its `src/models` and `src/llama-model.cpp`; transformers' config classes.
+Sources: llama.cpp's converter (its package `conversion`), its `src/models` and `src/llama-model.cpp`; transformers' config classes.
 An architecture that is not listed is refused.
 """
 
@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .gguf_keys import Keys
+from .gguf_keys import NEEDED, Keys
 
 
-_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_RMS_NORM, _LAYER_NORM = NORMS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_RMS = {_RMS_NORM: "rms_norm_eps"}
 _SILU = {"hidden_act": "silu"}
-_GEMMA_GELU = "gelu_pytorch_tanh"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,12 @@ class Architecture:
 
     Attributes:
         model_type: transformers' name.
-        names: what the config calls a size, where it is not the common name; None where it has none.
         numbers: fields of the config by key; a file without such a key is refused.
-        counts: likewise, of whole numbers.
-        defaults: what llama.cpp takes where a file lacks such a key.
+        defaults: what llama.cpp takes where a file lacks a key of `numbers`.
         fixed: fields that no key tells.
         tensors: fields that are true where a file has a tensor whose name ends so.
-        more: what else the config needs: takes keys and the fields so far.
+        more: what else the config needs, from keys and the fields so far.
+        names: what the config calls a size, where it is not the common name.
         heads_vary: whether the class takes heads of another size than the hidden size over their number.
         layers_vary: whether its layers may differ in heads.
         is_latent: whether queries and keys have a part that is rotated, and a size of its own.
@@ -42,12 +43,11 @@ class Architecture:
 
     model_type: str
     numbers: Mapping[str, str] = field(default_factory=lambda: _RMS)
-    counts: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str | None] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     tensors: Mapping[str, str] = field(default_factory=dict)
-    more: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, fields: {}
+    more: Callable[[Keys, Fields], Fields] = lambda keys, fields: {}
+    names: Mapping[str, str] = field(default_factory=dict)
     heads_vary: bool = True
     layers_vary: bool = False
     is_latent: bool = False
@@ -55,158 +55,126 @@ class Architecture:
     rope: Mapping[str, Any] | None = field(default_factory=dict)
 
 
-def _llama(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's and Mixtral's files are of this architecture, too; Mistral's lack its window where it has none."""
+def _llama(keys: Keys, fields: Fields) -> Fields:
+    """Mistral's and Mixtral's files are of this architecture, too."""
     keys.same("tensor_data_layout", "Meta AI original pth", why="another order of the rows is not known")
     window, experts = keys.whole("attention.sliding_window", 0), keys.whole("expert_count", 0)
     if not window and not experts:
         return {}
-    if any(fields[name] for name in ("attention_bias", "mlp_bias")):
+    if fields["attention_bias"] or fields["mlp_bias"]:
         raise keys.refusal("expert_count" if experts else "attention.sliding_window", "the file also has biases")
-    found: dict[str, Any] = {"model_type": "mistral", "sliding_window": window or None}
+    found = {"model_type": "mixtral" if experts else "mistral", "sliding_window": window or None}
     if experts:
-        used = keys.whole("expert_used_count", least=1)
-        found |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+        found |= {"num_local_experts": experts, "num_experts_per_tok": keys.whole("expert_used_count", least=1)}
     return found
 
 
-def _experts(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp has experts in each layer of Qwen's."""
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": keys.whole("expert_feed_forward_length")}
+def _qwen_moe(keys: Keys, fields: Fields) -> Fields:
+    """llama.cpp has experts in each layer; it makes their weights sum to 1 in Qwen3's alone."""
+    is_3 = keys.header.architecture == "qwen3moe"
+    found = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": keys.flag("expert_weights_norm", is_3)}
+    shared = {} if is_3 else {"shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length")}
+    return found | shared
 
 
-def _qwen2_moe(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    shared = keys.whole("expert_shared_feed_forward_length")
-    return _experts(keys, fields) | {
-        "shared_expert_intermediate_size": shared, "norm_topk_prob": keys.flag("expert_weights_norm", False)
-    }  # fmt: skip
-
-
-def _qwen3_moe(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    return _experts(keys, fields) | {"norm_topk_prob": keys.flag("expert_weights_norm", True)}
-
-
-def _window(keys: Keys, layers: int, period: int, *default: Any) -> dict[str, Any]:
+def _window(keys: Keys, fields: Fields, period: int, default: Any = NEEDED) -> Fields:
     """A window, and the layers that have it: all but the last of each period, where the file does not list them."""
-    width = keys.whole("attention.sliding_window", *default, least=1)
+    layers, width = fields["num_hidden_layers"], keys.whole("attention.sliding_window", default, least=1)
     pattern = keys.of_layers("attention.sliding_window_pattern", layers, period)
     if isinstance(pattern, int):
         pattern = [layer % pattern < pattern - 1 if pattern else True for layer in range(layers)]
     return {"sliding_window": width, "layer_types": [_SLIDING if slides else _FULL for slides in pattern]}
 
 
-def _gemma2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    layers = fields["num_hidden_layers"]
-    return _window(keys, layers, 2, 4096) | {
+def _gemma_scale(fields: Fields, layers_of_27b: int) -> int:
+    """llama.cpp knows the models of 27B by their layers: they divide by another number than the size of a head."""
+    is_27b = fields["num_hidden_layers"] == layers_of_27b
+    return int(fields["hidden_size"] // fields["num_attention_heads"] if is_27b else fields["head_dim"])
+
+
+def _gemma2(keys: Keys, fields: Fields) -> Fields:
+    return _window(keys, fields, 2, 4096) | {
         "query_pre_attn_scalar": _gemma_scale(fields, 46),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
     }
 
 
-def _gemma_scale(fields: dict[str, Any], layers_of_27b: int) -> int:
-    """llama.cpp knows the models of 27B by their layers: they divide by another number than the size of a head."""
-    is_27b = fields["num_hidden_layers"] == layers_of_27b
-    return int(fields["hidden_size"] // fields["num_attention_heads"] if is_27b else fields["head_dim"])
-
-
-def _gemma3(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+def _two_ropes(keys: Keys, fields: Fields, near: float) -> Fields:
     """Layers with a window have a rotary embedding of their own, which no scaling changes."""
-    layers = fields["num_hidden_layers"]
-    windows = _window(keys, layers, 6, None)
+    sliding = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", near)}
+    return {"rope_parameters": {_FULL: fields["rope_parameters"], _SLIDING: sliding}}
+
+
+def _gemma3(keys: Keys, fields: Fields) -> Fields:
+    windows = _window(keys, fields, 6, None)
     if windows["sliding_window"] is None:
-        windows = {"layer_types": [_FULL] * layers}
-    near = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
-    return windows | {
-        "query_pre_attn_scalar": _gemma_scale(fields, 62),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
-        "rope_parameters": {_FULL: fields["rope_parameters"], _SLIDING: near},
-    }
+        windows = {"layer_types": [_FULL] * fields["num_hidden_layers"]}
+    cap = keys.number("final_logit_softcapping", 0.0) or None
+    scale = {"query_pre_attn_scalar": _gemma_scale(fields, 62), "final_logit_softcapping": cap}
+    return windows | scale | _two_ropes(keys, fields, 10000.0)
 
 
-def _gpt_oss(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    keys.same("expert_feed_forward_length", fields["intermediate_size"], why="its experts have another size in the config")
-    return _window(keys, fields["num_hidden_layers"], 2)
-
-
-def _phi3(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    original = fields["rope_parameters"].get("original_max_position_embeddings")
-    return {
-        "sliding_window": keys.whole("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": original or fields["max_position_embeddings"],
-    }
-
-
-def _olmo2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """A file with a window is an OLMo 3's: its layers with a window have a rotary embedding that no scaling changes."""
+def _olmo2(keys: Keys, fields: Fields) -> Fields:
+    """A file with a window is an OLMo 3's."""
     if "attention.sliding_window" not in keys:
         return {}
-    rope = fields["rope_parameters"]
-    near = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", rope["rope_theta"])}
-    return {
-        "model_type": "olmo3",
-        "rope_parameters": {_FULL: rope, _SLIDING: near},
-        **_window(keys, fields["num_hidden_layers"], 4),
-    }
+    ropes = _two_ropes(keys, fields, fields["rope_parameters"]["rope_theta"])
+    return {"model_type": "olmo3"} | _window(keys, fields, 4) | ropes
 
 
-def _stablelm(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"use_parallel_residual": keys.flag("use_parallel_residual")}
+def _gpt_oss(keys: Keys, fields: Fields) -> Fields:
+    size = fields["intermediate_size"]
+    keys.same("expert_feed_forward_length", size, why=f"its experts are as wide as feed_forward_length, {size}")
+    return _window(keys, fields, 2)
 
 
-def _falcon(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+def _phi3(keys: Keys, fields: Fields) -> Fields:
+    original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
+    window = keys.whole("attention.sliding_window", 0) or None
+    return {"sliding_window": window, "original_max_position_embeddings": original}
+
+
+def _falcon(keys: Keys, fields: Fields) -> Fields:
     """llama.cpp runs attention and feed-forward side by side in all of them."""
     keys.same("tensor_data_layout", "jploski", why="another order of the rows is not known")
     two_norms = any(name.endswith("attn_norm_2.weight") for name in keys.header.tensors)
     is_new = two_norms or fields["num_key_value_heads"] > 1
-    return {
-        "new_decoder_architecture": is_new,
-        "num_ln_in_parallel_attn": (2 if two_norms else 1) if is_new else None,
-        "multi_query": not is_new,
-    }
+    norms = (2 if two_norms else 1) if is_new else None
+    return {"new_decoder_architecture": is_new, "num_ln_in_parallel_attn": norms, "multi_query": not is_new}
 
 
-def _bloom(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+def _one_key_per_query(keys: Keys, fields: Fields) -> Fields:
+    if fields.pop("num_key_value_heads") != fields["num_attention_heads"]:
+        raise keys.refusal("attention.head_count_kv", f"it is not head_count, {fields['num_attention_heads']}")
+    return {}
+
+
+def _bloom(keys: Keys, fields: Fields) -> Fields:
     keys.same("attention.max_alibi_bias", 8.0, why="BLOOM's slopes begin at 8")
     wide = 4 * fields["hidden_size"]
-    if fields["intermediate_size"] != wide:
+    if fields.pop("intermediate_size") != wide:
         raise keys.refusal("feed_forward_length", f"a BLOOM of this size has {wide}")
     return _one_key_per_query(keys, fields)
 
 
-def _one_key_per_query(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    heads = fields["num_attention_heads"]
-    if fields["num_key_value_heads"] != heads:
-        raise keys.refusal("attention.head_count_kv", f"this model has as many as of queries, {heads}")
-    return {}
-
-
-def _nemotron(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """The converter writes its epsilon by two names."""
-    keys.same("attention.layer_norm_rms_epsilon", fields["norm_eps"], why="it has one epsilon, and here are two")
-    return {}
-
-
-def _lfm2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(keys: Keys, fields: Fields) -> Fields:
     """A layer without heads of keys is a convolution."""
-    layers = fields["num_hidden_layers"]
-    heads = fields["num_key_value_heads"]
+    heads, layers = fields["num_key_value_heads"], fields["num_hidden_layers"]
     each = heads if isinstance(heads, tuple) else (heads,) * layers
-    found = set(each) - {0}
-    if len(found) != 1:
-        raise keys.refusal("attention.head_count_kv", "the layers with attention have one number of heads")
-    types = [_FULL if count else "conv" for count in each]
-    return {"num_key_value_heads": found.pop(), "layer_types": types}
+    if len(set(each) - {0}) != 1:
+        raise keys.refusal("attention.head_count_kv", "layers with attention have one number of heads")
+    return {"num_key_value_heads": max(each), "layer_types": [_FULL if count else "conv" for count in each]}
 
 
-def _deepseek2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """Latent attention. The file's own sizes of heads are those of the latents; DeepSeek-V3's files have sigmoid gates."""
+def _deepseek2(keys: Keys, fields: Fields) -> Fields:
+    """Latent attention, whose head of keys the file has once. DeepSeek-V3's files, which have sigmoid gates, are refused."""
     rank, rotated, rope = fields["kv_lora_rank"], fields["head_dim"], fields["rope_parameters"]
-    keys.same("attention.head_count_kv", 1, why="a file with a head of keys for each query is of an old converter")
-    keys.same("attention.key_length", rank + rotated, why="the latents and what is rotated are of other sizes")
-    keys.same("attention.value_length", rank, why="the latents are of another size")
-    keys.same("expert_gating_func", 1, why="a DeepSeek-V2 chooses experts by softmax")
+    if fields["num_key_value_heads"] != 1:
+        raise keys.refusal("attention.head_count_kv", "an old converter made it; convert the checkpoint again")
+    keys.same("attention.key_length", rank + rotated, why=f"the ranks are {rank} and {rotated}")
+    keys.same("attention.value_length", rank, why=f"the rank is {rank}")
+    keys.same("expert_gating_func", 1, why="a DeepSeek-V2 chooses experts by softmax, 1")
     keys.same("expert_weights_norm", False, why="a DeepSeek-V2 leaves the weights of experts as they are")
     groups = keys.whole("expert_group_count", 0)
     # The converter writes a tenth of mscale_all_dim, to which mscale is equal in all published ones.
@@ -223,121 +191,75 @@ def _deepseek2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_TANH, _GELU = "gelu_pytorch_tanh", {"hidden_activation": "gelu_pytorch_tanh"}
 _QWEN = _SILU | {"use_sliding_window": False}
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_GRANITE = {
+_MOE = _RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_MOE = _MOE | {"expert_feed_forward_length": "moe_intermediate_size"}
+_SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-_GEMMA = {"hidden_activation": _GEMMA_GELU, "use_bidirectional_attention": False}
-_ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
-_LAYER_NORM = "attention.layer_norm_epsilon"
+_LATENT = {
+    "leading_dense_block_count": "first_k_dense_replace", "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim", "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+}  # fmt: skip
+_LAYERS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_GPT2 = _LAYERS | {"max_position_embeddings": "n_positions", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
+_BIAS = {"attention_bias": "attn_q.bias"}
+_BIASES = _BIAS | {"mlp_bias": "ffn_up.bias"}
+_EPSILON = {_LAYER_NORM: "layer_norm_epsilon"}
 
 ARCHITECTURES = {
     "llama": Architecture("llama", tensors=_BIASES, more=_llama),
     "qwen2": Architecture("qwen2", fixed=_QWEN),
-    "qwen2moe": Architecture(
-        "qwen2_moe", fixed=_QWEN, counts=_EXPERTS, tensors={"qkv_bias": "attn_q.bias"}, more=_qwen2_moe
+    "qwen2moe": Architecture("qwen2_moe", _QWEN_MOE, fixed=_QWEN, tensors={"qkv_bias": "attn_q.bias"}, more=_qwen_moe),
+    "qwen3": Architecture("qwen3", fixed=_QWEN, tensors=_BIAS),
+    "qwen3moe": Architecture("qwen3_moe", _QWEN_MOE, fixed=_QWEN, tensors=_BIAS, more=_qwen_moe),
+    "gemma": Architecture("gemma", fixed={"hidden_act": _TANH, "use_bidirectional_attention": False}),
+    "gemma2": Architecture("gemma2", fixed=_GELU | {"use_bidirectional_attention": False}, tensors=_BIAS, more=_gemma2),
+    "gemma3": Architecture(
+        "gemma3_text", fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None}, tensors=_BIAS,
+        more=_gemma3,
     ),
-    "qwen3": Architecture("qwen3", fixed=_QWEN, tensors=_ATTENTION_BIAS),
-    "qwen3moe": Architecture(
-        "qwen3_moe", fixed=_QWEN, counts=_EXPERTS, tensors=_ATTENTION_BIAS, more=_qwen3_moe
-    ),
-    "gemma": Architecture("gemma", fixed=_GEMMA | {"hidden_act": _GEMMA_GELU}),
-    "gemma2": Architecture("gemma2", fixed=_GEMMA, tensors=_ATTENTION_BIAS, more=_gemma2),
-    "gemma3": Architecture("gemma3_text", fixed=_GEMMA, tensors=_ATTENTION_BIAS, more=_gemma3),
     "gpt-oss": Architecture(
-        "gpt_oss",
-        counts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        fixed=_SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        tensors=_ATTENTION_BIAS,
-        more=_gpt_oss,
+        "gpt_oss", _RMS | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed=_SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, tensors=_BIAS, more=_gpt_oss,
         rope={"truncate": False},  # in all published ones
     ),
     "phi3": Architecture("phi3", more=_phi3, is_partial=True),
-    "granite": Architecture(
-        "granite", numbers=_RMS | _GRANITE, defaults=dict.fromkeys(_GRANITE, 1.0), tensors=_BIASES
-    ),
-    "olmo2": Architecture("olmo2", tensors=_ATTENTION_BIAS, more=_olmo2),
+    "granite": Architecture("granite", _RMS | _SCALES, defaults=dict.fromkeys(_SCALES, 1.0), tensors=_BIASES),
+    "olmo2": Architecture("olmo2", tensors=_BIAS, more=_olmo2),
     "stablelm": Architecture(
-        "stablelm",
-        numbers={_LAYER_NORM: "layer_norm_eps"},
-        tensors={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
-        more=_stablelm,
-        heads_vary=False,
-        is_partial=True,
+        "stablelm", {_LAYER_NORM: "layer_norm_eps"}, more=lambda keys, _: {"use_parallel_residual": keys.flag("use_parallel_residual")},
+        tensors={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}, heads_vary=False, is_partial=True,
     ),
     "starcoder2": Architecture(
-        "starcoder2",
-        numbers={_LAYER_NORM: "norm_epsilon"},
-        fixed={"hidden_act": _GEMMA_GELU, "sliding_window": None},
+        "starcoder2", {_LAYER_NORM: "norm_epsilon"}, fixed={"hidden_act": _TANH, "sliding_window": None},
         tensors={"use_bias": "attn_q.bias"},
     ),
     "nemotron": Architecture(
-        "nemotron",
-        numbers={_LAYER_NORM: "norm_eps"},
-        fixed={"hidden_act": "relu2"},
-        tensors=_BIASES,
-        more=_nemotron,
-        is_partial=True,
+        "nemotron", {_LAYER_NORM: "norm_eps"}, fixed={"hidden_act": "relu2"}, tensors=_BIASES, is_partial=True
     ),
     "falcon": Architecture(
-        "falcon",
+        "falcon", _EPSILON, fixed={"activation": "gelu", "alibi": False, "parallel_attn": True}, more=_falcon,
+        tensors={"bias": "attn_qkv.bias"}, heads_vary=False,
         names={"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
-        numbers={_LAYER_NORM: "layer_norm_epsilon"},
-        fixed={"activation": "gelu", "alibi": False, "parallel_attn": True},
-        tensors={"bias": "attn_qkv.bias"},
-        more=_falcon,
-        heads_vary=False,
     ),
     "bloom": Architecture(
-        "bloom",
-        names={
-            "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length",
-            "intermediate_size": None, "num_key_value_heads": None,
-        },
-        numbers={_LAYER_NORM: "layer_norm_epsilon"},
-        fixed={"apply_residual_connection_post_layernorm": False},
-        more=_bloom,
-        heads_vary=False,
-        rope=None,
+        "bloom", _EPSILON, fixed={"apply_residual_connection_post_layernorm": False}, more=_bloom,
+        names=_LAYERS | {"max_position_embeddings": "seq_length"}, heads_vary=False, rope=None,
     ),
     "gpt2": Architecture(
-        "gpt2",
-        names={
-            "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
-            "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_key_value_heads": None,
-        },
-        numbers={_LAYER_NORM: "layer_norm_epsilon"},
-        fixed={
-            "activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-        },
-        more=_one_key_per_query,
-        heads_vary=False,
-        rope=None,
+        "gpt2", _EPSILON, more=_one_key_per_query, names=_GPT2, heads_vary=False, rope=None,
+        fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
     "lfm2": Architecture(
-        "lfm2",
-        numbers={"attention.layer_norm_rms_epsilon": "norm_eps"},
-        counts={"shortconv.l_cache": "conv_L_cache"},
-        fixed={"block_auto_adjust_ff_dim": False},
-        tensors={"conv_bias": "shortconv.conv.bias"},
-        more=_lfm2,
-        layers_vary=True,
+        "lfm2", {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"}, fixed={"block_auto_adjust_ff_dim": False},
+        tensors={"conv_bias": "shortconv.conv.bias"}, more=_lfm2, layers_vary=True,
     ),
     "deepseek2": Architecture(
-        "deepseek_v2",
-        numbers=_RMS | {"expert_weights_scale": "routed_scaling_factor"},
-        counts={
-            "leading_dense_block_count": "first_k_dense_replace", "attention.kv_lora_rank": "kv_lora_rank",
-            "attention.value_length_mla": "v_head_dim", "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-        },
-        defaults={"expert_weights_scale": 1.0},
-        tensors=_BIASES,
-        more=_deepseek2,
-        is_latent=True,
+        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, tensors=_BIASES, more=_deepseek2, is_latent=True
     ),
 }  # fmt: skip

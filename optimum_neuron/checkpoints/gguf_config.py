@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from ..errors import first_line
 from .gguf import GgufHeader
-from .gguf_architectures import ARCHITECTURES, Architecture
-from .gguf_keys import REMEDY, Keys
+from .gguf_architectures import ARCHITECTURES, NORMS, Architecture
+from .gguf_keys import NEEDED, REMEDY, Keys
 from .gguf_rope import read_rope
 
 
@@ -57,9 +58,10 @@ def read_config(header: GgufHeader, source: str) -> GgufConfig:
             is_partial=architecture.is_partial,
             **architecture.rope,
         )
-    for take, named in ((keys.number, architecture.numbers), (keys.whole, architecture.counts)):
-        for key, name in named.items():
-            found[name] = take(key, *(architecture.defaults[key],) if key in architecture.defaults else ())
+    for key, name in architecture.numbers.items():
+        found[name] = keys.number(key, architecture.defaults.get(key, NEEDED))
+    for key in NORMS:  # the converter writes both epsilons where a config has both
+        keys.number(key, 0.0)
     for name, ending in architecture.tensors.items():
         found[name] = any(tensor.endswith(f".{ending}") for tensor in header.tensors)
     found |= architecture.fixed
@@ -70,7 +72,12 @@ def read_config(header: GgufHeader, source: str) -> GgufConfig:
     if found["head_dim"] == usual and "head_dim" not in {field.name for field in fields(config_class)}:
         del found["head_dim"]
     named = {architecture.names.get(name, name): value for name, value in found.items()}
-    config: PreTrainedConfig = config_class(**{name: value for name, value in named.items() if name is not None})
+    try:
+        config = config_class(**named)
+    except Exception as error:  # of checks that transformers has each class make
+        raise ValueError(
+            f"{source}: its keys make no {config_class.__name__} ({first_line(error)}); {REMEDY}"
+        ) from error
     return GgufConfig(config, frozenset(keys.tensors))
 
 
@@ -78,7 +85,9 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     """The sizes that each config has, and the ids of special tokens, by their common names."""
     header = keys.header
     if TABLE not in header.tensors:
-        raise ValueError(f"{keys.source} lacks the tensor {TABLE}, without which its model is not known; convert it again")
+        raise ValueError(
+            f"{keys.source} lacks the tensor {TABLE}, without which its model is not known; convert it again"
+        )
     rows = header.tensors[TABLE].shape[0]
     keys.same("vocab_size", rows, why=f"{TABLE} has {rows} rows")
     sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}

@@ -30,7 +30,8 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "@attention.causal": ((True,), "a token of this model attends to later ones"),
     "@nextn_predict_layers": ((0,), "the layers that predict further tokens are not exported"),
 }
-_MISSING: Any = object()
+# In the place of a default: the file must have the key.
+NEEDED: Any = object()
 
 
 class Keys:
@@ -47,26 +48,28 @@ class Keys:
         self.source = source
         self.tensors: set[str] = set()
         self._prefix = f"{header.architecture}."
-        self._left = {key.replace(self._prefix, "@", 1) if key.startswith(self._prefix) else key for key in header.values}
+        self._left = {
+            key.replace(self._prefix, "@", 1) if key.startswith(self._prefix) else key for key in header.values
+        }
 
     def __contains__(self, key: str) -> bool:
         return f"{self._prefix}{key}" in self.header.values
 
-    def whole(self, key: str, default: Any = _MISSING, least: int = 0) -> Any:
+    def whole(self, key: str, default: Any = NEEDED, least: int = 0) -> Any:
         """A whole number of at least `least`."""
         return self._take(key, default, lambda value: type(value) is int and value >= least, "a whole number")
 
-    def number(self, key: str, default: Any = _MISSING) -> Any:
+    def number(self, key: str, default: Any = NEEDED) -> Any:
         """A finite number."""
         return self._take(key, default, _is_finite, "a finite number")
 
-    def text(self, key: str, default: Any = _MISSING) -> Any:
+    def text(self, key: str, default: Any = NEEDED) -> Any:
         return self._take(key, default, lambda value: isinstance(value, str), "a text")
 
-    def flag(self, key: str, default: Any = _MISSING) -> Any:
+    def flag(self, key: str, default: Any = NEEDED) -> Any:
         return self._take(key, default, lambda value: isinstance(value, bool), "true or false")
 
-    def of_layers(self, key: str, layers: int, default: Any = _MISSING) -> Any:
+    def of_layers(self, key: str, layers: int, default: Any = NEEDED) -> Any:
         """A number of all layers, or a tuple of one for each."""
         return self._take(
             key,
@@ -104,12 +107,10 @@ class Keys:
     def _take(self, key: str, default: Any, is_right: Callable[[Any], bool], kind: str) -> Any:
         name = f"{self._prefix}{key}"
         self._left.discard(f"@{key}")
-        value = self.header.values.get(name, _MISSING)
-        if value is _MISSING:
-            if default is _MISSING:
-                raise ValueError(
-                    f"{self.source} lacks {name}, without which its model is not known; convert it again"
-                )
+        value = self.header.values.get(name, NEEDED)
+        if value is NEEDED:
+            if default is NEEDED:
+                raise ValueError(f"{self.source} lacks {name}, without which its model is not known; convert it again")
             return default
         if not is_right(value):
             raise ValueError(f"{self.source} has {name}={_shown(value)}, which is not {kind}; convert it again")

@@ -100,7 +100,9 @@ def _longrope(keys: Keys, kind: str, rotated: int, original: int) -> dict[str, A
 def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
     """`[rotated / 2]` float32: what each inverse frequency is divided by."""
     if name not in keys.header.tensors:
-        raise ValueError(f"{keys.source} lacks the tensor {name}, without which its model is not known; convert it again")
+        raise ValueError(
+            f"{keys.source} lacks the tensor {name}, without which its model is not known; convert it again"
+        )
     factors = read_values(keys.header, name)
     keys.tensors.add(name)
     if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import first_line
 from .files import matches, read_object
@@ -37,9 +37,10 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
     Raises:
         ValueError: its files cannot be read.
     """
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        if gguf_file is not None:  # AutoTokenizer would make a config of the file first, which it can of few
+            return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(
             f"{source}: its tokenizer cannot be read ({first_line(error)}); restore or remove its files (tokenizer.json and its "

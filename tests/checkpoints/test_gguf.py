@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
@@ -61,20 +59,3 @@ def test_a_damaged_file_is_refused(kind: str, tiny_checkpoint: Path, tmp_path: P
         export_tiny(path, tmp_path / "out" / "artifact")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_export_parses_the_file_once(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[str] = []
-
-    class Counting(gguf.GGUFReader):
-        def __init__(self, path: str, *args: Any) -> None:
-            parsed.append(path)
-            super().__init__(path, *args)
-
-    monkeypatch.setattr(gguf, "GGUFReader", Counting)
-    write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q8_0")
-    export_tiny(tmp_path / "tiny.gguf", tmp_path / "artifact")
-    assert parsed == [str(tmp_path / "tiny.gguf")]
-    assert gguf.GGUFReader is Counting

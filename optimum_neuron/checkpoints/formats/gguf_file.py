@@ -44,7 +44,9 @@ class GgufFile(CheckpointFormat):
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._made = recipes(model, header.architecture)
         self._recipes = {
-            name: recipe for name, recipe in self._made.items() if all(each in header.tensors for each in recipe.tensors)
+            name: recipe
+            for name, recipe in self._made.items()
+            if all(each in header.tensors for each in recipe.tensors)
         }
         self._wanted = stored_names(model)
 
@@ -94,7 +96,9 @@ class GgufFile(CheckpointFormat):
         weights = [self._repacked(tensor, kind) for tensor, kind in zip(recipe.tensors, kinds, strict=True)]
         alike = {(weight.kind, weight.scale.dtype, weight.group_size, weight.shift is None) for weight in weights}
         if len(alike) != 1:
-            raise NotKeptError(f"{self._path}: {name} is made of tensors of the types {', '.join(kinds)}; {PLAIN_REMEDY}")
+            raise NotKeptError(
+                f"{self._path}: {name} is made of tensors of the types {', '.join(kinds)}; {PLAIN_REMEDY}"
+            )
         if len(weights) == 1 and torch.equal(places.flatten(), torch.arange(places.numel())):
             return weights[0]
         shifts = [weight.shift for weight in weights if weight.shift is not None]
@@ -127,7 +131,8 @@ class GgufFile(CheckpointFormat):
 
     def _misshapen(self, name: str) -> ValueError:
         shapes = " and ".join(
-            f"{tensor} of the shape {list(self._header.tensors[tensor].shape)}" for tensor in self._recipes[name].tensors
+            f"{tensor} of the shape {list(self._header.tensors[tensor].shape)}"
+            for tensor in self._recipes[name].tensors
         )
         return ValueError(
             f"{self._path} has {shapes}, and {self._class} makes {name} of the shape {list(self._shapes[name])} of it; download or "

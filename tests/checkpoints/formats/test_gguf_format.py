@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 from optimum_neuron.checkpoints.formats.gguf_file import GgufFile
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
-from optimum_neuron.checkpoints.gguf_reads import GgufReads
+from optimum_neuron.checkpoints.gguf import read_header
+from optimum_neuron.checkpoints.gguf_config import read_config
 
 
 def empty(config: Any) -> PreTrainedModel:
@@ -29,7 +30,7 @@ def empty(config: Any) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1", "F16"])
 def test_a_llamas_weights_are_those_that_transformers_has(kind: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", kind)
-    found = GgufFile(tmp_path / "tiny.gguf", empty(AutoConfig.from_pretrained(tiny_checkpoint)), GgufReads())
+    found = GgufFile(read_header(tmp_path / "tiny.gguf"), empty(AutoConfig.from_pretrained(tiny_checkpoint)))
     matrices = {name for name, tensor in exact.items() if tensor.ndim == 2}
     assert set(found.layers) == (set() if kind == "F16" else matrices)
     assert set(found.layers) | set(found.plain) == exact.keys()
@@ -42,10 +43,8 @@ def test_a_llamas_weights_are_those_that_transformers_has(kind: str, tiny_checkp
 
 @pytest.mark.full
 def test_a_real_files_weights_are_those_that_gguf_makes_of_them(smollm2_gguf: Path) -> None:
-    reads = GgufReads()
-    with reads.shared():
-        config = AutoConfig.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
-    found = GgufFile(smollm2_gguf, empty(config), reads)
+    header = read_header(smollm2_gguf)
+    found = GgufFile(header, empty(read_config(header, "smollm2").config))
     assert len(found.layers) == 211 and len(found.plain) == 61
     layer = "model.layers.3"
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
@@ -86,7 +85,7 @@ def experts_model() -> PreTrainedModel:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_experts_gates_and_projections_up_are_joined(kind: str, tmp_path: Path) -> None:
     values = write_experts(tmp_path / "x.gguf", dict.fromkeys(("ffn_up_exps", "ffn_gate_exps", "ffn_down_exps"), kind))
-    found = GgufFile(tmp_path / "x.gguf", experts_model(), GgufReads())
+    found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
     experts = "model.layers.0.mlp.experts"
     joined = torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1)
     assert set(found.layers) == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
@@ -97,7 +96,7 @@ def test_experts_gates_and_projections_up_are_joined(kind: str, tmp_path: Path) 
 
 def test_experts_of_different_kinds_are_only_dequantized(tmp_path: Path) -> None:
     values = write_experts(tmp_path / "x.gguf", {"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q4_1"})
-    found = GgufFile(tmp_path / "x.gguf", experts_model(), GgufReads())
+    found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
     name = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(
         NotKeptError, match=r"gate_up_proj is made of tensors of the types Q8_0, Q4_1; pass --dequantize"
@@ -113,7 +112,7 @@ def test_kinds_with_tables_are_only_dequantized(tiny_checkpoint: Path, tmp_path:
     at = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
     content[at : at + 4] = int(gguf.GGMLQuantizationType.IQ4_NL).to_bytes(4, "little")
     path.write_bytes(content)
-    found = GgufFile(path, empty(AutoConfig.from_pretrained(tiny_checkpoint)), GgufReads())
+    found = GgufFile(read_header(path), empty(AutoConfig.from_pretrained(tiny_checkpoint)))
     with pytest.raises(NotKeptError, match=r"q_proj\.weight is of the type IQ4_NL"):
         found.read("model.layers.0.self_attn.q_proj.weight")
     assert found.dequantize("model.layers.0.self_attn.q_proj.weight").shape == (64, 64)
@@ -126,7 +125,7 @@ def test_a_scale_that_is_no_number_is_told_by_its_tensor(tiny_checkpoint: Path, 
     (tensor,) = (tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_up.weight")
     tensor.data[0, :2] = (0, 0x7C)
     reader.data.flush()
-    found = GgufFile(path, empty(AutoConfig.from_pretrained(tiny_checkpoint)), GgufReads())
+    found = GgufFile(read_header(path), empty(AutoConfig.from_pretrained(tiny_checkpoint)))
     with pytest.raises(ValueError, match=r"x\.gguf: blk\.1\.ffn_up\.weight has a scale of inf"):
         found.read("model.layers.1.mlp.up_proj.weight")
 
@@ -136,10 +135,4 @@ def test_a_truncated_file_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> N
     write_gguf(tiny_checkpoint, path, "Q8_0")
     path.write_bytes(path.read_bytes()[:-64])
     with pytest.raises(ValueError, match=r"x\.gguf is truncated or corrupt"):
-        GgufFile(path, empty(AutoConfig.from_pretrained(tiny_checkpoint)), GgufReads())
-
-
-def test_architectures_that_transformers_reads_as_a_whole_are_refused(tmp_path: Path) -> None:
-    write_experts(tmp_path / "x.gguf", {"ffn_down_exps": "Q8_0"}, architecture="qwen35")
-    with pytest.raises(ValueError, match="of the architecture qwen35, whose blocks are not kept; pass --dequantize"):
-        GgufFile(tmp_path / "x.gguf", experts_model(), GgufReads())
+        GgufFile(read_header(path), empty(AutoConfig.from_pretrained(tiny_checkpoint)))

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files by llama.cpp's converter are the models that they were made from, or are refused by a sentence that names the key.
+
+In each checkpoint attention and positions decide, and its sizes and numbers are none that a class has by itself: a key that is
+dropped shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted import convert
+from sharp import sharpen
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.checkpoints.find import find_checkpoint
+
+
+TOKENS = 300
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": TOKENS, "max_position_embeddings": 256, "rms_norm_eps": 3e-4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def rope(kind: str = "default", theta: float = 12345.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def both_ropes(theta: float, near: float, **more: Any) -> dict[str, Any]:
+    full = {"rope_type": "default", "rope_theta": theta} | more
+    return {
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": near},
+        }
+    }
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0}
+LONG = [1.0, 1.1, 1.3, 1.9, 2.5, 3.0, 4.0, 6.0]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+SCALES = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 1.6,
+}
+# The converter leaves the base of their rotary embedding out, which is llama.cpp's in all published ones.
+USUAL_BASE = rope(theta=10000.0)
+FALCON = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 1, "vocab_size": TOKENS,
+    "layer_norm_epsilon": 3e-4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256,
+    "layer_norm_epsilon": 3e-4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BLOOM = {
+    "hidden_size": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": TOKENS,
+    "layer_norm_epsilon": 3e-4,
+    "pad_token_id": 0,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", rope()),
+    "llama tied": ("llama", rope() | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama head_dim": ("llama", rope() | {"head_dim": 24}),
+    "llama bias": ("llama", rope() | {"attention_bias": True, "mlp_bias": True}),
+    "llama llama3": ("llama", rope("llama3", 500000.0, factor=8.0, **LLAMA3)),
+    "llama llama3 short": (
+        "llama",
+        rope("llama3", 500.0, factor=32.0, **LLAMA3 | {"original_max_position_embeddings": 64}),
+    ),
+    "llama llama3 odd": (
+        "llama",
+        rope(
+            "llama3", 500.0, factor=5.0, low_freq_factor=1.5, high_freq_factor=3.0, original_max_position_embeddings=48
+        ),
+    ),
+    "llama linear": ("llama", rope("linear", factor=3.5)),
+    "llama yarn": ("llama", rope("yarn", **YARN)),
+    "llama yarn attention": ("llama", rope("yarn", **YARN, attention_factor=0.8)),
+    "mistral": ("mistral", rope() | {"head_dim": 24, "sliding_window": None}),
+    "mixtral": ("mixtral", rope() | MIXED | {"head_dim": 24}),
+    "qwen2": ("qwen2", rope()),
+    "qwen2 tied": ("qwen2", rope() | {"tie_word_embeddings": True}),
+    "qwen2 yarn": ("qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "qwen2 moe": ("qwen2_moe", rope() | EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen3": ("qwen3", rope() | {"head_dim": 24}),
+    "qwen3 bias": ("qwen3", rope("linear", factor=2.5) | {"head_dim": 16, "attention_bias": True}),
+    "qwen3 moe": ("qwen3_moe", rope() | EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "phi3": ("phi3", rope() | {"sliding_window": None}),
+    "phi3 window": ("phi3", rope() | {"sliding_window": 9}),
+    "phi3 partial": ("phi3", rope(partial_rotary_factor=0.5) | {"sliding_window": 11}),
+    "phi3 longrope": (
+        "phi3",
+        rope("longrope", short_factor=[1.5] * 8, long_factor=LONG, original_max_position_embeddings=64)
+        | {"original_max_position_embeddings": 64},
+    ),
+    "phi3 longrope near": (
+        "phi3",
+        rope("longrope", short_factor=LONG, long_factor=[2.0] * 8, original_max_position_embeddings=128)
+        | {"original_max_position_embeddings": 128, "sliding_window": 33},
+    ),
+    "gemma": ("gemma", USUAL_BASE | {"head_dim": 24}),
+    "gemma2": (
+        "gemma2",
+        USUAL_BASE
+        | {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2 27b": (
+        "gemma2",
+        USUAL_BASE
+        | {"num_hidden_layers": 46, "head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 9}
+        | {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        both_ropes(54321.0, 777.0)
+        | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9},
+    ),
+    "gemma3 linear": (
+        "gemma3_text",
+        both_ropes(54321.0, 777.0, rope_type="linear", factor=8.0)
+        | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "stablelm": ("stablelm", rope(theta=10000.0, partial_rotary_factor=0.25) | {"layer_norm_eps": 3e-4}),
+    "stablelm parallel": (
+        "stablelm",
+        rope(theta=10000.0, partial_rotary_factor=0.5) | {"use_qkv_bias": True, "use_parallel_residual": True},
+    ),
+    "stablelm norms": ("stablelm", rope(theta=10000.0, partial_rotary_factor=0.5) | {"qk_layernorm": True}),
+    "starcoder2": ("starcoder2", rope() | {"norm_epsilon": 3e-4}),
+    "starcoder2 plain": ("starcoder2", rope() | {"use_bias": False, "tie_word_embeddings": False}),
+    "gpt-oss": ("gpt_oss", rope("yarn", **YARN, truncate=False) | MIXED | {"head_dim": 24, "sliding_window": 9}),
+    "gpt-oss published": ("gpt_oss", MIXED | {"head_dim": 16, "sliding_window": 9}),
+    "deepseek2": ("deepseek_v2", rope() | LATENT),
+    "deepseek2 lite": (
+        "deepseek_v2",
+        rope("yarn", **YARN, mscale=0.707, mscale_all_dim=0.707) | LATENT | {"q_lora_rank": None},
+    ),
+    "deepseek2 groups": (
+        "deepseek_v2",
+        rope() | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "granite": ("granite", rope() | SCALES),
+    "granite bias": ("granite", rope() | SCALES | {"attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", rope()),
+    "olmo3": ("olmo3", both_ropes(54321.0, 54321.0) | {"num_hidden_layers": 5, "sliding_window": 9}),
+    "falcon": ("falcon", FALCON),
+    "falcon 40b": ("falcon", FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon 11b": (
+        "falcon",
+        FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "bloom": ("bloom", BLOOM),
+    "gpt2": ("gpt2", GPT2),
+    "nemotron": ("nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 3e-4}),
+    "lfm2": (
+        "lfm2",
+        rope() | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
+}
+WITHOUT_SIZES = ("falcon", "bloom", "gpt2")
+# Fields of configs that no logit depends on where nothing is trained.
+UNCOMPUTED = {
+    "initializer_range", "use_cache", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "slow_but_exact", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "reorder_and_upcast_attn", "add_cross_attention",
+}  # fmt: skip
+# Where a class decides by what a file may have: windows that it lacks, and layers that follow from others.
+DERIVED = {
+    "sliding_window", "max_window_layers", "layer_types", "head_dim", "attention_bias", "mlp_bias", "n_inner", "block_multiple_of",
+    "block_ffn_dim_multiplier", "full_attn_idxs", "max_position_embeddings", "rope_parameters", "norm_topk_prob",
+}  # fmt: skip
+
+
+def make_model(title: str) -> PreTrainedModel:
+    kind, changes = CASES[title]
+    config = CONFIG_MAPPING[kind](**(changes if kind in WITHOUT_SIZES else SIZES | changes))
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sharpen(model)
+    return model
+
+
+def write(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """A checkpoint and its GGUF file in a folder; returns the file."""
+    model.save_pretrained(folder / "checkpoint")
+    # The converter cuts a Gemma's table to the tokens that this counts.
+    vocabulary = {"model": {"vocab": {str(index): index for index in range(TOKENS)}}, "added_tokens": []}
+    (folder / "checkpoint" / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    return convert(folder / "checkpoint", folder / "model.gguf", TOKENS, **options)
+
+
+def open_file(path: Path) -> Checkpoint:
+    return find_checkpoint(path, revision=None, token=None, trust_remote_code=False)
+
+
+def with_own_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with the attention of its class in transformers, which takes no cache."""
+    options: dict[str, Any] = {"config": model.config, "state_dict": model.state_dict(), "dtype": model.dtype}
+    made: PreTrainedModel = type(model).from_pretrained(None, attn_implementation="eager", **options)
+    return made.eval()
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(3, TOKENS, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_a_file_is_the_model_that_it_was_made_from(title: str, tmp_path: Path) -> None:
+    model = make_model(title)
+    loaded = with_own_attention(open_file(write(model, tmp_path)).load_model("auto"))
+    with torch.no_grad():
+        expected, found = (each(tokens(100)).logits for each in (model, loaded))
+    assert (found - expected).abs().max() < 1e-5 * (expected.max() - expected.min())
+    assert loaded.config.eos_token_id == 2 or title == "bloom"
