@@ -22,41 +22,42 @@ _OWN = ("gguf", "conversion")
 _ABSENT = ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ")
 
 
-def convert(checkpoint: Path, path: Path, tokens: int, add: Callable[[Any], None] = lambda writer: None) -> Path:
-    """Writes a checkpoint's GGUF file in float32, with a vocabulary of bytes.
+def convert(
+    checkpoint: Path, path: Path, tokens: int, add: Callable[[Any], None] = lambda writer: None, kind: str = "ALL_F32"
+) -> Path:
+    """Writes a checkpoint's GGUF file, with a vocabulary of single characters.
 
     Args:
         tokens: ids of the vocabulary.
         add: writes further keys by the converter's writer, or others in their place.
+        kind: of the file, as gguf calls it.
     """
     with _modules() as conversion, torch.inference_mode():
         base = conversion.ModelBase
         config = base.load_hparams(checkpoint, False)
         made = conversion.get_model_class(conversion.get_model_architecture(config, conversion.ModelType.TEXT))
         # Its own vocabularies need files by sentencepiece, or a tokenizer that it knows by its hash.
-        members = {
-            "set_vocab": _vocabulary(tokens),
-            "modify_tensors": _modified(made),
-            "set_gguf_parameters": _described(made, add),
-        }
+        members = {"set_vocab": _vocabulary(tokens, add), "modify_tensors": _modified(made)}
         own = type("Converter", (made,), {"model_arch": made.model_arch, **members})
         gguf = sys.modules["gguf"]
-        own(checkpoint, gguf.LlamaFileType.ALL_F32, path).write()
+        own(checkpoint, gguf.LlamaFileType[kind], path).write()
     return path
 
 
-def _vocabulary(tokens: int) -> Any:
+def _vocabulary(tokens: int, add: Callable[[Any], None]) -> Any:
     def write(self: Any) -> None:
         special = ["<pad>", "<s>", "</s>"]
+        single = [chr(0x100 + index) for index in range(tokens - len(special) - 1)]
         writer = self.gguf_writer
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
-        writer.add_token_list([*special, *(chr(0x100 + index) for index in range(tokens - len(special)))])
+        writer.add_token_list([*special, *single, single[0] + single[1]])
         writer.add_token_types([3 if index < len(special) else 1 for index in range(tokens)])
-        writer.add_token_merges(["Ā ā"])
+        writer.add_token_merges([f"{single[0]} {single[1]}"])
         writer.add_pad_token_id(0)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        add(writer)
 
     return write
 
@@ -67,14 +68,6 @@ def _modified(made: Any) -> Any:
         yield from left or ()  # StableLM's returns what it should yield
 
     return modify
-
-
-def _described(made: Any, add: Callable[[Any], None]) -> Any:
-    def describe(self: Any) -> None:
-        made.set_gguf_parameters(self)
-        add(self.gguf_writer)
-
-    return describe
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from converted import convert
+from helpers import artifact_runner, export_tiny, generate
 from sharp import sharpen
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.find import find_checkpoint
+from optimum_neuron.graphs.quantized.formats import weight_formats
 
 
 TOKENS = 300
@@ -235,3 +237,32 @@ def test_a_file_is_the_model_that_it_was_made_from(title: str, tmp_path: Path) -
         expected, found = (each(tokens(100)).logits for each in (model, loaded))
     assert (found - expected).abs().max() < 1e-5 * (expected.max() - expected.min())
     assert loaded.config.eos_token_id == 2 or title == "bloom"
+
+
+EXPORTED = ("llama llama3", "qwen2 yarn", "phi3 partial", "gemma3", "gpt-oss", "deepseek2 lite")
+
+
+@pytest.mark.parametrize("title", EXPORTED)
+def test_an_artifact_of_a_file_answers_as_the_checkpoint_that_the_file_was_made_from(
+    title: str, tmp_path: Path
+) -> None:
+    model = make_model(title)
+    artifact = export_tiny(write(model, tmp_path), tmp_path / "artifact")
+    prompt = tokens(40)[0]
+    answer, logits = generate(artifact_runner(artifact), prompt.numpy(), 5)
+    with torch.no_grad():
+        expected = model(torch.tensor([[*prompt.tolist(), *answer]])).logits[0, 39:-1]
+    assert answer == expected.argmax(-1).tolist()
+    assert (torch.as_tensor(logits) - expected).abs().max() < 2e-5 * (expected.max() - expected.min())
+
+
+QUANTIZED = ("llama bias", "mixtral", "gpt-oss", "bloom", "granite", "stablelm norms")
+
+
+@pytest.mark.parametrize("title", QUANTIZED)
+def test_codes_of_a_file_are_kept_in_the_order_of_the_model(
+    title: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = open_file(write(make_model(title), tmp_path, kind="MOSTLY_Q8_0")).load_model("auto")
+    assert "exported as plain numbers" not in caplog.text  # nor is any other than the numbers that they stand for
+    assert len(weight_formats(model)) >= 8
