@@ -220,10 +220,18 @@ def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: 
         raise ValueError(
             "quantization='checkpoint' keeps codes, and dequantize=True makes plain weights; leave out one of them"
         )
-    if config.quantization is not None and not keep and not dequantize and checkpoint.is_quantized:
-        raise ValueError(
-            f"{checkpoint.source} is quantized, and quantization={config.quantization!r} would round its weights once more; leave it out to "
-            f"keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
+    if config.quantization is not None and not keep and checkpoint.is_quantized:
+        if not dequantize:
+            raise ValueError(
+                f"{checkpoint.source} is quantized, and quantization={config.quantization!r} would round its weights once more; leave it "
+                f"out to keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
+            )
+        logger.warning(
+            "%s is quantized, and --quantization %s rounds its weights a second time: the artifact's answers differ from the "
+            "checkpoint's by more than either rounding; leave out --quantization and --dequantize to keep the checkpoint's codes, or "
+            "export the checkpoint before it was quantized",
+            checkpoint.source,
+            config.quantization,
         )
     if config.activations is not None and config.quantization is None and (dequantize or not checkpoint.is_quantized):
         raise ValueError(

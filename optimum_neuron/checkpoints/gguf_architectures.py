@@ -217,7 +217,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", _QWEN_MOE, fixed=_QWEN, tensors={"qkv_bias": "attn_q.bias"}, more=_qwen_moe),
     "qwen3": Architecture("qwen3", fixed=_QWEN, tensors=_BIAS),
     "qwen3moe": Architecture("qwen3_moe", _QWEN_MOE, fixed=_QWEN, tensors=_BIAS, more=_qwen_moe),
-    "gemma": Architecture("gemma", fixed={"hidden_act": _TANH, "use_bidirectional_attention": False}),
+    "gemma": Architecture("gemma", fixed={"hidden_act": _TANH, "use_bidirectional_attention": False}, tensors=_BIAS),
     "gemma2": Architecture("gemma2", fixed=_GELU | {"use_bidirectional_attention": False}, tensors=_BIAS, more=_gemma2),
     "gemma3": Architecture(
         "gemma3_text", fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None}, tensors=_BIAS,
@@ -260,6 +260,7 @@ ARCHITECTURES = {
         tensors={"conv_bias": "shortconv.conv.bias"}, more=_lfm2, layers_vary=True,
     ),
     "deepseek2": Architecture(
-        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, tensors=_BIASES, more=_deepseek2, is_latent=True
+        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, fixed=_SILU | {"norm_topk_prob": False}, tensors=_BIASES,
+        more=_deepseek2, is_latent=True,
     ),
 }  # fmt: skip

@@ -219,3 +219,13 @@ def test_a_table_of_codes_is_one_with_the_head_that_shares_it(
         name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in read_weights(Artifact.open(artifact))
     )
     _check(artifact, exact, "int8")
+
+
+def test_codes_that_are_rounded_a_second_time_are_told(
+    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q4_1")
+    export_tiny(tmp_path / "tiny.gguf", tmp_path / "plain", dequantize=True)
+    assert "a second time" not in caplog.text
+    export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", dequantize=True, quantization="int4")
+    assert "is quantized, and --quantization int4 rounds its weights a second time" in caplog.text
