@@ -167,6 +167,19 @@ def _lfm2(keys: Keys, fields: Fields) -> Fields:
     return {"num_key_value_heads": max(each), "layer_types": [_FULL if count else "conv" for count in each]}
 
 
+def _qwen35(keys: Keys, fields: Fields) -> Fields:
+    """Most layers have linear attention. A text has one position on each axis, so that the sections of the third change nothing."""
+    interval, heads = keys.whole("full_attention_interval", least=1), keys.whole("ssm.time_step_rank", least=1)
+    sections = [size for size in keys.of_layers("rope.dimension_sections", 4) if size]
+    is_full = [(layer + 1) % interval == 0 for layer in range(fields["num_hidden_layers"])]
+    return {
+        "layer_types": [_FULL if full else "linear_attention" for full in is_full],
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": keys.whole("ssm.inner_size", least=heads) // heads,
+        "rope_parameters": fields["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True},
+    }
+
+
 def _deepseek2(keys: Keys, fields: Fields) -> Fields:
     """Latent attention, whose head of keys the file has once. DeepSeek-V3's files, which have sigmoid gates, are refused."""
     rank, rotated, rope = fields["kv_lora_rank"], fields["head_dim"], fields["rope_parameters"]
@@ -205,6 +218,10 @@ _LATENT = {
     "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
 }  # fmt: skip
+_LINEAR = _RMS | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+}  # fmt: skip
 _LAYERS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _GPT2 = _LAYERS | {"max_position_embeddings": "n_positions", "hidden_size": "n_embd", "intermediate_size": "n_inner"}
 _BIAS = {"attention_bias": "attn_q.bias"}
@@ -217,6 +234,11 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", _QWEN_MOE, fixed=_QWEN, tensors={"qkv_bias": "attn_q.bias"}, more=_qwen_moe),
     "qwen3": Architecture("qwen3", fixed=_QWEN, tensors=_BIAS),
     "qwen3moe": Architecture("qwen3_moe", _QWEN_MOE, fixed=_QWEN, tensors=_BIAS, more=_qwen_moe),
+    "qwen35": Architecture("qwen3_5_text", _LINEAR, tensors=_BIAS, more=_qwen35, is_partial=True),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", _QWEN_MOE | _LINEAR | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        tensors=_BIAS, more=_qwen35, is_partial=True,
+    ),
     "gemma": Architecture("gemma", fixed={"hidden_act": _TANH, "use_bidirectional_attention": False}, tensors=_BIAS),
     "gemma2": Architecture("gemma2", fixed=_GELU | {"use_bidirectional_attention": False}, tensors=_BIAS, more=_gemma2),
     "gemma3": Architecture(

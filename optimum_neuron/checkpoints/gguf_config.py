@@ -91,7 +91,10 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     rows = header.tensors[TABLE].shape[0]
     keys.same("vocab_size", rows, why=f"{TABLE} has {rows} rows")
     sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}
-    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    # Blocks after the last layer guess further tokens: no logit depends on them, and transformers has none.
+    layers = sizes["num_hidden_layers"] - keys.whole("nextn_predict_layers", 0)
+    keys.tensors |= {name for name in header.tensors if name.startswith("blk.") and int(name.split(".")[1]) >= layers}
+    sizes["num_hidden_layers"], heads = layers, sizes["num_attention_heads"]
     of_keys = keys.of_layers("attention.head_count_kv", layers, heads)
     if isinstance(of_keys, tuple) and not architecture.layers_vary:
         if len(set(of_keys)) != 1:

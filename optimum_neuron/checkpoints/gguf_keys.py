@@ -28,7 +28,6 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "split.no": ((0,), "the file is one of several parts"),
     "split.count": ((0, 1), "the file is one of several parts"),
     "@attention.causal": ((True,), "a token of this model attends to later ones"),
-    "@nextn_predict_layers": ((0,), "the layers that predict further tokens are not exported"),
 }
 # In the place of a default: the file must have the key.
 NEEDED: Any = object()

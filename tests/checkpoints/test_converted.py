@@ -82,6 +82,11 @@ BLOOM = {
     "layer_norm_epsilon": 3e-4,
     "pad_token_id": 0,
 }
+LINEAR = rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True) | {
+    "head_dim": 16, "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "full_attention_interval": 3, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", rope()),
     "llama tied": ("llama", rope() | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -110,6 +115,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", rope() | {"head_dim": 24}),
     "qwen3 bias": ("qwen3", rope("linear", factor=2.5) | {"head_dim": 16, "attention_bias": True}),
     "qwen3 moe": ("qwen3_moe", rope() | EXPERTS | {"head_dim": 24, "norm_topk_prob": True}),
+    "qwen35": ("qwen3_5_text", LINEAR),
+    "qwen35 moe": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 48}),
     "phi3": ("phi3", rope() | {"sliding_window": None}),
     "phi3 window": ("phi3", rope() | {"sliding_window": 9}),
     "phi3 partial": ("phi3", rope(partial_rotary_factor=0.5) | {"sliding_window": 11}),

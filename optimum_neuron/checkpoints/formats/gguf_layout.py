@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 Make = Callable[..., np.ndarray]
 # Norms that llama.cpp has with the 1 that transformers adds.
-_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 # Architectures whose rotated pairs are neighbours in a file, and halves of a head in transformers.
 _PAIRED = ("llama", "granite")
 
@@ -74,7 +74,7 @@ def _tensor(name: str, known: Any) -> str | None:
 
 def _changed(tensor: str, architecture: str, config: PreTrainedConfig) -> tuple[Any, ...]:
     own = re.sub(r"^blk\.\d+\.", "", tensor)
-    if architecture in _SHIFTED and own.endswith("norm.weight"):
+    if architecture in _SHIFTED and own.endswith("norm.weight") and own != "ssm_norm.weight":
         return (lambda values: values - 1,)
     if architecture in _PAIRED and own.startswith(("attn_q.", "attn_k.")):
         heads = config.num_attention_heads if own.startswith("attn_q.") else config.num_key_value_heads
@@ -85,6 +85,8 @@ def _changed(tensor: str, architecture: str, config: PreTrainedConfig) -> tuple[
     if architecture == "falcon" and own.startswith("attn_qkv."):
         heads = config.num_attention_heads
         return (lambda values: _grouped(values, heads, 1 if config.multi_query else config.num_kv_heads),)
+    if architecture.startswith("qwen35"):
+        return (_of_linear_attention(own, config),)
     if architecture == "gpt2" and own in ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"):
         return (_as_it_is, True)
     return (_as_it_is,)
@@ -109,6 +111,26 @@ def _grouped(values: np.ndarray, heads: int, of_keys: int) -> np.ndarray:
     return np.concatenate((queries, others[0], others[1]), 1).reshape(values.shape)
 
 
+def _of_linear_attention(own: str, config: PreTrainedConfig) -> Make:
+    """llama.cpp has the first head of values of each head of keys, then the second; transformers has those of a head of keys together."""
+    heads, size = config.linear_num_key_heads, config.linear_value_head_dim
+    first = 2 * heads * config.linear_key_head_dim
+    made: dict[str, Make] = {
+        "attn_gate.weight": lambda values: _together(values, heads, size),
+        "ssm_alpha.weight": lambda values: _together(values, heads, 1),
+        "ssm_beta.weight": lambda values: _together(values, heads, 1),
+        "ssm_dt.bias": lambda values: _together(values, heads, 1),
+        "ssm_a": lambda values: np.log(-_together(values, heads, 1)),
+        "ssm_out.weight": lambda values: _together(values.swapaxes(0, 1), heads, size).swapaxes(0, 1),
+        "attn_qkv.weight": lambda values: np.concatenate((values[:first], _together(values[first:], heads, size))),
+    }
+    return made.get("attn_qkv.weight" if own == "ssm_conv1d.weight" else own, _as_it_is)
+
+
+def _together(values: np.ndarray, heads: int, size: int) -> np.ndarray:
+    return values.reshape(-1, heads, size, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+
+
 def _joined(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | None:
     """A parameter that the file has in several tensors, or a part of one."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -126,6 +148,9 @@ def _joined(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | 
         return Recipe((f"{block}exp_probs_b.bias",), _as_it_is)
     if norm := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", own):
         return Recipe((f"{block}attn_{norm[1]}_norm.weight",), lambda values: values[int(norm[2])])
+    if own in ("linear_attn.A_log", "linear_attn.dt_bias"):
+        tensor = "ssm_a" if own == "linear_attn.A_log" else "ssm_dt.bias"
+        return Recipe((f"{block}{tensor}",), _of_linear_attention(tensor, config))
     if own == "self_attn.kv_b_proj.weight":
         return Recipe((f"{block}attn_k_b.weight", f"{block}attn_v_b.weight"), _keys_and_values)
     return None
