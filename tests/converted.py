@@ -18,8 +18,11 @@ import torch
 # It brings a gguf of its own, which must not replace the one that is installed: hence a folder by itself, see the Makefile.
 FOLDER = Path(sys.prefix) / "converter"
 _OWN = ("gguf", "conversion")
-# What its module of DeepSeek's models names, for another model, and its own gguf lacks.
-_ABSENT = ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ")
+# What its modules of DeepSeek's and MiniMax's models name, for others than those of the tests, and its own gguf lacks.
+_ABSENT = {
+    "MODEL_TENSOR": ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"),
+    "MODEL_ARCH": ("MINIMAXM3",),
+}
 
 
 def convert(
@@ -86,9 +89,10 @@ def _modules() -> Iterator[ModuleType]:
 def _converter() -> dict[str, ModuleType]:
     sys.path.insert(0, str(FOLDER))
     try:
-        kinds = importlib.import_module("gguf").MODEL_TENSOR
-        for name in _ABSENT:
-            setattr(kinds, name, None)
+        own = importlib.import_module("gguf")
+        for kind, names in _ABSENT.items():
+            for name in names:
+                setattr(getattr(own, kind), name, None)
         conversion = importlib.import_module("conversion")
         conversion.load_all_models()
         return _taken()

@@ -30,6 +30,7 @@ _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _MOST_ITEMS = 4096
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def read_header(path: Path) -> GgufHeader:
 def _check_describes_model(path: Path, header: GgufHeader) -> None:
     if not header.stored.elements:
         raise ValueError(f"{path} holds no weights; name a file with the whole model")
-    if not isinstance(header.values.get(ARCHITECTURE_KEY), str):
+    architecture = header.values.get(ARCHITECTURE_KEY)
+    if not isinstance(architecture, str) or not architecture.isprintable() or len(architecture) > _LONGEST_NAME:
         raise ValueError(f"{path} names no {ARCHITECTURE_KEY}; name a file with the whole model")
     if header.is_swapped:
         raise ValueError(f"{path} was written by a machine of the other byte order; convert it again on one like this")
@@ -149,7 +151,7 @@ class _Cursor:
         tensors, pairs = self._number("Q"), self._number("Q")
         values: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._string()
+            key = self._name()
             if key in values:
                 raise ValueError(f"it has {key} twice")
             values[key] = self._value(self._number("I"))
@@ -172,7 +174,7 @@ class _Cursor:
 
     def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[str, GgufTensor]:
         """A tensor by name, its place counted from the first tensor."""
-        name, dimensions = self._string(), self._number("I")
+        name, dimensions = self._name(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
@@ -207,6 +209,13 @@ class _Cursor:
         start = self._place
         self._skip(struct.calcsize(form))
         return struct.unpack_from(self._order + form, self._data, start)[0]
+
+    def _name(self) -> str:
+        """A key, or a tensor's name, which messages show."""
+        start, name = self._place, self._string()
+        if not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise ValueError(f"at byte {start:,} stands no name")
+        return name
 
     def _string(self) -> str:
         length = self._number("Q")

@@ -123,10 +123,19 @@ def _olmo2(keys: Keys, fields: Fields) -> Fields:
     return {"model_type": "olmo3"} | _window(keys, fields, 4) | ropes
 
 
-def _gpt_oss(keys: Keys, fields: Fields) -> Fields:
+def _wide_experts(keys: Keys, fields: Fields) -> Fields:
     size = fields["intermediate_size"]
     keys.same("expert_feed_forward_length", size, why=f"its experts are as wide as feed_forward_length, {size}")
-    return _window(keys, fields, 2)
+    return {}
+
+
+def _gpt_oss(keys: Keys, fields: Fields) -> Fields:
+    return _wide_experts(keys, fields) | _window(keys, fields, 2)
+
+
+def _minimax_m2(keys: Keys, fields: Fields) -> Fields:
+    keys.same("expert_gating_func", 2, why="a MiniMax-M2 chooses experts by sigmoid, 2")
+    return _wide_experts(keys, fields)
 
 
 def _phi3(keys: Keys, fields: Fields) -> Fields:
@@ -207,6 +216,7 @@ def _deepseek2(keys: Keys, fields: Fields) -> Fields:
 _TANH, _GELU = "gelu_pytorch_tanh", {"hidden_activation": "gelu_pytorch_tanh"}
 _QWEN = _SILU | {"use_sliding_window": False}
 _MOE = _RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_MOE = _MOE | {"expert_count": "num_local_experts"}
 _QWEN_MOE = _MOE | {"expert_feed_forward_length": "moe_intermediate_size"}
 _SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
@@ -246,10 +256,11 @@ ARCHITECTURES = {
         more=_gemma3,
     ),
     "gpt-oss": Architecture(
-        "gpt_oss", _RMS | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        "gpt_oss", _LOCAL_MOE,
         fixed=_SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, tensors=_BIAS, more=_gpt_oss,
         rope={"truncate": False},  # in all published ones
     ),
+    "minimax-m2": Architecture("minimax_m2", _LOCAL_MOE, more=_minimax_m2, is_partial=True),
     "phi3": Architecture("phi3", more=_phi3, is_partial=True),
     "granite": Architecture("granite", _RMS | _SCALES, defaults=dict.fromkeys(_SCALES, 1.0), tensors=_BIASES),
     "olmo2": Architecture("olmo2", tensors=_BIAS, more=_olmo2),

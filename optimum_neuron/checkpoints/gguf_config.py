@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -93,7 +94,7 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}
     # Blocks after the last layer guess further tokens: no logit depends on them, and transformers has none.
     layers = sizes["num_hidden_layers"] - keys.whole("nextn_predict_layers", 0)
-    keys.tensors |= {name for name in header.tensors if name.startswith("blk.") and int(name.split(".")[1]) >= layers}
+    keys.tensors |= {name for name in header.tensors if layers <= _block(name) < sizes["num_hidden_layers"]}
     sizes["num_hidden_layers"], heads = layers, sizes["num_attention_heads"]
     of_keys = keys.of_layers("attention.head_count_kv", layers, heads)
     if isinstance(of_keys, tuple) and not architecture.layers_vary:
@@ -107,6 +108,12 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in header.tensors,
         **{name: _token(keys, f"tokenizer.ggml.{key}", rows) for name, key in _TOKENS.items()},
     }
+
+
+def _block(name: str) -> int:
+    """The number of a tensor's block; -1 where it is in none."""
+    found = re.match(r"blk\.(\d{1,9})\.", name)
+    return int(found[1]) if found else -1
 
 
 def _token(keys: Keys, key: str, rows: int) -> int | None:

@@ -130,6 +130,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         rope("longrope", short_factor=LONG, long_factor=[2.0] * 8, original_max_position_embeddings=128)
         | {"original_max_position_embeddings": 128, "sliding_window": 33},
     ),
+    "minimax-m2": (
+        "minimax_m2",
+        rope(partial_rotary_factor=0.5) | MIXED | {"head_dim": 24, "rotary_dim": 12, "scoring_func": "sigmoid"},
+    ),
     "gemma": ("gemma", USUAL_BASE | {"head_dim": 24}),
     "gemma2": (
         "gemma2",

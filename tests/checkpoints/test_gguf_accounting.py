@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron.checkpoints.find import find_checkpoint
+from optimum_neuron.checkpoints.gguf_architectures import ARCHITECTURES
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,13 @@ def test_a_name_that_stands_twice_or_is_missing_is_told(
 def test_a_tensor_of_other_sizes_than_the_keys_name_is_refused(llama: Path, tmp_path: Path) -> None:
     told = refusal(convert(llama, tmp_path / "model.gguf", 300, key("llama.feed_forward_length", 80)))
     assert "blk.0.ffn_gate.weight of the shape [96, 64]" in told and "gate_proj.weight of the shape [80, 64]" in told
+
+
+def test_the_page_about_exports_names_the_architectures_that_are_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+    listed = page.partition("It reads files of the architectures ")[2].partition(".\n")[0]
+    names = re.sub(r" \([^)]*\)", "", listed).replace("\n", " ").replace(" and ", ", ").split(", ")
+    assert names == sorted(ARCHITECTURES)
 
 
 def test_an_export_writes_nothing_where_a_key_is_refused(llama: Path, tmp_path: Path) -> None:
