@@ -45,7 +45,7 @@ from .language_model import find_text_config, find_text_part, is_multimodal, mul
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
-from .tokenizer import check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
+from .tokenizer import begin_as_in_gguf, check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -324,7 +324,9 @@ class Checkpoint:
         """The tokenizer of a GGUF file that has one; it takes long to make."""
         if self._gguf is None or TOKENS_KEY not in self._gguf.values:
             return None
-        return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+        tokenizer = load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+        begin_as_in_gguf(tokenizer, self._gguf.values)
+        return tokenizer
 
     def _check_weights(self) -> None:
         """Before any is read: whether they are all there, and as many as the config asks for."""

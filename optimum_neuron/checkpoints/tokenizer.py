@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..errors import first_line
@@ -20,6 +22,11 @@ CONFIG_NAME = "tokenizer_config.json"
 # Vocabularies; what stands beside them only tells how they are used.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 _SENTENCEPIECE = "*.model"
+_GGUF = "tokenizer.ggml"
+# Kinds of byte-level vocabularies that llama.cpp begins texts of.
+_BEGINNING = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "chameleon",
+)  # fmt: skip
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -46,6 +53,22 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
             f"{source}: its tokenizer cannot be read ({first_line(error)}); restore or remove its files (tokenizer.json and its "
             f"like), or download it again"
         ) from error
+
+
+def begin_as_in_gguf(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Has a GGUF file's tokenizer begin texts with its token for that where llama.cpp does; transformers leaves it out.
+
+    Args:
+        values: of the file, by key; without a key of its own, the kind of vocabulary decides (llama.cpp's `llama-vocab.cpp`).
+    """
+    usual = values.get(f"{_GGUF}.model") == "llama" or values.get(f"{_GGUF}.pre") in _BEGINNING
+    if not values.get(f"{_GGUF}.add_bos_token", usual) or tokenizer.bos_token is None:
+        return
+    token = tokenizer.bos_token
+    marks = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = marks
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from converted import convert
@@ -300,3 +301,23 @@ def test_no_field_that_computes_is_left_to_its_class(
     config = read_config(read_header(path), "model.gguf").config
     own = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
     assert own - given - UNCOMPUTED - DERIVED == set()
+
+
+# llama.cpp leaves out the window of Phi 3, rounds gpt-oss's correction range, and reads no attention factor and no groups of experts.
+KNOWN_BY_LLAMA_CPP = (
+    "llama llama3 odd", "llama linear", "llama yarn", "mixtral", "qwen2 yarn", "qwen3 moe", "phi3 longrope", "minimax-m2", "gemma2 27b",
+    "gemma3 linear", "stablelm norms", "starcoder2", "deepseek2", "granite bias", "olmo3", "falcon 40b", "bloom", "nemotron", "lfm2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("title", KNOWN_BY_LLAMA_CPP)
+def test_llama_cpp_computes_the_same_of_the_file(title: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = write(make_model(title), tmp_path)
+    peer = llama_cpp.Llama(str(path), n_ctx=128, n_batch=128, logits_all=True, verbose=False, type_k=0, type_v=0)
+    peer.eval(tokens(100)[0].tolist())
+    expected = torch.from_numpy(np.array(peer.scores[:100]))
+    with torch.no_grad():
+        found = with_own_attention(open_file(path).load_model("auto"))(tokens(100)).logits[0]
+    # Its activation functions read tables in float16.
+    assert (found - expected).abs().max() < 2e-3 * (expected.max() - expected.min())

@@ -14,7 +14,7 @@ from converted import convert
 from helpers import export_tiny
 from sharp import sharpen
 from tiny import TINY_CONFIGS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.checkpoints.gguf_architectures import ARCHITECTURES
@@ -171,3 +171,28 @@ def test_an_export_writes_nothing_where_a_key_is_refused(llama: Path, tmp_path: 
     with pytest.raises(ValueError, match=r"llama\.attention\.scale=0\.5"):
         export_tiny(path, tmp_path / "out" / "artifact")
     assert not (tmp_path / "out").exists()
+
+
+BOS = "tokenizer.ggml.add_bos_token"
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        ({}, False),
+        ({BOS: True}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe", BOS: False}, False),
+    ],
+)
+def test_a_text_begins_with_the_token_that_llama_cpp_begins_it_with(
+    changes: dict[str, Any], begins: bool, llama: Path, tmp_path: Path
+) -> None:
+    def add(writer: Any) -> None:
+        for name, value in changes.items():
+            key(name, value)(writer)
+
+    path = convert(llama, tmp_path / "model.gguf", 300, add)
+    artifact = export_tiny(path, tmp_path / "artifact")
+    ids = AutoTokenizer.from_pretrained(artifact)("\0\1\2").input_ids
+    assert len(ids) > 1 and ids.count(1) == int(begins) and (ids[0] == 1) is begins
