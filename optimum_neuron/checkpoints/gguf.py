@@ -26,6 +26,9 @@ ARCHITECTURE_KEY = "general.architecture"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+# Types of plain numbers, as numpy has them; it lacks bfloat16.
+_NUMPY_KINDS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
+PLAIN_KINDS = (*_NUMPY_KINDS, "BF16")
 # Of a vocabulary only the length is known; a model has fewer layers, and fewer sizes of each.
 _MOST_ITEMS = 4096
 _ALIGNMENT = 32
@@ -81,6 +84,38 @@ class GgufHeader:
     @property
     def stored(self) -> StoredWeights:
         return StoredWeights(len(self.tensors), sum(math.prod(tensor.shape) for tensor in self.tensors.values()))
+
+    def kind(self, name: str) -> str:
+        """A tensor's type, as gguf calls it."""
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.tensors[name].kind).name
+
+    def read_bytes(self, name: str) -> np.ndarray:
+        """A tensor `[..., outputs, bytes of an output]` uint8, mapped from the file."""
+        tensor = self.tensors[name]
+        shape = (*tensor.shape[:-1], tensor.size // max(1, math.prod(tensor.shape[:-1])))
+        if not tensor.size:
+            return np.empty(shape, np.uint8)
+        return np.asarray(np.memmap(self.path, mode="r", dtype=np.uint8, offset=tensor.start, shape=shape))
+
+    def read_values(self, name: str) -> np.ndarray:
+        """A tensor in float32, by gguf's own function where it is of codes.
+
+        Raises:
+            ValueError: its type stands for no weights, or the installed gguf does not read it.
+        """
+        from gguf.quants import GGMLQuantizationType, dequantize
+
+        kind, stored = self.kind(name), self.read_bytes(name)
+        if kind in _NUMPY_KINDS:
+            return stored.view(_NUMPY_KINDS[kind]).astype(np.float32)
+        try:
+            return np.asarray(dequantize(stored, GGMLQuantizationType[kind]), dtype=np.float32)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{self.path}: {name} is of the type {kind}, which gguf makes no weights of; convert the file to another type"
+            ) from error
 
     def sizes(self) -> dict[str, Any]:
         """The sizes of the model, by their keys without the architecture."""

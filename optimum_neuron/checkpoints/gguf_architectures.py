@@ -190,14 +190,16 @@ def _qwen35(keys: Keys, fields: Fields) -> Fields:
 
 
 def _deepseek2(keys: Keys, fields: Fields) -> Fields:
-    """Latent attention, whose head of keys the file has once. DeepSeek-V3's files, which have sigmoid gates, are refused."""
+    """Latent attention, whose head of keys the file has once. DeepSeek-V3's files are those with sigmoid gates."""
     rank, rotated, rope = fields["kv_lora_rank"], fields["head_dim"], fields["rope_parameters"]
     if fields["num_key_value_heads"] != 1:
         raise keys.refusal("attention.head_count_kv", "an old converter made it; convert the checkpoint again")
     keys.same("attention.key_length", rank + rotated, why=f"the ranks are {rank} and {rotated}")
     keys.same("attention.value_length", rank, why=f"the rank is {rank}")
-    keys.same("expert_gating_func", 1, why="a DeepSeek-V2 chooses experts by softmax, 1")
-    keys.same("expert_weights_norm", False, why="a DeepSeek-V2 leaves the weights of experts as they are")
+    keys.same("expert_gating_func", 1, 2, why="experts are chosen by softmax, 1, or sigmoid, 2")
+    is_3 = keys.header.sizes().get("expert_gating_func") == 2
+    if not is_3:
+        keys.same("expert_weights_norm", False, why="a DeepSeek-V2 leaves the weights of experts as they are")
     groups = keys.whole("expert_group_count", 0)
     # The converter writes a tenth of mscale_all_dim, to which mscale is equal in all published ones.
     scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
@@ -206,8 +208,10 @@ def _deepseek2(keys: Keys, fields: Fields) -> Fields:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.whole("attention.key_length_mla", least=rotated) - rotated,
         "q_lora_rank": keys.whole("attention.q_lora_rank", 0) or None,
-        "n_group": groups or None,
-        "topk_group": keys.whole("expert_group_used_count", 0) or None,
+        "model_type": "deepseek_v3" if is_3 else "deepseek_v2",
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "n_group": groups or (1 if is_3 else None),
+        "topk_group": keys.whole("expert_group_used_count", 0) or (1 if is_3 else None),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "num_key_value_heads": fields["num_attention_heads"],
     }
@@ -293,7 +297,6 @@ ARCHITECTURES = {
         tensors={"conv_bias": "shortconv.conv.bias"}, more=_lfm2, layers_vary=True,
     ),
     "deepseek2": Architecture(
-        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, fixed=_SILU | {"norm_topk_prob": False}, tensors=_BIASES,
-        more=_deepseek2, is_latent=True,
+        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, tensors=_BIASES, more=_deepseek2, is_latent=True
     ),
 }  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .formats.gguf_tensors import read_values
 from .gguf_keys import REMEDY, Keys
 
 
@@ -103,7 +102,7 @@ def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
         raise ValueError(
             f"{keys.source} lacks the tensor {name}, without which its model is not known; convert it again"
         )
-    factors = read_values(keys.header, name)
+    factors = keys.header.read_values(name)
     keys.tensors.add(name)
     if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
         raise ValueError(

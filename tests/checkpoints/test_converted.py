@@ -178,6 +178,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         rope() | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
     ),
+    "deepseek2 v3": (
+        "deepseek_v3",
+        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0)
+        | LATENT
+        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "scoring_func": "sigmoid"},
+    ),
     "granite": ("granite", rope() | SCALES),
     "granite bias": ("granite", rope() | SCALES | {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", rope()),

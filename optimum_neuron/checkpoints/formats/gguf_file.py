@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...graphs.quantized.weight import QuantizedWeight
-from ..gguf import GgufHeader
+from ..gguf import PLAIN_KINDS, GgufHeader
 from ..gguf_keys import REMEDY
 from ..scratch import in_file
 from .format import CheckpointFormat
 from .gguf_blocks import KINDS, repack
 from .gguf_layout import Recipe, recipes, stored_names
-from .gguf_tensors import PLAIN_KINDS, kind_of, read_bytes, read_values
 from .stored import PLAIN_REMEDY, NotKeptError
 
 
@@ -116,7 +115,7 @@ class GgufFile(CheckpointFormat):
             ValueError: the file's tensors have other shapes than the parameter.
         """
         recipe = self._recipes[name]
-        values = [read_values(self._header, tensor) for tensor in recipe.tensors]
+        values = [self._header.read_values(tensor) for tensor in recipe.tensors]
         try:
             made = recipe.make(*values)
         except (ValueError, IndexError) as error:
@@ -140,13 +139,13 @@ class GgufFile(CheckpointFormat):
         )
 
     def _kinds(self, recipe: Recipe) -> list[str]:
-        return [kind_of(self._header, tensor) for tensor in recipe.tensors]
+        return [self._header.kind(tensor) for tensor in recipe.tensors]
 
     def _is_plain(self, name: str) -> bool:
         return all(kind in PLAIN_KINDS for kind in self._kinds(self._recipes[name]))
 
     def _repacked(self, tensor: str, kind: str) -> QuantizedWeight:
-        data = torch.from_numpy(np.array(read_bytes(self._header, tensor)))
+        data = torch.from_numpy(np.array(self._header.read_bytes(tensor)))
         return repack(f"{self._path}: {tensor}", kind, data)
 
     def _places(self, recipe: Recipe) -> Tensor | None:

@@ -47,6 +47,10 @@ def _recipes(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, R
     import gguf
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
+        raise RuntimeError(
+            f"the installed gguf does not know the architecture {architecture}; pip install --upgrade gguf"
+        )
     known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
     for name in stored_names(model):
         made = _joined(name, architecture, model.config)
