@@ -208,7 +208,7 @@ def _deepseek2(keys: Keys, fields: Fields) -> Fields:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.whole("attention.key_length_mla", least=rotated) - rotated,
         "q_lora_rank": keys.whole("attention.q_lora_rank", 0) or None,
-        "model_type": "deepseek_v3" if is_3 else "deepseek_v2",
+        **({"model_type": "deepseek_v3", "rope_interleave": True} if is_3 else {}),
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "n_group": groups or (1 if is_3 else None),
         "topk_group": keys.whole("expert_group_used_count", 0) or (1 if is_3 else None),

@@ -18,6 +18,7 @@ _WITHOUT_EFFECT = {
     r"general\.(?!type$).*": "it describes the file",
     r"tokenizer\..*": "the tokenizer is made of it",
     r"quantize\..*": "it tells how the codes were chosen",
+    r"mradermacher\..*": "it tells who quantized the file",
     r"split\.tensors\.count": "it counts the tensors",
     r"@rope\.scaling\.finetuned": "it tells how the model was trained",
     r"@pooling_type": "only embeddings are pooled",

@@ -97,6 +97,7 @@ HARMLESS = [
     ("general.quantized_by", "someone"),
     ("tokenizer.ggml.add_space_prefix", False),
     ("quantize.imatrix.entries_count", 7),
+    ("mradermacher.quantized_by", "someone"),
     ("split.count", 1),
 ]
 
