@@ -95,8 +95,8 @@ def _gemma_scale(fields: Fields, layers_of_27b: int) -> int:
 def _gemma2(keys: Keys, fields: Fields) -> Fields:
     return _window(keys, fields, 2, 4096) | {
         "query_pre_attn_scalar": _gemma_scale(fields, 46),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
     }
 
 
