@@ -25,7 +25,8 @@ OPTIONS: dict[str, Any] = {"revision": None, "token": None, "trust_remote_code":
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with connected_hub(monkeypatch) as found:
         found.commits = [dict.fromkeys(ANOTHERS, b"never read")]
         yield found
@@ -103,13 +104,12 @@ def test_a_repository_without_readable_weights_says_what_it_has(hub: LoopbackHub
 
 
 def test_a_gguf_file_of_a_repository_is_exported_without_the_others(
-    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     write_gguf(tiny_checkpoint, tmp_path / "m.gguf", "Q8_0")
     card = b"---\nlicense: mit\n---\n"
     hub.commits = [{"README.md": card, "sub/m-Q8_0.gguf": (tmp_path / "m.gguf").read_bytes(), "m-F16.gguf": b"big"}]
     hub.branches["v1"] = 1
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     name = f"{REPO}:sub/m-Q8_0.gguf"
     config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="eager")
     exported = export_model(name, tmp_path / "out", config=config, revision="v1")
