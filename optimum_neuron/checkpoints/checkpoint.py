@@ -28,6 +28,7 @@ from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
 from .files import (
     INDEX_NAME,
+    StoredWeights,
     check_generation_config,
     check_weight_files,
     copy_files,
@@ -45,6 +46,7 @@ from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_reads import GgufReads
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
+from .left_over import check_unique, reading, renamed_by_wrappers
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
@@ -158,11 +160,14 @@ class Checkpoint:
             ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
             FileNotFoundError: there are no weights, or a file of them is missing.
         """
-        self._check_weights()
+        stored = self._check_weights()
         wanted = self.resolve_dtype(self.load_config(), dtype)
         config = self._whole_config
         multimodal = is_multimodal(config) and not self._runs_own_code(config)
         options = self._weight_options(config, wanted, exact=bool(adapters))
+        renamed = renamed_by_wrappers(stored.names)
+        if renamed:
+            options["key_mapping"] = renamed
         # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
         attention = "eager" if multimodal or adapters else ATTENTION_NAME
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
@@ -179,10 +184,11 @@ class Checkpoint:
                 )
             plain = self.load_config()
             made = torch.float32 if adapters else getattr(torch, wanted or "bfloat16")
-            read = read_dequantized(self._form, self.source, attention, plain, made)
+            read = read_dequantized(self._form, self.source, attention, plain, made, renamed)
         else:
             with self._reading():
                 read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
+        check_unique(stored.names, read.model.base_model_prefix, self.source)
         model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
@@ -197,7 +203,8 @@ class Checkpoint:
         if multimodal:
             model = take_text_part(model, self.source)
             set_implementation(model, ATTENTION_NAME)
-        read.check_complete(tensors, model)
+        look_up = reading(self.folder, self.source) if self.gguf_file is None else None
+        read.check_complete(tensors, model, look_up)
         if self.is_quantized and self.codes != DEQUANTIZE:
             self._keep_codes(model)
         return model.eval().requires_grad_(False)
@@ -339,8 +346,8 @@ class Checkpoint:
         with self._reading():
             return load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
 
-    def _check_weights(self) -> None:
-        """Before any is read: whether they are all there, and as many as the config asks for."""
+    def _check_weights(self) -> StoredWeights:
+        """Before any is read: whether they are all there, and as many as the config asks for; and what they are."""
         stored = check_weight_files(self.folder, self.source) if self._gguf is None else self._gguf.stored
         method = None if self._gguf is not None else quantization_method(self._whole_config)
         check_describes_weights(
@@ -350,6 +357,7 @@ class Checkpoint:
             trust_remote_code=self.trust_remote_code,
             codes_in_a_number=1 if method in (None, *DEQUANTIZED) else _CODES_IN_A_NUMBER,
         )
+        return stored
 
     @cached_property
     def _whole_config(self) -> PreTrainedConfig:

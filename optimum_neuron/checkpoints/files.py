@@ -76,10 +76,11 @@ def check_generation_config(folder: Path, source: str) -> None:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a checkpoint's files hold: how many tensors, and how many numbers they stand for at most."""
+    """What a checkpoint's files hold: how many tensors, how many numbers they stand for at most, and of safetensors files their names."""
 
     tensors: int
     elements: int
+    names: frozenset[str] = frozenset()
 
 
 def weight_files(folder: Path, source: str) -> list[Path]:
@@ -107,11 +108,11 @@ def check_weight_files(folder: Path, source: str) -> StoredWeights:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
         ValueError: a file is truncated or corrupt, or the weights are pickled.
     """
-    sizes = []
+    sizes = {}
     for path in weight_files(folder, source):
-        for shape, dtype in read_shapes(path).values():
-            sizes.append(math.prod(shape) * (1 if "F" in dtype else _PACKED))
-    return StoredWeights(len(sizes), sum(sizes))
+        for name, (shape, dtype) in read_shapes(path).items():
+            sizes[name] = math.prod(shape) * (1 if "F" in dtype else _PACKED)
+    return StoredWeights(len(sizes), sum(sizes.values()), frozenset(sizes))
 
 
 def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
