@@ -132,6 +132,7 @@ def export_model(
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
+    checkpoint.warn_of_unread_keys()
     calibration = (
         None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantiz
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
 from .tokenizer import check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
+from .unread import unread_keys
 
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,25 @@ class Checkpoint:
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config  # the weights will be plain
         return text_config
+
+    def warn_of_unread_keys(self) -> None:
+        """Tells in one line what the config says of how the model computes, and its class does not read."""
+        whole = self._whole_config
+        if self.gguf_file is not None or self._runs_own_code(whole):
+            return
+        config = whole.get_text_config(decoder=True)
+        document = read_object(self.folder / "config.json")
+        if config is not whole:
+            document = next((part for name, part in document.items() if getattr(whole, name, None) is config), {})
+        unread = unread_keys(document, config)
+        if unread:
+            logger.warning(
+                "%s: its config.json says %s, which %s does not read, though other models compute by it: the export computes as "
+                "transformers does, without it",
+                self.source,
+                ", ".join(f"{name}={json.dumps(value)}" for name, value in unread.items()),
+                type(config).__name__,
+            )
 
     def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
         """Raises ValueError where a sequence is longer than the model's positions."""
