@@ -27,6 +27,7 @@ from transformers import (
 from ..errors import first_line
 from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
+from .dtypes import NAMED, check_dtypes
 from .files import (
     INDEX_NAME,
     StoredWeights,
@@ -204,13 +205,13 @@ class Checkpoint:
                     f"checkpoint that it was made from"
                 )
             plain = self.load_config()
-            made = torch.float32 if adapters else getattr(torch, wanted or "bfloat16")
+            made = torch.float32 if adapters else NAMED[wanted or "bfloat16"]
             read = read_dequantized(self._form, self.source, attention, plain, made, renamed)
         else:
             with self._reading():
                 read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
         check_unique(stored.names, read.model.base_model_prefix, self.source)
-        model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
+        model, target = read.model, read.model.dtype if wanted is None else NAMED[wanted]
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
             raise ValueError(f"{self.source}: {nonfinite}")
@@ -386,7 +387,9 @@ class Checkpoint:
         if self._gguf is not None:
             check_sizes(self._gguf.sizes(), self.source)
         else:
-            check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
+            document, where = read_object(self.folder / "config.json"), str(self.folder / "config.json")
+            check_sizes(document, where)
+            check_dtypes(document, where)
         try:
             with self._reading():
                 return AutoConfig.from_pretrained(self.folder, **self._options())
@@ -411,7 +414,7 @@ class Checkpoint:
     def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
         """What transformers is told to load weights by; `exact`: as they are, or wider."""
         options = self._options()
-        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
+        options["dtype"] = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
         if self.gguf_file is None:
             quantization = dequantizing(config)
             return options if quantization is None else options | {"quantization_config": quantization}

@@ -147,6 +147,15 @@ def test_a_type_that_cannot_be_exported_is_refused(checkpoint: Path, output: Pat
     refused(ValueError, r"dtype='float64' .*float32", checkpoint, output, dtype="auto")
 
 
+@pytest.mark.parametrize("value", [5, True, [], {}, "nonesuch", "nn", "Tensor", "", "torch.float32", "__name__"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "text_config"])
+def test_what_is_no_name_of_a_type_is_refused(key: str, value: Any, checkpoint: Path, output: Path) -> None:
+    named = {"text_config": {"dtype": value}} if key == "text_config" else {key: value}
+    change_config(checkpoint, drop=() if key == "dtype" else ("dtype",), **named)
+    words = rf"config\.json names \w*dtype={re.escape(repr(value))}, which is no type of weights"
+    refused(ValueError, words, checkpoint, output, dtype="auto")
+
+
 def test_pickled_weights_are_never_opened(checkpoint: Path, output: Path) -> None:
     (checkpoint / WEIGHTS).unlink()
 
