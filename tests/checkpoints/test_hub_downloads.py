@@ -25,8 +25,7 @@ OPTIONS: dict[str, Any] = {"revision": None, "token": None, "trust_remote_code":
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     with connected_hub(monkeypatch) as found:
         found.commits = [dict.fromkeys(ANOTHERS, b"never read")]
         yield found
