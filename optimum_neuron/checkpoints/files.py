@@ -106,11 +106,15 @@ def check_weight_files(folder: Path, source: str) -> StoredWeights:
 
     Raises:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: a file is truncated or corrupt, or the weights are pickled.
+        ValueError: a file is truncated or corrupt, two hold the same tensor, or the weights are pickled.
     """
     sizes = {}
     for path in weight_files(folder, source):
         for name, (shape, dtype) in read_shapes(path).items():
+            if name in sizes:
+                raise ValueError(
+                    f"{source} holds {name} twice, in {path.name} and another file; download or copy it again"
+                )
             sizes[name] = math.prod(shape) * (1 if "F" in dtype else _PACKED)
     return StoredWeights(len(sizes), sum(sizes.values()), frozenset(sizes))
 

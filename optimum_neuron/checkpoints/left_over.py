@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = {
 _MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
 _FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
 _POSITIONS = re.compile(r"(?:^|\.)position_ids$")
-_LAYER = re.compile(r"(.*\.layers\.(\d+)\.)")
+_LAYER = re.compile(r"((?:.*\.)?layers\.(\d+)\.)")
 # DeepSeek-V3, section 2.2: a layer that predicts a further token has a projection of an embedding beside a hidden state.
 _OF_FURTHER_TOKENS = "eh_proj.weight"
 

@@ -85,7 +85,7 @@ class _Known:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         self._fields = {*getattr(type(config), "__dataclass_fields__", ()), *config.attribute_map}
-        self._source = _source_of(type(config))
+        self._source = _source_of(type(config).__module__)
         has_rope = "rope_parameters" in self._fields or _is_named("rope_parameters", self._source)
         self._rope = _members(getattr(config, "rope_parameters", None) or {}) if has_rope else []
         kinds = {each for key, each in self._rope if key == "rope_type"}
@@ -135,9 +135,9 @@ def _members(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 @cache
-def _source_of(config_class: type[PreTrainedConfig]) -> str:
+def _source_of(module: str) -> str:
     """The code of the module of a config and of the models beside it, in which `self` is another."""
-    path = Path(str(sys.modules[config_class.__module__].__file__))
+    path = Path(str(sys.modules[module].__file__))
     own = path.read_text(encoding="utf-8").replace("self.", "config.")
     beside = path.parent.glob(path.name.replace("configuration_", "modeling_"))
     return own + "".join(each.read_text(encoding="utf-8") for each in beside if each != path)

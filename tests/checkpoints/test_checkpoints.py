@@ -209,6 +209,12 @@ def test_a_tensor_that_only_the_index_knows_is_not_made_up(checkpoint: Path, out
     refused(ValueError, rf"lacks {name}", checkpoint, output)
 
 
+def test_a_tensor_that_two_files_hold_is_refused(checkpoint: Path, output: Path) -> None:
+    first, second, *_ = split_in_shards(checkpoint)
+    save_file(load_file(second) | load_file(first), second, metadata={"format": "pt"})
+    refused(ValueError, rf"holds {min(load_file(first))} twice, in {second.name} and another file", checkpoint, output)
+
+
 def test_more_layers_than_the_checkpoint_holds_are_not_made_up(checkpoint: Path, output: Path) -> None:
     change_config(checkpoint, num_hidden_layers=3, layer_types=None)
     words = r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more tensors, which LlamaForCausalLM needs"
