@@ -12,9 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.dtypes import NAMED
 from ..checkpoints.files import read_shapes, weight_files
-from ..checkpoints.mapped import DTYPES
+from ..checkpoints.mapped import DTYPES, NAMED
 from ..config import NeuronConfig
 from .weights import untie
 

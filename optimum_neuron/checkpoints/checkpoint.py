@@ -27,7 +27,6 @@ from transformers import (
 from ..errors import first_line
 from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
-from .dtypes import NAMED, check_dtypes
 from .files import (
     INDEX_NAME,
     StoredWeights,
@@ -49,6 +48,7 @@ from .gguf_reads import GgufReads
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
 from .left_over import check_unique, reading, renamed_by_wrappers
+from .mapped import NAMED
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
@@ -387,9 +387,7 @@ class Checkpoint:
         if self._gguf is not None:
             check_sizes(self._gguf.sizes(), self.source)
         else:
-            document, where = read_object(self.folder / "config.json"), str(self.folder / "config.json")
-            check_sizes(document, where)
-            check_dtypes(document, where)
+            check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
         try:
             with self._reading():
                 return AutoConfig.from_pretrained(self.folder, **self._options())

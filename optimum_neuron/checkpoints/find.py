@@ -62,7 +62,7 @@ def find_checkpoint(
         check_documents(path)
         _refuse_adapter(path, str(model))
         if not (path / "config.json").is_file():
-            _refuse_without_config(str(model), sorted(each.name for each in path.iterdir()), "/")
+            _refuse_files(str(model), sorted(each.name for each in path.iterdir()), "/")
         return Checkpoint(path, None, str(model), trust_remote_code)
     options = {"revision": revision, "token": token, **hub}
     patterns = [*VERBATIM, SINGLE_NAME, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
@@ -70,9 +70,7 @@ def find_checkpoint(
     if (folder / SINGLE_NAME).is_file():
         return Checkpoint(folder, None, str(model), trust_remote_code)
     if not (folder / INDEX_NAME).is_file():
-        names = _names(str(model), folder, options)
-        _refuse_for_gguf(str(model), names, ":")
-        refuse_without_safetensors(names, str(model))
+        _refuse_files(str(model), repository_files(str(model), folder, **options), ":")
     weights = sorted(map(glob.escape, set(indexed(folder / INDEX_NAME).values())))
     download(str(model), weights, **options | {"revision": commit_of(folder, revision)})
     return Checkpoint(folder, None, str(model), trust_remote_code)
@@ -100,11 +98,8 @@ def _find_hub_file(named: HubFile, **options: Any) -> Checkpoint:
     """The one GGUF file, and the card of its repository."""
     folder = download(named.repo_id, [glob.escape(named.name), CARD_NAME], **options)
     if not named.name.endswith(GGUF) or not (folder / named.name).is_file():
-        names = _names(named.repo_id, folder, options)
-        _refuse_for_gguf(named.repo_id, names, ":", f"has no GGUF file {named.name}")
-        raise FileNotFoundError(
-            f"{named.repo_id} has no GGUF files; leave out :{named.name}, or name another repository"
-        )
+        names = repository_files(named.repo_id, folder, **options)
+        _refuse_files(named.repo_id, names, ":", f"has no GGUF file {named.name}")
     return Checkpoint(folder, named.name, ":".join(named), trust_remote_code=False)
 
 
@@ -119,31 +114,24 @@ def _download_described(repo_id: str, patterns: list[str], options: dict[str, An
     check_documents(folder)
     _refuse_adapter(folder, repo_id)
     if not (folder / "config.json").is_file():
-        _refuse_without_config(repo_id, _names(repo_id, folder, options), ":")
+        _refuse_files(repo_id, repository_files(repo_id, folder, **options), ":")
     return folder
 
 
-def _names(repo_id: str, folder: Path, options: dict[str, Any]) -> list[str]:
-    return repository_files(
-        repo_id,
-        folder,
-        revision=commit_of(folder, options["revision"]),
-        token=options["token"],
-        local_files_only=options.get("local_files_only", False),
-    )
+def _refuse_files(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> NoReturn:
+    """Says what a folder or repository without a model's config or weights, or without a file, has in its place.
 
-
-def _refuse_without_config(source: str, names: Sequence[str], separator: str) -> NoReturn:
-    _refuse_for_gguf(source, names, separator)
-    raise FileNotFoundError(f"{source} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
-
-
-def _refuse_for_gguf(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> None:
-    """Raises ValueError where GGUF files are there to choose from."""
+    Raises:
+        ValueError: there are GGUF files to choose from, or pickled weights.
+        FileNotFoundError: there is nothing to read.
+    """
     files = [name for name in names if name.endswith(GGUF)]
     if files:
         first = f"{source.rstrip('/')}{separator}{files[0]}"
         raise ValueError(f"{source} {problem}; choose one, as --model {first}; it has {', '.join(files)}")
+    if "config.json" not in names:
+        raise FileNotFoundError(f"{source} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
+    refuse_without_safetensors(names, source)
 
 
 def _refuse_adapter(folder: Path, source: str) -> None:

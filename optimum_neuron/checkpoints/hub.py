@@ -49,12 +49,19 @@ def commit_of(folder: Path, revision: str | None) -> str | None:
 
 
 def repository_files(
-    repo_id: str, folder: Path, *, revision: str | None, token: str | bool | None, local_files_only: bool = False
+    repo_id: str,
+    folder: Path,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    local_files_only: bool = False,
+    **_: Any,
 ) -> list[str]:
     """The names of a repository's files, sorted; where the Hub must not be asked or cannot answer, those in the downloaded `folder`."""
     try:
         if not local_files_only:
-            return sorted(filter(str.isprintable, HfApi(token=token).list_repo_files(repo_id, revision=revision)))
+            names = HfApi(token=token).list_repo_files(repo_id, revision=commit_of(folder, revision))
+            return sorted(filter(str.isprintable, names))
     except (OfflineModeIsEnabled, HfHubHTTPError, HTTP_ERROR):
         pass
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -34,6 +34,8 @@ _MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
 _FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
 _POSITIONS = re.compile(r"(?:^|\.)position_ids$")
 _LAYER = re.compile(r"((?:.*\.)?layers\.(\d+)\.)")
+# A pattern of names with the number of a layer.
+_NUMBERED = re.compile(r"layers\\?\.\d")
 # DeepSeek-V3, section 2.2: a layer that predicts a further token has a projection of an embedding beside a hidden state.
 _OF_FURTHER_TOKENS = "eh_proj.weight"
 
@@ -86,19 +88,11 @@ class LeftOver:
         of_part: names of its tensors that are exported.
         others: names of its other tensors.
         read: a tensor of the checkpoint by name.
-        trusted: patterns of names that the model's code lists as of no use.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        of_part: Collection[str],
-        others: Collection[str],
-        read: Read,
-        trusted: Collection[str],
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, of_part: Collection[str], others: Collection[str], read: Read) -> None:
         self._of_part, self._others, self._read = of_part, others, read
-        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *trusted)))
+        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_trusted(model))))
         self._buffers = dict(model.named_buffers())
         self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]
         config = model.config.get_text_config(decoder=True)
@@ -148,6 +142,15 @@ class LeftOver:
             found = self._read(name)
             return found.numel() == 1 or (found.dim() == 4 and found.shape[-1] == found.shape[-2])
         return None
+
+
+def _trusted(model: PreTrainedModel) -> set[str]:
+    """Patterns by which the model's code says that names have no use. The number of a layer in a class is meant for one checkpoint."""
+    classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
+    fixed = {
+        name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
+    }
+    return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 # What transformers comes to where weights are other than it expects.
 _FAILURES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, SafetensorError)
-# A pattern of names with the number of a layer.
-_NUMBERED = re.compile(r"layers\\?\.\d")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,8 @@ class ReadModel:
         """
         used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         of_part = {name for name, tensor in tensors.items() if id(tensor) in used}
-        found = [] if read is None else self._without_a_reason(of_part, tensors.keys() - of_part, read)
+        left_over = None if read is None else LeftOver(self.model, of_part, tensors.keys() - of_part, read)
+        found = [] if left_over is None else left_over.without_a_reason(self.unexpected)
         lacking = [name for name in self.missing if id(tensors[name]) in used]
         if lacking:
             holding = f" and holds {_some(found)} without a place" if found else ""
@@ -91,10 +89,6 @@ class ReadModel:
             )
         if read is None and self.unexpected:
             logger.warning("%s holds %s without a place; left out", self.source, _some(self.unexpected))
-
-    def _without_a_reason(self, of_part: Collection[str], others: Collection[str], read: Read) -> list[str]:
-        left_over = LeftOver(self.model, of_part, others, read, _trusted(self.model))
-        return left_over.without_a_reason(self.unexpected)
 
 
 def read_model(
@@ -152,17 +146,6 @@ def _untied(model: PreTrainedModel) -> set[tuple[str, str]]:
     """Names of tensors, and of those that transformers was to tie them to, and did not because they differ."""
     asked = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {(name, other) for name, other in asked.items() if name not in model.all_tied_weights_keys}
-
-
-def _trusted(model: PreTrainedModel) -> set[str]:
-    """What the model's code says of names without a use. A number of a layer in a class is meant for one checkpoint of its family."""
-    classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
-    fixed = {name for each in classes for name in each._keys_to_ignore_on_load_unexpected or ()}
-    return {
-        name
-        for name in model._keys_to_ignore_on_load_unexpected or ()
-        if name not in fixed or not _NUMBERED.search(name)
-    }
 
 
 @contextmanager
