@@ -205,7 +205,7 @@ def _work_folder(output: Path) -> Iterator[Path]:
 
 
 def _look_at_abandoned(output: Path) -> None:
-    """Settles what killed exports to other names have left beside an output, and tells of weights with which they would go on."""
+    """Settles what killed exports to other names have left in an output's folder, and names weights that their next try can use."""
     for work in sorted(output.parent.glob(f".?*{_PARTIAL}")):
         other = work.with_name(work.name[1:].removesuffix(_PARTIAL))
         if other == output or not any((work / name).is_file() for name in (LOCK_NAME, _SOURCE)):
@@ -214,7 +214,7 @@ def _look_at_abandoned(output: Path) -> None:
             left = sum(path.stat().st_size for path in (work / _NEW).rglob("*") if path.is_file())
             if left:
                 logger.warning(
-                    "%s holds %.1f MB of an export to %s that was ended; export there again to go on with it, or remove it",
+                    "%s holds %.1f MB of an export to %s that was killed; repeat that export to finish it, or remove the folder",
                     work,
                     left / 1e6,
                     other,

@@ -107,7 +107,7 @@ class Checkpoint:
         return text_config
 
     def warn_of_unread_keys(self) -> None:
-        """Tells in one line what the config says of how the model computes, and its class does not read."""
+        """Logs one line with the keys that say how a model computes, and that the config's class does not read."""
         whole = self._whole_config
         if self.gguf_file is not None or self._runs_own_code(whole):
             return
@@ -121,7 +121,7 @@ class Checkpoint:
                 "%s: its config.json says %s, which %s does not read, though other models compute by it: the export computes as "
                 "transformers does, without it",
                 self.source,
-                ", ".join(f"{name}={json.dumps(value)}" for name, value in unread.items()),
+                ", ".join(f"{json.dumps(name)[1:-1]:.60}={json.dumps(value):.60}" for name, value in unread.items()),
                 type(config).__name__,
             )
 

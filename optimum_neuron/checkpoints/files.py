@@ -165,7 +165,7 @@ def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
             f"transformers: from_pretrained(...).save_pretrained(...)"
         )
     others = [name for name in names if name.endswith(".safetensors")]
-    found = f"; it has {', '.join(others[:3])}, of which nothing tells that it is the whole model" if others else ""
+    found = f"; it has {', '.join(others[:3])}, which may not be the whole model" if others else ""
     raise FileNotFoundError(f"{source} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}{found}")
 
 

@@ -57,7 +57,7 @@ def repository_files(
     local_files_only: bool = False,
     **_: Any,
 ) -> list[str]:
-    """The names of a repository's files, sorted; where the Hub must not be asked or cannot answer, those in the downloaded `folder`."""
+    """The names of a repository's files, sorted; where the Hub must not be asked or cannot answer, those in the downloaded `folder`. Further options of `download` change nothing."""
     try:
         if not local_files_only:
             names = HfApi(token=token).list_repo_files(repo_id, revision=commit_of(folder, revision))

@@ -23,7 +23,6 @@ _OF_ALL = "module."
 # What no logit of the language model depends on.
 _WITHOUT_EFFECT = {
     r"(?:^|\.)(?:model\.)?mtp(?:_\w+)?\.": "layers that predict further tokens",
-    r"\.(?:self_attn|attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$": "scales of a quantized cache",
     r"\._extra_state$": "notes of a library for training",
     r"(?:^|\.)v_head\.": "a value head of training",
     r"(?:^|\.)(?:visual|vision|vision_\w+|audio|audio_\w+|speech_\w+|multi_modal_projector|mm_projector|img_processor)\.": (
@@ -31,12 +30,14 @@ _WITHOUT_EFFECT = {
     ),
 }
 _MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
+# One number, as checkpoints for caches of 8 bits have them.
+_CACHE_SCALE = re.compile(r"(?:attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$")
 _FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
 _POSITIONS = re.compile(r"(?:^|\.)position_ids$")
 _LAYER = re.compile(r"((?:.*\.)?layers\.(\d+)\.)")
 # A pattern of names with the number of a layer.
 _NUMBERED = re.compile(r"layers\\?\.\d")
-# DeepSeek-V3, section 2.2: a layer that predicts a further token has a projection of an embedding beside a hidden state.
+# DeepSeek-V3, section 2.2: a layer that predicts a further token projects an embedding joined to a hidden state.
 _OF_FURTHER_TOKENS = "eh_proj.weight"
 
 
@@ -81,7 +82,7 @@ def reading(folder: Path, source: str) -> Read:
 
 
 class LeftOver:
-    """Tells which tensors that a model has no place for are without effect.
+    """The judge of tensors that a model has no place for: which of them no logit depends on.
 
     Args:
         model: the one that was read.
@@ -91,7 +92,7 @@ class LeftOver:
     """
 
     def __init__(self, model: PreTrainedModel, of_part: Collection[str], others: Collection[str], read: Read) -> None:
-        self._of_part, self._others, self._read = of_part, others, read
+        self._of_part, self._others, self._read = _modules(of_part), _modules(others), read
         self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_trusted(model))))
         self._buffers = dict(model.named_buffers())
         self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]
@@ -120,15 +121,13 @@ class LeftOver:
         """Whether the innermost module around it that has tensors is none of the exported part."""
         parts = name.split(".")
         for count in range(len(parts) - 1, 0, -1):
-            module = ".".join(parts[:count]) + "."
-            if any(each.startswith(module) for each in self._of_part):
-                return False
-            if any(each.startswith(module) for each in self._others):
-                return True
+            module = ".".join(parts[:count])
+            if module in self._of_part or module in self._others:
+                return module not in self._of_part
         return False
 
     def _is_computed(self, name: str) -> bool | None:
-        """Whether the tensor is what the model computes by itself; None where it computes none of this name."""
+        """Whether a tensor of a name that models use no tensor for is what its name says; None for every other name."""
         if name in self._buffers:
             return _near(self._read(name), self._buffers[name])
         if _FREQUENCIES.search(name):
@@ -138,10 +137,17 @@ class LeftOver:
         if _POSITIONS.search(name):
             found = self._read(name).flatten()
             return torch.equal(found.long(), torch.arange(len(found)))
+        if _CACHE_SCALE.search(name):
+            return self._read(name).numel() == 1
         if _MASK.search(name):
             found = self._read(name)
             return found.numel() == 1 or (found.dim() == 4 and found.shape[-1] == found.shape[-2])
         return None
+
+
+def _modules(names: Collection[str]) -> set[str]:
+    """The modules that hold tensors, at any depth."""
+    return {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
 
 
 def _trusted(model: PreTrainedModel) -> set[str]:

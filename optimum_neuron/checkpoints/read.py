@@ -77,7 +77,7 @@ class ReadModel:
         if found:
             raise ValueError(
                 f"{self.source} holds {_some(found)}, for which {type(model).__name__} has no place by its config.json: without it this "
-                f"would be another model; correct config.json, or remove what is of no use from the file"
+                f"would be another model; correct config.json, or remove useless tensors from the file"
             )
         for name, other in self.untied:
             logger.warning(

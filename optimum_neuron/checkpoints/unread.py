@@ -29,7 +29,7 @@ _HARMLESS = re.compile(
     r"seq_length|max_position|model_max|context|_tp$|ep_size|tp_size|parallel_?embedding|freeze|grouped_mm|layout|multiple_of|"
     r"transformers|nextn|skip_bias_add|offset_alibi|rescale_prenorm|architectures$"
 )
-# Said beside other keys of the same meaning, or what the class does without being asked: by type of model, the values that are so.
+# Values that describe what a class computes anyway, by type of model.
 _AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {
         "layer_switch": (4,), "order_of_interleaved_layers": ("local_attn_first",), "position_embedding_type": ("rope_gptj",),
@@ -61,7 +61,8 @@ def unread_keys(document: Mapping[str, Any], config: PreTrainedConfig) -> dict[s
     found = {
         name: value
         for name, value in document.items()
-        if name not in (*_ROPE, "rope_theta")
+        if name != "rope_theta"
+        and not (name in _ROPE and isinstance(value, Mapping))
         and _COMPUTES.search(name)
         and not _HARMLESS.search(name)
         and not _says_nothing(value)
@@ -85,25 +86,25 @@ class _Known:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         self._fields = {*getattr(type(config), "__dataclass_fields__", ()), *config.attribute_map}
-        self._source = _source_of(type(config).__module__)
-        has_rope = "rope_parameters" in self._fields or _is_named("rope_parameters", self._source)
-        self._rope = _members(getattr(config, "rope_parameters", None) or {}) if has_rope else []
+        self._words = {name: set(_COMPUTES.findall(name)) for name in self._fields}
+        self._named = _named_by(type(config).__module__)
+        has_rope = "rope_parameters" in self._fields | self._named
+        self._rope = _members(getattr(config, "rope_parameters", None)) if has_rope else []
         kinds = {each for key, each in self._rope if key == "rope_type"}
-        self._rope_source = self._source + "".join(
-            inspect.getsource(each) for kind, each in ROPE_INIT_FUNCTIONS.items() if kind in kinds
-        )
+        functions = (inspect.getsource(each) for kind, each in ROPE_INIT_FUNCTIONS.items() if kind in kinds)
+        self._named_of_rope = self._named.union(*map(_names_in, functions))
 
     def reads(self, name: str) -> bool:
         """Whether the class defines a key, takes it out of what it is given, or its code or its model's names it."""
-        return name in self._fields or not hasattr(self._config, name) or _is_named(name, self._source)
+        return name in self._fields or not hasattr(self._config, name) or name in self._named
 
     def has_alike(self, name: str, value: Any) -> bool:
         """Whether a key that is read, of the same meaning by its words, has the value too."""
         config = self._config
         words = set(_COMPUTES.findall(name))
-        read = {each: getattr(config, each, None) for each in self._fields if words & set(_COMPUTES.findall(each))}
+        read = {each: getattr(config, each, None) for each, own in self._words.items() if words & own}
         if words & {"rope", "rotary", "theta"}:
-            read |= {key: each for key, each in self._rope if _is_named(key, self._rope_source)}
+            read |= {key: each for key, each in self._rope if key in self._named_of_rope}
         if "head_dim" in words and getattr(config, "hidden_size", None) and config.num_attention_heads:
             read["head_dim of sizes"] = config.hidden_size // config.num_attention_heads
         return any(type(each) is type(value) and each == value for each in read.values())
@@ -111,7 +112,7 @@ class _Known:
     def unread_rope(self, document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Members of the document's rope that are not in the config's, or that its type of rope does not read."""
         given = [("rope_theta", "rope_theta", document.get("rope_theta"))]
-        given += [(f"{part}.{key}", key, each) for part in _ROPE for key, each in _members(document.get(part) or {})]
+        given += [(f"{part}.{key}", key, each) for part in _ROPE for key, each in _members(document.get(part))]
         for name, key, value in given:
             if value is None:
                 continue
@@ -121,28 +122,27 @@ class _Known:
             elif key in ("type", "rope_type"):
                 is_read = _ROPE_TYPES.get(value, value) in own
             else:
-                is_read = value in own and (key == "rope_theta" or _is_named(key, self._rope_source))
+                is_read = value in own and (key == "rope_theta" or key in self._named_of_rope)
             if not is_read and not _HARMLESS.search(key):
                 yield name, value
 
 
-def _members(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Keys and values, those of objects inside of it in the place of the objects."""
+def _members(document: object) -> list[tuple[str, Any]]:
+    """An object's keys and values, those of objects inside of it in the place of the objects; none where it is no object."""
     found: list[tuple[str, Any]] = []
-    for key, value in document.items():
+    for key, value in document.items() if isinstance(document, Mapping) else ():
         found += _members(value) if isinstance(value, Mapping) else [(key, value)]
     return found
 
 
 @cache
-def _source_of(module: str) -> str:
-    """The code of the module of a config and of the models beside it, in which `self` is another."""
+def _named_by(module: str) -> frozenset[str]:
+    """Keys that the code of a config's module names, or that of the models in its folder, in which `self` is no config."""
     path = Path(str(sys.modules[module].__file__))
     own = path.read_text(encoding="utf-8").replace("self.", "config.")
-    beside = path.parent.glob(path.name.replace("configuration_", "modeling_"))
-    return own + "".join(each.read_text(encoding="utf-8") for each in beside if each != path)
+    models = path.parent.glob(path.name.replace("configuration_", "modeling_"))
+    return _names_in(own).union(*(_names_in(each.read_text(encoding="utf-8")) for each in models if each != path))
 
 
-def _is_named(key: str, source: str) -> bool:
-    name = re.escape(key)
-    return re.search(rf"config\.{name}\b|[\"']{name}[\"']", source) is not None
+def _names_in(source: str) -> frozenset[str]:
+    return frozenset(re.findall(r"config\.(\w+)", source) + re.findall(r"[\"'](\w+)[\"']", source))

@@ -216,7 +216,7 @@ def test_a_folder_that_only_looks_like_unfinished_work_is_never_touched(output: 
     assert read(lookalike) == "somebody's own" and not output.exists()
 
 
-def test_what_killed_exports_to_other_names_left_is_removed_or_told(
+def test_what_killed_exports_to_other_names_left_is_removed_or_named(
     output: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def begin(name: str, source: str | None) -> None:
@@ -231,7 +231,7 @@ def test_what_killed_exports_to_other_names_left_is_removed_or_told(
     write(output, "new")
     assert names(output.parent) == [".kept.partial", ".own.partial", output.name]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f".kept.partial holds 2.1 MB of an export to {output.with_name('kept')} that was ended" in line
+    assert f".kept.partial holds 2.1 MB of an export to {output.with_name('kept')} that was killed" in line
     with locked_folder(output.with_name(".kept.partial")):
         write(output.with_name("another"), "new")
     assert len(caplog.records) == 1

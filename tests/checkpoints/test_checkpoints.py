@@ -240,6 +240,7 @@ MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
         ("model.rotary_emb.inv_freq", FREQUENCIES.roll(1)),
         ("model.layers.0.self_attn.bias", torch.ones(64)),
         ("model.position_ids", torch.arange(8).flip(0)),
+        ("model.layers.0.self_attn.q_scale", torch.ones(4)),
         ("rope_freqs", torch.ones(8)),
     ],
 )

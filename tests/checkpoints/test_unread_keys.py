@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config.json says of how a model computes, and its transformers class does not read, is told; nothing else of published ones is."""
+"""A key of config.json that says how a model computes, and that its transformers class does not read, is named; no other is."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def read(document: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_of_published_configs_nothing_is_told(family: str) -> None:
+def test_of_published_configs_no_key_is_named(family: str) -> None:
     assert (
         read(PUBLISHED[family] | {"architectures": ["X"], "use_cache": True, "transformers_version": "4.40.0"}) == {}
     )
@@ -139,12 +139,12 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_a_class_does_not_read_is_told(odd: str) -> None:
-    document, told = ODD[odd]
-    assert read({"model_type": "llama"} | document) == told
+def test_a_key_that_a_class_does_not_read_is_named(odd: str) -> None:
+    document, named = ODD[odd]
+    assert read({"model_type": "llama"} | document) == named
 
 
-def test_keys_by_which_any_other_class_computes_are_told_of_llama() -> None:
+def test_keys_by_which_any_other_class_computes_are_named_for_llama() -> None:
     """The vocabulary holds the keys of all causal language models of transformers."""
     own = {*CONFIG_MAPPING["llama"].__dataclass_fields__, *CONFIG_MAPPING["llama"].attribute_map}
     own |= {"rope_scaling", "rope_theta", "layer_types"}
@@ -154,7 +154,7 @@ def test_keys_by_which_any_other_class_computes_are_told_of_llama() -> None:
     assert read({"model_type": "llama"} | dict.fromkeys(computing, 0.37)).keys() == computing
 
 
-def test_an_export_tells_once_what_is_not_read(
+def test_an_export_names_once_what_is_not_read(
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
