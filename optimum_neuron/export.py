@@ -81,7 +81,7 @@ def export_model(
     """Exports a checkpoint of a causal language model to an artifact folder.
 
     Args:
-        model: a Hub id, a checkpoint folder, or a .gguf file.
+        model: a Hub id, a checkpoint folder, or a .gguf file, which of a Hub repository is named as `org/repo:file.gguf`.
         output: the folder to create.
         config: sizes and options of the graphs; default `NeuronConfig()`.
         task: only "text-generation".
@@ -132,6 +132,7 @@ def export_model(
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     checkpoint.check_verbatim(adapters)
+    checkpoint.warn_of_unread_keys()
     calibration = (
         None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,12 +113,13 @@ def loopback_hub() -> Iterator[LoopbackHub]:
 
 @contextmanager
 def connected_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A Hub that its client in this process goes to."""
+    """A Hub that its client in this process goes to, with a cache of its own."""
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with loopback_hub() as found:
+    with loopback_hub() as found, tempfile.TemporaryDirectory() as cache:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -9,12 +9,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.files import read_shapes, weight_files
-from ..checkpoints.mapped import DTYPES
+from ..checkpoints.mapped import DTYPES, NAMED
 from ..config import NeuronConfig
 from .weights import untie
 
@@ -61,7 +60,7 @@ def expected_bytes(checkpoint: Checkpoint, config: NeuronConfig) -> int:
             own = DTYPES.get(stored)
             if own is None or not own.is_floating_point:
                 continue
-            made = own if dtype is None else getattr(torch, dtype)
+            made = own if dtype is None else NAMED[dtype]
             code = _BYTES_OF_A_CODE.get(config.quantization or "") if len(shape) > 1 else None
             written += math.prod(shape) * (code or made.itemsize)
             if made != own or _OF_ONE_EXPERT.search(name):

@@ -6,11 +6,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 _AT_FDCWD = -100
@@ -38,6 +40,19 @@ def exchange(left: Path, right: Path) -> bool:
     if status != 0 and number not in _UNSUPPORTED:
         raise OSError(number, os.strerror(number), str(left), None, str(right))
     return status == 0
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read it; one that is none, such as a pipe that nothing writes to, is not waited for.
+
+    Raises:
+        OSError: it is no regular file, or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file; remove it")
+    return os.fdopen(descriptor, "rb")
 
 
 def sync(path: Path) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from .filesystem import open_regular
 
 
 Check = Callable[[str, object], None]
@@ -28,11 +31,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: it is too large to be one, or none.
+        OSError: it is no regular file, or cannot be read.
     """
-    size = path.stat().st_size
-    if size > LARGEST_DOCUMENT:
-        raise ValueError(f"it has {size:,} bytes, more than {LARGEST_DOCUMENT:,}")
-    return parse_object(path.read_bytes())
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST_DOCUMENT:
+            raise ValueError(f"it has {size:,} bytes, more than {LARGEST_DOCUMENT:,}")
+        return parse_object(file.read(LARGEST_DOCUMENT))
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -51,11 +56,11 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {shown(twice)} occurs twice")
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"the name {shown(name)} occurs twice")
+        members[name] = value
     return members
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import progress
 from ..checkpoints.scratch import give_back
+from ..graphs.checks.parity import nonfinite
 from .schema import read_object, record, text, whole
 from .tensor_file import file_head, tensor_bytes
 
@@ -63,6 +64,7 @@ def write_tensor_files(
 
     Raises:
         OSError: a file cannot be written; the error names it.
+        ValueError: a tensor holds NaN or infinity.
     """
     head = file_head(tensors)
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]
@@ -75,6 +77,9 @@ def write_tensor_files(
             for number, file in enumerate(files):
                 if end > done[number]:
                     tensor = make(name, number)
+                    problem = nonfinite(name.removeprefix("model."), tensor)
+                    if problem:
+                        raise ValueError(problem)
                     file.write(tensor_bytes(tensor))
                     give_back(tensor)
                 advance(name, size)

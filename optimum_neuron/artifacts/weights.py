@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..graphs.checks.parity import nonfinite
 from ..graphs.spec import TensorSpec
 from ..graphs.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
@@ -27,6 +28,7 @@ from .weight_file import write_tensor_files
 
 
 _ALIGNMENT = 64
+_SMALL = 1 << 16
 # Decoding from pages of 4 KB takes up to a fifth longer than from huge ones; the larger the weights, the less does it matter,
 # and the more does a copy cost.
 _LARGEST_COPY = 1 << 30
@@ -90,7 +92,8 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
     other machines may write to, and of one of up to 1 GiB that the system would map in small pages.
 
     Raises:
-        ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks.
+        ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks, or one of the small ones holds
+            NaN or infinity.
     """
     path = artifact.file(WEIGHTS_NAME)
     with path.open("rb") as file:
@@ -99,6 +102,10 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
     head = read_head(memory, path)
     block = torch.frombuffer(memory, dtype=torch.uint8)[len(head) :]
     tensors = {name: _view(block, stored) for name, stored in parse_head(head, path).items()}
+    # The export looks at all of them; to do so again would read a large file whole.
+    for name, tensor in tensors.items():
+        if tensor.nbytes <= _SMALL and (problem := nonfinite(name, tensor)):
+            raise ArtifactError(f"{path}: {problem.partition(';')[0]}; export the model again")
     return _with_tied(tensors, artifact)
 
 

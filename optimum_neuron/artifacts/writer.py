@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ from .quantization import QUANTIZATION_NAME
 from .weight_file import note_of, noting_progress, progress_of
 
 
-_NEW, _REPLACED, _SOURCE = "new", "replaced", "source"
+logger = logging.getLogger(__name__)
+
+_NEW, _REPLACED, _SOURCE, _PARTIAL = "new", "replaced", "source", ".partial"
 
 
 class ArtifactWriter:
@@ -100,6 +103,7 @@ def write_artifact(output: Path, *, overwrite: bool = False, source: str | None 
     output = _real(output)
     with explained_full_disk(output.parent, "name an output folder on another disk"):
         output.parent.mkdir(parents=True, exist_ok=True)
+        _look_at_abandoned(output)
         with _work_folder(output) as work, ExitStack() as stack:
             stack.callback(_clear, work, None)
             stack.callback(_settle, work, output)
@@ -177,7 +181,7 @@ def _check_taken(output: Path, *, overwrite: bool) -> None:
 
 
 def _work_path(output: Path) -> Path:
-    return output.with_name(f".{output.name}.partial")
+    return output.with_name(f".{output.name}{_PARTIAL}")
 
 
 @contextmanager
@@ -198,6 +202,23 @@ def _work_folder(output: Path) -> Iterator[Path]:
         _settle(work, output)
         _clear(work, _source_of(work))
         yield work
+
+
+def _look_at_abandoned(output: Path) -> None:
+    """Settles what killed exports to other names have left in an output's folder, and names weights that their next try can use."""
+    for work in sorted(output.parent.glob(f".?*{_PARTIAL}")):
+        other = work.with_name(work.name[1:].removesuffix(_PARTIAL))
+        if other == output or not any((work / name).is_file() for name in (LOCK_NAME, _SOURCE)):
+            continue
+        with suppress(OSError), _work_folder(other):  # held, or another user's
+            left = sum(path.stat().st_size for path in (work / _NEW).rglob("*") if path.is_file())
+            if left:
+                logger.warning(
+                    "%s holds %.1f MB of an export to %s that was killed; repeat that export to finish it, or remove the folder",
+                    work,
+                    left / 1e6,
+                    other,
+                )
 
 
 def _settle(work: Path, output: Path) -> None:

@@ -29,7 +29,7 @@ def card_facts(path: Path) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     try:
-        data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+        data = ModelCard(path.read_text(encoding="utf-8-sig"), ignore_metadata_errors=True).data.to_dict()
     except Exception as error:  # of a YAML parser, on a text that anybody may have written
         logger.warning("%s: its metadata cannot be read, and no license is taken from it: %s", path, first_line(error))
         return {}

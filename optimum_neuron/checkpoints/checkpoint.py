@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from ..graphs.checks.parity import describe_nonfinite
 from ..graphs.interface import ATTENTION_NAME, set_implementation
 from .files import (
     INDEX_NAME,
+    StoredWeights,
     check_generation_config,
     check_weight_files,
     copy_files,
@@ -42,10 +44,13 @@ from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_config import GgufConfig, read_config
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
+from .left_over import check_unique, reading, renamed_by_wrappers
+from .mapped import NAMED
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
 from .read import cast_model, read_model
 from .sizes import check_describes_weights, check_sizes
 from .tokenizer import begin_as_in_gguf, check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
+from .unread import unread_keys
 
 
 logger = logging.getLogger(__name__)
@@ -97,6 +102,25 @@ class Checkpoint:
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config  # the weights will be plain
         return text_config
+
+    def warn_of_unread_keys(self) -> None:
+        """Logs one line with the keys that say how a model computes, and that the config's class does not read."""
+        whole = self._whole_config
+        if self.gguf_file is not None or self._runs_own_code(whole):
+            return
+        config = whole.get_text_config(decoder=True)
+        document = read_object(self.folder / "config.json")
+        if config is not whole:
+            document = next((part for name, part in document.items() if getattr(whole, name, None) is config), {})
+        unread = unread_keys(document, config)
+        if unread:
+            logger.warning(
+                "%s: its config.json says %s, which %s does not read, though other models compute by it: the export computes as "
+                "transformers does, without it",
+                self.source,
+                ", ".join(f"{json.dumps(name)[1:-1]:.60}={json.dumps(value):.60}" for name, value in unread.items()),
+                type(config).__name__,
+            )
 
     def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
         """Raises ValueError where a sequence is longer than the model's positions."""
@@ -155,11 +179,14 @@ class Checkpoint:
             ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
             FileNotFoundError: there are no weights, or a file of them is missing.
         """
-        self._check_weights()
+        stored = self._check_weights()
         wanted = self.resolve_dtype(self.load_config(), dtype)
         config = self._whole_config
         multimodal = is_multimodal(config) and not self._runs_own_code(config)
         options = self._weight_options(config, wanted, exact=bool(adapters))
+        renamed = renamed_by_wrappers(stored.names)
+        if renamed:
+            options["key_mapping"] = renamed
         # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
         attention = "eager" if multimodal or adapters else ATTENTION_NAME
         auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
@@ -176,11 +203,12 @@ class Checkpoint:
                 )
             plain = self.load_config()
             usual = "bfloat16" if self._gguf is None else "float32"
-            made = torch.float32 if adapters else getattr(torch, wanted or usual)
-            read = read_dequantized(self._form, self.source, attention, plain, made)
+            made = torch.float32 if adapters else NAMED[wanted or usual]
+            read = read_dequantized(self._form, self.source, attention, plain, made, renamed)
         else:
             read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
-        model, target = read.model, read.model.dtype if wanted is None else getattr(torch, wanted)
+        check_unique(stored.names, read.model.base_model_prefix, self.source)
+        model, target = read.model, read.model.dtype if wanted is None else NAMED[wanted]
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
         if nonfinite:  # comparing before and after would blame what is done in between
             raise ValueError(f"{self.source}: {nonfinite}")
@@ -194,7 +222,8 @@ class Checkpoint:
         if multimodal:
             model = take_text_part(model, self.source)
             set_implementation(model, ATTENTION_NAME)
-        read.check_complete(tensors, model)
+        look_up = reading(self.folder, self.source) if self.gguf_file is None else None
+        read.check_complete(tensors, model, look_up)
         if self.is_quantized and self.codes != DEQUANTIZE:
             self._keep_codes(model)
         return model.eval().requires_grad_(False)
@@ -328,8 +357,8 @@ class Checkpoint:
         begin_as_in_gguf(tokenizer, self._gguf.values)
         return tokenizer
 
-    def _check_weights(self) -> None:
-        """Before any is read: whether they are all there, and as many as the config asks for."""
+    def _check_weights(self) -> StoredWeights:
+        """Before any is read: whether they are all there, and as many as the config asks for; and what they are."""
         stored = check_weight_files(self.folder, self.source) if self._gguf is None else self._gguf.stored
         method = None if self._gguf is not None else quantization_method(self._whole_config)
         check_describes_weights(
@@ -339,6 +368,7 @@ class Checkpoint:
             trust_remote_code=self.trust_remote_code,
             codes_in_a_number=1 if method in (None, *DEQUANTIZED) else _CODES_IN_A_NUMBER,
         )
+        return stored
 
     @cached_property
     def _whole_config(self) -> PreTrainedConfig:
@@ -370,6 +400,6 @@ class Checkpoint:
     def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
         """What transformers is told to load weights by; `exact`: as they are, or wider."""
         options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        options["dtype"] = torch.float32 if exact and dtype else getattr(torch, dtype) if dtype else "auto"
+        options["dtype"] = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
         quantization = dequantizing(config)
         return options if quantization is None else options | {"quantization_config": quantization}

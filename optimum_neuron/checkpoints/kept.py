@@ -40,9 +40,17 @@ _JOINED = {
 
 
 def read_dequantized(
-    form: CheckpointFormat, source: str, attention: str, config: PreTrainedConfig, dtype: torch.dtype
+    form: CheckpointFormat,
+    source: str,
+    attention: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    renamed: Mapping[str, str],
 ) -> ReadModel:
     """A model of a checkpoint that transformers does not dequantize: its plain tensors, and the others dequantized, in a type.
+
+    Args:
+        renamed: what to replace in the names of its tensors, by pattern.
 
     Raises:
         ValueError: transformers cannot load it, or the checkpoint is damaged.
@@ -56,7 +64,7 @@ def read_dequantized(
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ValueError(f"{source} is a {config.model_type} checkpoint, of which quantized weights are not read")
-    options: dict[str, Any] = {"state_dict": tensors, "dtype": dtype}
+    options: dict[str, Any] = {"state_dict": tensors, "dtype": dtype, "key_mapping": dict(renamed)}
     return read_model(mapping[type(config)], None, source, attention, config, options)
 
 

@@ -29,6 +29,8 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
+# By the names that configs give them.
+NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _LENGTH_BYTES = 8
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import first_line
 from ..graphs.interface import with_attention
+from .left_over import LeftOver, Read
 from .mapped import reading_mapped_files
 
 
@@ -35,6 +36,7 @@ class ReadModel:
         missing: names of tensors that the checkpoint lacks, and transformers filled with random numbers.
         mismatched: names of tensors of another shape, with the shape found and the one expected; filled likewise.
         unexpected: names of tensors that the model has no place for.
+        untied: names of two tensors that the config says are one, and that differ in the checkpoint.
     """
 
     model: PreTrainedModel
@@ -42,37 +44,51 @@ class ReadModel:
     missing: tuple[str, ...]
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     unexpected: tuple[str, ...]
+    untied: tuple[tuple[str, str], ...]
 
-    def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-        """Refuses tensors that transformers made up, and logs those that it left out.
+    def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, read: Read | None) -> None:
+        """Refuses tensors that transformers made up, and those that it left out and the model may need.
 
         Args:
             tensors: of the model that was read, by name.
             model: it, or the part of it that is exported.
+            read: a tensor of the checkpoint by name; None where others look at all tensors of its file.
 
         Raises:
-            ValueError: `model` has a tensor that the checkpoint does not hold in this shape.
+            ValueError: `model` has a tensor that the checkpoint does not hold in this shape, or lacks one that it holds.
         """
         used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        of_part = {name for name, tensor in tensors.items() if id(tensor) in used}
+        left_over = None if read is None else LeftOver(self.model, of_part, tensors.keys() - of_part, read)
+        found = [] if left_over is None else left_over.without_a_reason(self.unexpected)
         lacking = [name for name in self.missing if id(tensors[name]) in used]
         if lacking:
+            holding = f" and holds {_some(found)} without a place" if found else ""
             raise ValueError(
-                f"{self.source} lacks {_some(lacking)}, which {type(model).__name__} needs; download the checkpoint again, or "
+                f"{self.source} lacks {_some(lacking)}, which {type(model).__name__} needs{holding}; download the checkpoint again, or "
                 f"correct its config.json"
             )
-        for name, found, expected in self.mismatched:
+        for name, stored, expected in self.mismatched:
             if id(tensors[name]) in used:
                 raise ValueError(
-                    f"{self.source}: {name} has the shape {list(found)}, and by its config.json {type(model).__name__} needs "
+                    f"{self.source}: {name} has the shape {list(stored)}, and by its config.json {type(model).__name__} needs "
                     f"{list(expected)}; correct one of them"
                 )
-        if self.unexpected:
-            logger.warning(
-                "%s holds %s, for which %s has no place; left out",
-                self.source,
-                _some(self.unexpected),
-                type(self.model).__name__,
+        if found:
+            raise ValueError(
+                f"{self.source} holds {_some(found)}, for which {type(model).__name__} has no place by its config.json: without it this "
+                f"would be another model; correct config.json, or remove useless tensors from the file"
             )
+        for name, other in self.untied:
+            logger.warning(
+                "%s holds %s and %s with other numbers, and its config says by tie_word_embeddings=true that they are one; both are "
+                "taken, as transformers does",
+                self.source,
+                name,
+                other,
+            )
+        if read is None and self.unexpected:
+            logger.warning("%s holds %s without a place; left out", self.source, _some(self.unexpected))
 
 
 def read_model(
@@ -97,8 +113,10 @@ def read_model(
         ValueError: transformers cannot load it.
     """
     report: dict[str, Any] = {}
+    left_over: set[str] = set()
 
     def read(name: str) -> PreTrainedModel:
+        left_over.clear()
         model: PreTrainedModel
         model, found = auto_class.from_pretrained(
             folder,
@@ -109,18 +127,41 @@ def read_model(
             ignore_mismatched_sizes=True,
         )
         report.update(found)
+        report["untied"] = _untied(model)
         return model
 
     try:
-        with _without_report(), reading_mapped_files() if mapped else nullcontext():
+        with _without_report(), _noting(left_over), reading_mapped_files() if mapped else nullcontext():
             model = with_attention(read, attention)
     except _FAILURES as error:
         raise ValueError(f"{source}: {first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    kinds = (report["missing_keys"], report["mismatched_keys"], report["unexpected_keys"])
-    missing, mismatched, unexpected = (tuple(sorted(names)) for names in kinds)
-    return ReadModel(model, source, missing, mismatched, unexpected)
+    kinds = (report["missing_keys"], report["mismatched_keys"], left_over, report["untied"])
+    missing, mismatched, unexpected, untied = (tuple(sorted(names)) for names in kinds)
+    return ReadModel(model, source, missing, mismatched, unexpected, untied)
+
+
+def _untied(model: PreTrainedModel) -> set[tuple[str, str]]:
+    """Names of tensors, and of those that transformers was to tie them to, and did not because they differ."""
+    asked = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {(name, other) for name, other in asked.items() if name not in model.all_tied_weights_keys}
+
+
+@contextmanager
+def _noting(left_over: set[str]) -> Iterator[None]:
+    """Notes all names of tensors without a place, of which transformers keeps to itself those that a class lists."""
+    original = PreTrainedModel._adjust_missing_and_unexpected_keys
+
+    def adjust(model: PreTrainedModel, info: Any) -> None:
+        left_over.update(info.unexpected_keys)
+        original(model, info)
+
+    PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+    try:
+        yield
+    finally:
+        PreTrainedModel._adjust_missing_and_unexpected_keys = original
 
 
 def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that a checkpoint names, checked before anything is built by them: those that no model has, or its weights have not."""
+"""Sizes and types that a checkpoint names, checked before anything is built by them: those that no model has, or its weights have not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..errors import first_line
 from ..option_checks import LARGEST_SIZE
 from .files import StoredWeights
+from .mapped import NAMED
 
 
 # Several times the deepest decoders and the most experts: transformers makes lists and modules of as many.
@@ -24,20 +25,27 @@ _NEEDED = (
     "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "num_key_value_heads", "hidden_size", "n_embd",
     "d_model", "head_dim", "vocab_size", "block_count", "embedding_length", "attention.head_count", "attention.head_count_kv",
 )  # fmt: skip
+_TYPES = ("dtype", "torch_dtype")
+# Its types are those of codes, and others check them.
+_OF_ANOTHER_KIND = "quantization_config"
 # Weights that the files lack may be filled in by transformers (tied ones), and are then looked for by name.
 _TIMES_STORED = 2
 
 
 def check_sizes(document: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a document names a size that no model has.
+    """Raises ValueError where a document names a size that no model has, or a type of weights that is none.
 
     Args:
         document: sizes by name, as in a config.json or a GGUF header; parts of it may be documents again.
         where: the file, for the message.
     """
     for name, value in document.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name != _OF_ANOTHER_KIND:
             check_sizes(value, where)
+        if name in _TYPES and value is not None and not (isinstance(value, str) and value in NAMED):
+            raise ValueError(
+                f"{where} names {name}={value!r:.60}, which is no type of weights; write one such as 'bfloat16'"
+            )
         if isinstance(value, bool) or not isinstance(value, int):
             continue
         if name in _NEEDED and value < 1:

@@ -183,14 +183,20 @@ def with_tags(card: str, tags: Sequence[str]) -> str:
     """A card whose metadata has further tags; as it is where it has them all.
 
     Raises:
-        ValueError: its metadata cannot be read.
+        ValueError: its metadata cannot be read, or has no end.
     """
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if not tags:
         return card
+    text = card.removeprefix("\ufeff")  # of a byte order mark, before which the Hub finds no metadata
+    if text.lstrip().startswith("---") and not REGEX_YAML_BLOCK.search(text):
+        raise ValueError(
+            f"{CARD_NAME} begins with --- and its metadata has no end, so no tags can be added to it; end it by a line of ---"
+        )
     try:
-        parsed = ModelCard(card, ignore_metadata_errors=True)
+        parsed = ModelCard(text, ignore_metadata_errors=True)
     except Exception as error:  # of a YAML parser
         raise ValueError(f"the metadata of {CARD_NAME} cannot be read, to add tags to: {error}; correct it") from error
     own = parsed.data.get("tags") or []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import artifact_runner, export_tiny, generate, random_tokens
+from safetensors.torch import load_file, save_file
 from tampered import failures
 from tampering import MANIFEST, WEIGHTS, changes, read_json, write
 
@@ -36,6 +39,16 @@ def test_a_changed_artifact_is_refused_or_gives_its_tokens(eager_artifact: Path)
 @pytest.mark.slow
 def test_a_changed_artifact_with_code_is_refused_or_gives_its_tokens(cpu_artifact: Callable[[str], Path]) -> None:
     assert failures(cpu_artifact("llama"), 3 * EVERY) == []
+
+
+def test_weights_that_are_no_numbers_do_not_generate(artifact: Path) -> None:
+    weights = load_file(artifact / WEIGHTS)
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}, artifact / WEIGHTS)
+    data = (artifact / WEIGHTS).read_bytes()
+    entry = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    edit(artifact, lambda manifest: manifest["files"].update({WEIGHTS: entry}))
+    with pytest.raises(ArtifactError, match=r"holds NaN or infinity in \d+ of \d+ places; export the model again"):
+        NeuronModelForCausalLM.from_pretrained(artifact)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def store(checkpoint: Path, stored: str, *, tied: bool) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stored", ["embeddings", "head", "both, equal", "both, different"])
 def test_embeddings_and_head_are_tied_as_transformers_ties_them(
-    stored: str, tied: bool, checkpoint: Path, output: Path
+    stored: str, tied: bool, checkpoint: Path, output: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store(checkpoint, stored, tied=tied)
     if not tied and stored in ("embeddings", "head"):
@@ -108,6 +109,8 @@ def test_embeddings_and_head_are_tied_as_transformers_ties_them(
     artifact = export_tiny(checkpoint, output)
     assert_equal_weights(artifact, expected)
     assert bool(Artifact.open(artifact).tied_weights) is (tied and stored != "both, different")
+    told = f"holds {HEAD} and {EMBEDDINGS} with other numbers, and its config says by tie_word_embeddings=true"
+    assert (told in caplog.text) is (tied and stored == "both, different")
     assert_same_tokens(artifact, expected)
 
 
@@ -142,6 +145,15 @@ def test_weights_have_the_type_that_was_asked_for_or_the_checkpoint_s(
 def test_a_type_that_cannot_be_exported_is_refused(checkpoint: Path, output: Path) -> None:
     change_config(checkpoint, dtype="float64")
     refused(ValueError, r"dtype='float64' .*float32", checkpoint, output, dtype="auto")
+
+
+@pytest.mark.parametrize("value", [5, True, [], {}, "nonesuch", "nn", "Tensor", "", "torch.float32", "__name__"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "text_config"])
+def test_what_is_no_name_of_a_type_is_refused(key: str, value: Any, checkpoint: Path, output: Path) -> None:
+    named = {"text_config": {"dtype": value}} if key == "text_config" else {key: value}
+    change_config(checkpoint, drop=() if key == "dtype" else ("dtype",), **named)
+    words = rf"config\.json names \w*dtype={re.escape(repr(value))}, which is no type of weights"
+    refused(ValueError, words, checkpoint, output, dtype="auto")
 
 
 def test_pickled_weights_are_never_opened(checkpoint: Path, output: Path) -> None:
@@ -197,6 +209,12 @@ def test_a_tensor_that_only_the_index_knows_is_not_made_up(checkpoint: Path, out
     refused(ValueError, rf"lacks {name}", checkpoint, output)
 
 
+def test_a_tensor_that_two_files_hold_is_refused(checkpoint: Path, output: Path) -> None:
+    first, second, *_ = split_in_shards(checkpoint)
+    save_file(load_file(second) | load_file(first), second, metadata={"format": "pt"})
+    refused(ValueError, rf"holds {min(load_file(first))} twice, in {second.name} and another file", checkpoint, output)
+
+
 def test_more_layers_than_the_checkpoint_holds_are_not_made_up(checkpoint: Path, output: Path) -> None:
     change_config(checkpoint, num_hidden_layers=3, layer_types=None)
     words = r"lacks model\.layers\.2\.input_layernorm\.weight, .* and 6 more tensors, which LlamaForCausalLM needs"
@@ -209,20 +227,89 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(checkpoint: Path,
     refused(ValueError, words, checkpoint, output)
 
 
-def test_tensors_without_a_place_are_named_in_one_line(
-    checkpoint: Path, output: Path, caplog: pytest.LogCaptureFixture
+FREQUENCIES = 1e4 ** -torch.linspace(0, 1, 9)[:-1]
+MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", torch.ones(64)),
+        ("model.layers.2.mlp.up_proj.weight", torch.ones(96, 64)),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", FREQUENCIES / 2),
+        ("model.rotary_emb.inv_freq", FREQUENCIES.roll(1)),
+        ("model.layers.0.self_attn.bias", torch.ones(64)),
+        ("model.position_ids", torch.arange(8).flip(0)),
+        ("model.layers.0.self_attn.q_scale", torch.ones(4)),
+        ("rope_freqs", torch.ones(8)),
+    ],
+)
+def test_a_tensor_without_a_place_is_refused_by_name(
+    name: str, tensor: Tensor, checkpoint: Path, output: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    change_weights(checkpoint, lambda tensors: tensors.update({name: tensor}))
+    logging.getLogger("transformers").propagate = True
+    words = rf"holds {re.escape(name)}, for which LlamaForCausalLM has no place by its config\.json"
+    refused(ValueError, words, checkpoint, output)
+    assert "LOAD REPORT" not in caplog.text
+
+
+def test_tensors_that_are_computed_or_that_no_logit_needs_are_left_out(checkpoint: Path, output: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+        tensors |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": FREQUENCIES.half() for layer in (0, 1)}
+        tensors |= {"model.layers.0.attn.bias": MASK, "model.layers.0.attn.masked_bias": torch.tensor(-1e9)}
+        tensors |= {"model.position_ids": torch.arange(8)[None], "mtp.layers.0.mlp.up_proj.weight": torch.ones(3)}
+        further = {"eh_proj.weight": torch.ones(64, 128), "mlp.up_proj.weight": torch.ones(96, 64)}
+        tensors |= {f"model.layers.2.{own}": tensor for own, tensor in further.items()}
+        tensors |= {"visual.blocks.0.attn.proj.bias": torch.ones(3), "v_head.summary.weight": torch.ones(1, 64)}
+        tensors |= {"model.layers.1.self_attn.k_scale": torch.ones(1), "model.norm._extra_state": torch.ones(0)}
+
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    change_weights(checkpoint, change)
+    assert_equal_weights(export_tiny(checkpoint, output), expected)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "_orig_mod.{}",
+        "module.{}",
+        "module._orig_mod.{}",
+        "_orig_mod.module.{}",
+        "_fsdp_wrapped_module.{}",
+        "compiled layers",
+    ],
+)
+def test_names_of_wrappers_of_training_are_taken_off(wrapped: str, checkpoint: Path, output: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            layer = re.sub(r"(layers\.\d+\.)", r"\1_orig_mod.", name)
+            tensors[layer if wrapped == "compiled layers" else wrapped.format(name)] = tensors.pop(name)
+
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    change_weights(checkpoint, change)
+    assert_equal_weights(export_tiny(checkpoint, output), expected)
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "_orig_mod.model.norm.weight"])
+def test_two_names_of_one_tensor_are_refused(name: str, checkpoint: Path, output: Path) -> None:
+    change_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(64)}))
+    words = r"holds \S*norm\.weight and \S*norm\.weight, which are one tensor of its model; remove one of them"
+    refused(ValueError, words, checkpoint, output)
+
+
+def test_names_of_an_unknown_program_are_shown_beside_the_model_s(checkpoint: Path, output: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"actor.{name}"] = tensors.pop(name)
 
     change_weights(checkpoint, change)
-    logging.getLogger("transformers").propagate = True
-    export_tiny(checkpoint, output)
-    (line,) = [record.getMessage() for record in caplog.records if "has no place" in record.getMessage()]
-    assert line.endswith(
-        "holds model.layers.0.self_attn.q_proj.bias, for which LlamaForCausalLM has no place; left out"
+    refused(
+        ValueError,
+        r"lacks lm_head\.weight, .* and holds actor\.lm_head\.weight, .* without a place",
+        checkpoint,
+        output,
     )
-    assert "LOAD REPORT" not in caplog.text
 
 
 @pytest.mark.parametrize(

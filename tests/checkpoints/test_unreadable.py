@@ -73,6 +73,18 @@ def test_weights_that_are_no_numbers_are_named(
     assert told.endswith(f"{name} holds NaN or infinity in 64 of 6,144 places; repair it, or download it again")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_one_number_that_no_probe_reaches_is_named_where_it_is_written(
+    value: float, checkpoint: Path, tmp_path: Path
+) -> None:
+    name = "model.embed_tokens.weight"
+    change_weights(checkpoint, lambda tensors: tensors[name][0, 0].fill_(value))  # of the token that pads
+    words = f"^{name} holds NaN or infinity in 1 of 19,200 places; repair it, or download it again$"
+    with pytest.raises(ValueError, match=words):
+        export_tiny(checkpoint, tmp_path / "artifact")
+    assert not list(tmp_path.glob("*artifact*"))
+
+
 def test_all_weights_that_are_no_numbers_are_refused(checkpoint: Path, refusal: Callable[..., str]) -> None:
     change_weights(checkpoint, lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()])
     assert "model.embed_tokens.weight holds NaN or infinity in 19,200 of 19,200 places" in refusal()

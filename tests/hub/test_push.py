@@ -153,6 +153,15 @@ def test_what_somebody_wrote_into_a_card_stays(
     assert is_made(hub.files["README.md"].decode()) and b"## Sizes" in hub.files["README.md"]
 
 
+def test_tags_keep_metadata_behind_a_byte_order_mark_and_refuse_one_without_an_end() -> None:
+    assert with_tags(f"\ufeff{OWN_CARD}", ["neuron"]) == OWN_CARD.replace("- mine\n", "- mine\n- neuron\n")
+    assert with_tags(f"\ufeff{OWN_CARD}", ["mine"]) == f"\ufeff{OWN_CARD}"
+    assert with_tags("Only words.\n", ["x"]) == "---\ntags:\n- x\n---\nOnly words.\n"
+    for card in ("---\nlicense: mit\nMy words.\n", "\ufeff---\r\nlicense: mit\r\n", "\n---\nlicense: mit\n--\n"):
+        with pytest.raises(ValueError, match=r"README\.md begins with --- and its metadata has no end"):
+            with_tags(card, ["x"])
+
+
 def test_a_file_that_was_changed_is_refused_before_the_hub_is_asked(
     artifact: Path, hub: LoopbackHub, tmp_path: Path
 ) -> None:

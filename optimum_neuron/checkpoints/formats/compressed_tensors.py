@@ -120,12 +120,23 @@ class CompressedTensors(SafetensorsFormat):
                 raise ValueError(
                     f"{self._files.source}: {parts['weight_zero_point']} is not zero, and its scheme is symmetric; correct config.json"
                 )
-            return None if scheme.symmetric else zero.short() + (8 if self._kind(name) == "int4" else 0)
+            if scheme.symmetric:
+                return None
+            self._check_range(parts["weight_zero_point"], zero.float(), 1 << (scheme.bits - 1))
+            return zero.short() + (8 if self._kind(name) == "int4" else 0)
         per_word = 32 // scheme.bits
         columns = math.prod(shape[1:])
         words = self._files.read(parts["weight_zero_point"], torch.int32, shape=(-(-outputs // per_word), columns))
         zero = unpack(words.T, scheme.bits)[:, :outputs].T.short()
         return zero if scheme.bits == 4 else zero - 128
+
+    def _check_range(self, tensor: str, zero: Tensor, end: int) -> None:
+        wrong = zero[(zero != zero.round()) | (zero < -end) | (zero >= end)]
+        if wrong.numel():
+            raise ValueError(
+                f"{self._files.source}: {tensor} holds the zero point {wrong[0].item():g}, and codes have whole ones of {-end} to "
+                f"{end - 1}; {DOWNLOAD}"
+            )
 
     def _kind(self, name: str) -> str:
         scheme = self._schemes[name]

@@ -41,6 +41,8 @@ _FAILURES = (TypeError, AttributeError, IndexError, KeyError, ValueError, Runtim
 _NEGLIGIBLE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 _TIMES_ROUNDING, _DRAWS = 4.0, 3
 _COUNTED_AT_ONCE = 1 << 20
+# Of codes, scales say what they stand for.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # By name: not every version of transformers has the last two, of layers that store nothing, and that store index keys.
 _WITHOUT_OTHER_STATE = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer", "DynamicIndexedLayer")
 
@@ -233,11 +235,16 @@ def shaken(model: nn.Module, seed: int) -> Iterator[None]:
 
 def describe_nonfinite(model: nn.Module) -> str | None:
     """The first parameter that holds NaN or infinity, in words; None where all are numbers."""
-    for name, tensor in model.named_parameters():
-        count = count_nonfinite(tensor)
-        if count:
-            return f"{name} holds NaN or infinity in {count:,} of {tensor.numel():,} places; repair it, or download it again"
-    return None
+    found = (nonfinite(name, tensor) for name, tensor in model.named_parameters())
+    return next(filter(None, found), None)
+
+
+def nonfinite(name: str, tensor: Tensor) -> str | None:
+    """That a tensor holds NaN or infinity, in words; None where all are numbers."""
+    if not tensor.numel() or tensor.dtype not in _FLOATS or all(each.isfinite() for each in tensor.aminmax()):
+        return None
+    count = count_nonfinite(tensor)
+    return f"{name} holds NaN or infinity in {count:,} of {tensor.numel():,} places; repair it, or download it again"
 
 
 def count_nonfinite(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...artifacts.filesystem import explained_full_disk
+from ...artifacts.filesystem import explained_full_disk, open_regular
 from ...artifacts.partial import partial_folder
 from ...artifacts.schema import read_object
 from ...artifacts.user_cache import CACHE_VARIABLE, cache_folder, cache_root, untrusted
@@ -172,7 +172,7 @@ def check_digest(suffix: str, found: str, expected: str) -> None:
 def _pieces(path: Path) -> Iterator[bytes]:
     try:
         _check_owner(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while piece := file.read(_PIECE):
                 yield piece
     except OSError as error:

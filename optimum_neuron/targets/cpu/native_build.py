@@ -35,16 +35,23 @@ PORTABLE = {
 
 
 def compiler() -> str | None:
-    """The C++ compiler: the variable CXX, or the system's."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    """The C++ compiler: the first word of the variable CXX, or the system's."""
+    return shutil.which(_compiler_words()[0])
+
+
+def _compiler_words() -> list[str]:
+    """A program and what it is to be given, as in CXX="ccache g++" and CXX="g++ -O3"."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return os.environ.get("CXX", "").split() or [default]
 
 
 def check_compiler() -> None:
     """Raises RuntimeError where there is no C++ compiler."""
     if compiler() is None:
+        named = f" (now {os.environ['CXX']!r}, which is no program here)" if os.environ.get("CXX") else ""
         raise RuntimeError(
             "this installation has no kernels built from its sources, and found no g++ or clang++ to build them; install "
-            "one (apt-get install g++), or name it in the environment variable CXX, or install a wheel made for this machine"
+            f"one (apt-get install g++), or name it in the environment variable CXX{named}, or install a wheel made for this machine"
         )
 
 
@@ -80,7 +87,7 @@ def build(
         RuntimeError: there is no compiler, or it failed; then its message is included.
     """
     check_compiler()
-    command = [str(compiler()), *_FLAGS, *chosen.flags]
+    command = [str(compiler()), *_compiler_words()[1:], *_FLAGS, *chosen.flags]
     processes = Processes()
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         objects = {source: str(Path(scratch, source.stem + ".o")) for source in source_files()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,23 @@ def test_what_is_not_read_is_refused_by_name(settings: dict[str, Any], told: str
     with pytest.raises(ValueError, match=told) as caught:
         opened(tmp_path, packed(4, 2)[0], settings).read(WEIGHT)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.5, -0.5, 1e9, 300.0, -1e-3])
+def test_a_zero_point_that_no_code_has_is_refused(wrong: float, bits: int, tmp_path: Path) -> None:
+    end = 1 << (bits - 1)
+    named = {WEIGHT: whole(-8, 7, OUTPUTS, INPUTS).to(torch.int8), f"{LAYER}.weight_scale": scales(OUTPUTS, 1)}
+    settings = config({"num_bits": bits, "strategy": "channel", "symmetric": False}, "int-quantized")
+    points = whole(-end, end - 1, OUTPUTS, 1).float()
+    for value in (wrong, float(end), float(-end - 1)):
+        points[3] = value
+        named[f"{LAYER}.weight_zero_point"] = points
+        words = rf"{re.escape(LAYER)}\.weight_zero_point holds the zero point {re.escape(f'{value:g}')}, and codes have whole ones of -{end} to"
+        with pytest.raises(ValueError, match=words):
+            opened(tmp_path, named, settings).read(WEIGHT)
+    points[3] = end - 1
+    assert opened(tmp_path, named, settings).read(WEIGHT).dequantize().isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_broken_entries_are_named_and_removed(
     assert code == 0 and f"{entry} is broken: code.constants is not what was stored; removed\n" in out
     assert list(cache.folder.iterdir()) == [whole]
     assert call(monkeypatch, capsys, "verify")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["entry.json", "about.json", "code.constants"])
+def test_a_pipe_in_an_entry_is_not_waited_for(
+    name: str, cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = store(cache, folder)
+    (entry / name).unlink()
+    os.mkfifo(entry / name, mode=0o600)
+    assert call(monkeypatch, capsys, "ls")[0] == 0
+    code, out, _ = call(monkeypatch, capsys, "verify")
+    assert (code, "is no regular file" in out) == ((0, False) if name == "about.json" else (1, True))
+    call(monkeypatch, capsys, "prune", "--max-size", "1")
+    assert not entry.exists()
 
 
 def test_an_entry_that_another_process_takes_away_is_no_broken_one(cache: CompileCache, folder: Path) -> None:

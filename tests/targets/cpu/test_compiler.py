@@ -173,6 +173,16 @@ def test_without_a_compiler_an_export_says_so_before_it_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_compiler_may_be_named_with_what_it_is_to_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stub.cpp").write_text("static_assert(ASKED == 3);", encoding="ascii")
+    monkeypatch.setattr(native_build, "source_files", lambda: [tmp_path / "stub.cpp"])
+    monkeypatch.setenv("CXX", f"{native_build.compiler()} -DASKED=3")
+    native_build.build(tmp_path / "stub.so", instruction_set())
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    with pytest.raises(RuntimeError, match="CXX \\(now 'no-such-compiler -O3', which is no program here\\)"):
+        native_build.check_compiler()
+
+
 @pytest.mark.usefixtures("empty_library")
 @pytest.mark.parametrize(
     ("text", "words"),

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a checkpoint that its model has no place for: each is without effect for a reason that is listed, or the export refuses it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .formats.tensors import TensorFiles
+
+
+Read = Callable[[str], Tensor]
+
+# Names that programs for training put around a model's own, wherever they stand, and before all names of a file.
+_WRAPPERS = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_OF_ALL = "module."
+# What no logit of the language model depends on.
+_WITHOUT_EFFECT = {
+    r"(?:^|\.)(?:model\.)?mtp(?:_\w+)?\.": "layers that predict further tokens",
+    r"\._extra_state$": "notes of a library for training",
+    r"(?:^|\.)v_head\.": "a value head of training",
+    r"(?:^|\.)(?:visual|vision|vision_\w+|audio|audio_\w+|speech_\w+|multi_modal_projector|mm_projector|img_processor)\.": (
+        "parts for images and sound"
+    ),
+}
+_MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
+# One number, as checkpoints for caches of 8 bits have them.
+_CACHE_SCALE = re.compile(r"(?:attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$")
+_FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
+_POSITIONS = re.compile(r"(?:^|\.)position_ids$")
+_LAYER = re.compile(r"((?:.*\.)?layers\.(\d+)\.)")
+# A pattern of names with the number of a layer.
+_NUMBERED = re.compile(r"layers\\?\.\d")
+# DeepSeek-V3, section 2.2: a layer that predicts a further token projects an embedding joined to a hidden state.
+_OF_FURTHER_TOKENS = "eh_proj.weight"
+
+
+def renamed_by_wrappers(names: Collection[str]) -> dict[str, str]:
+    """What to replace in a file's names, by pattern, so that they are the model's own; empty where they are."""
+    found = {_WRAPPERS: ""} if any(re.search(_WRAPPERS, name) for name in names) else {}
+    if names and all(re.sub(_WRAPPERS, "", name).startswith(_OF_ALL) for name in names):
+        found[rf"^{re.escape(_OF_ALL)}"] = ""
+    return found
+
+
+def check_unique(names: Collection[str], prefix: str, source: str) -> None:
+    """Raises ValueError where two names of a file mean one tensor, of which transformers would take either.
+
+    Args:
+        prefix: what transformers takes a name with and without.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        bare = re.sub(_WRAPPERS, "", name).removeprefix(_OF_ALL).removeprefix(f"{prefix}.")
+        other = found.setdefault(bare, name)
+        if other != name:
+            raise ValueError(
+                f"{source} holds {other} and {name}, which are one tensor of its model; remove one of them"
+            )
+
+
+def reading(folder: Path, source: str) -> Read:
+    """Reads tensors of a checkpoint's files, which are opened when the first is asked for, also by names with or without a part before."""
+
+    @cache
+    def files() -> TensorFiles:
+        return TensorFiles(folder, source)
+
+    def read(name: str) -> Tensor:
+        names = files().names
+        alike = (each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}"))
+        found = name if name in names else next(alike, None)
+        return torch.empty(0) if found is None else files().read(found)
+
+    return read
+
+
+class LeftOver:
+    """The judge of tensors that a model has no place for: which of them no logit depends on.
+
+    Args:
+        model: the one that was read.
+        of_part: names of its tensors that are exported.
+        others: names of its other tensors.
+        read: a tensor of the checkpoint by name.
+    """
+
+    def __init__(self, model: PreTrainedModel, of_part: Collection[str], others: Collection[str], read: Read) -> None:
+        self._of_part, self._others, self._read = _modules(of_part), _modules(others), read
+        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_trusted(model))))
+        self._buffers = dict(model.named_buffers())
+        self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]
+        config = model.config.get_text_config(decoder=True)
+        self._layers = getattr(config, "num_hidden_layers", 0)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        nested = [each for each in parameters.values() if isinstance(each, dict)]
+        self._bases = [each["rope_theta"] for each in (parameters, *nested) if "rope_theta" in each]
+
+    def without_a_reason(self, names: Collection[str]) -> list[str]:
+        """Those of some names without a place that the model may need, sorted."""
+        further = {match[1] for name in names if name.endswith(_OF_FURTHER_TOKENS) and (match := _LAYER.match(name))}
+
+        def is_explained(name: str) -> bool:
+            layer = _LAYER.match(name)
+            if layer and layer[1] in further and int(layer[2]) >= self._layers:
+                return True
+            checked = self._is_computed(name)
+            if checked is not None:
+                return checked
+            return self._patterns.search(name) is not None or self._is_of_another_part(name)
+
+        return sorted(name for name in names if not is_explained(name))
+
+    def _is_of_another_part(self, name: str) -> bool:
+        """Whether the innermost module around it that has tensors is none of the exported part."""
+        parts = name.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            module = ".".join(parts[:count])
+            if module in self._of_part or module in self._others:
+                return module not in self._of_part
+        return False
+
+    def _is_computed(self, name: str) -> bool | None:
+        """Whether a tensor of a name that models use no tensor for is what its name says; None for every other name."""
+        if name in self._buffers:
+            return _near(self._read(name), self._buffers[name])
+        if _FREQUENCIES.search(name):
+            found = self._read(name)
+            plain = [base ** -torch.linspace(0, 1, len(found) + 1)[:-1] for base in self._bases] if found.dim() else []
+            return any(_near(found, each) for each in (*self._frequencies, *plain))
+        if _POSITIONS.search(name):
+            found = self._read(name).flatten()
+            return torch.equal(found.long(), torch.arange(len(found)))
+        if _CACHE_SCALE.search(name):
+            return self._read(name).numel() == 1
+        if _MASK.search(name):
+            found = self._read(name)
+            return found.numel() == 1 or (found.dim() == 4 and found.shape[-1] == found.shape[-2])
+        return None
+
+
+def _modules(names: Collection[str]) -> set[str]:
+    """The modules that hold tensors, at any depth."""
+    return {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
+
+
+def _trusted(model: PreTrainedModel) -> set[str]:
+    """Patterns by which the model's code says that names have no use. The number of a layer in a class is meant for one checkpoint."""
+    classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
+    fixed = {
+        name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
+    }
+    return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers are the same, but for their rounding."""
+    if found.shape != expected.shape:
+        return False
+    eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
+    return torch.allclose(found.float(), expected.float(), rtol=max(4 * eps, 1e-5), atol=1e-7)
