@@ -29,6 +29,7 @@ from ..config import NeuronConfig
 from ..continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
 from ..hub.push import push_artifact
+from ..runtime.defaults import in_vocabulary, usable
 from ..runtime.limits import refuse_other_options
 from ..runtime.process import OwnProcess
 from ..runtime.profile import Profile
@@ -227,7 +228,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
-        generation_config = read_generation_config(artifact, config)
+        generation_config = _defaults(artifact, config)
         if profile is not None:
             ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
         with progress.stage("Loading the artifact"):
@@ -313,7 +314,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
     @contextmanager
     def _as_it_is(self) -> Iterator[Artifact]:
         """The artifact, or a copy of it where `generation_config` was changed since it was read."""
-        if read_generation_config(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
+        if _defaults(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
             yield self.artifact
             return
         with tempfile.TemporaryDirectory() as scratch:
@@ -340,6 +341,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 yield
             finally:
                 end_idle_workers()  # the next call, or a service, may be another thread's
+
+
+def _defaults(artifact: Artifact, config: Any) -> GenerationConfig:
+    return in_vocabulary(usable(read_generation_config(artifact, config), artifact.config)[0], artifact.model)
 
 
 def _remove(folder: Path, process: OwnProcess) -> None:
