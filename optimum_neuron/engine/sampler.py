@@ -109,8 +109,8 @@ class RequestSampler:
         told = torch.log_softmax(scores[0] if self._tells is None else logits, dim=-1)
         self.logprob = float(told[token])
         if self._tells:
-            best = told.topk(self._tells)
-            self.top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            top = told.topk(self._tells)
+            self.top = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return token
 
 

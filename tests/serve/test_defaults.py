@@ -24,7 +24,7 @@ from optimum_neuron.runtime.defaults import in_vocabulary, usable, vllm_sampling
 
 
 PROMPT = [40, 41, 42, 40, 41, 42, 40]
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +159,15 @@ def test_a_request_that_names_a_sampling_value_draws_by_it_and_by_the_files_othe
 
 
 def test_log_probabilities_of_what_the_host_chooses_are_those_of_the_logits(
-    model: NeuronModelForCausalLM, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the graphs choose: a penalty changes the choice, and not what is told of it."""
     follow(model, RARE["bad words"], monkeypatch)
-    scores = model(torch.tensor([PROMPT]), logits_to_keep=1).logits[0, 0].log_softmax(-1)
-    token = model.generate(torch.tensor([PROMPT]), max_new_tokens=1, do_sample=False)[0, -1]
-    told = start().complete(PROMPT, max_tokens=1, temperature=0, logprobs=3).json()["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == [pytest.approx(float(scores[token]), abs=1e-4)]
-    assert max(told["top_logprobs"][0].values()) == pytest.approx(float(scores.max()), abs=1e-4)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt")[
+        "input_ids"
+    ]
+    best = model(chat, logits_to_keep=1).logits[0, 0].log_softmax(-1).topk(3).values.tolist()
+    answer = start().chat(max_tokens=1, temperature=0, logprobs=True, top_logprobs=3).json()
+    (told,) = answer["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in told["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+    assert told["logprob"] < best[-1]
