@@ -187,7 +187,7 @@ def _sampling(config: GenerationConfig) -> SamplingParams:
     """What is told of a request whose tokens the host chooses."""
     if not config.do_sample:
         return GREEDY
-    return SamplingParams(config.top_k or 0, config.top_p, config.temperature, config.min_p or 0.0)
+    return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)
 
 
 def _graphs_tell(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:

@@ -57,7 +57,7 @@ _MEANINGLESS = (
 # What `generate` alone does: it ends texts by more than their tokens, and returns more than them.
 OF_GENERATE = ("stop_strings", "max_time", "output_scores", "output_logits")
 # vLLM's parameters that a generation config names, too.
-_OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 class Defaults(GenerationMixin):
@@ -261,5 +261,5 @@ def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> L
 
 def vllm_sampling(config: GenerationConfig) -> dict[str, Any]:
     """Defaults of a file as vLLM's `override_generation_config` takes them: where the file draws no token, the best one."""
-    given = {name: getattr(config, name) for name in _OF_VLLM if getattr(config, name) is not None}
+    given = {name: getattr(config, name) for name in OF_VLLM if getattr(config, name) is not None}
     return given if config.do_sample else given | {"temperature": 0.0}
