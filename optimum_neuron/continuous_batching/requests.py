@@ -108,6 +108,10 @@ class RequestFactory:
         self.eos_token_ids = end_token_ids(self.config, model)
         self.make("", [0], None)  # what no request could have is refused before the first
 
+    def of(self, generation_config: GenerationConfig) -> RequestFactory:
+        """A factory for one request of the same manager."""
+        return RequestFactory(self.model, generation_config, self.batching)
+
     def options(self) -> SchedulerOptions:
         """The scheduler's options."""
         kind = self.batching.scheduler_type
