@@ -13,6 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.skeleton import empty_model
+from ..graphs.quantized.formats import weights_by_tensor
+from ..graphs.quantized.modules import QuantizedEmbedding
 
 
 if TYPE_CHECKING:
@@ -49,17 +51,20 @@ class Module:
         return self.config.name_or_path
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As transformers counts them: tied ones once, and none of them trainable."""
+        """As transformers counts them: tied ones once, and none of them trainable. A quantized weight counts as the plain one."""
         if only_trainable:
             return 0
-        named = self._empty.named_modules()
-        tables = {f"{name}.weight" for name, module in named if isinstance(module, nn.Embedding)}
-        skipped = tables if exclude_embeddings else ()
-        return sum(tensor.numel() for name, tensor in self._parameters.items() if name not in skipped)
+        named, kinds = self._empty.named_modules(), nn.Embedding | QuantizedEmbedding
+        tables = tuple(f"model.{name}." for name, module in named if exclude_embeddings and isinstance(module, kinds))
+        shared = {stored for alias, stored in self.artifact.tied_weights.items() if alias.startswith(tables)}
+        counts = {f"model.{name}": count for name, (_, count) in self._weights.items()}
+        return sum(count for name, count in counts.items() if name not in shared and not name.startswith(tables))
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the model's parameters and buffers, as transformers counts them: without the cache of the slots."""
-        tensors = [*self._parameters.values(), *(self._empty.buffers() if return_buffers else ())]
+        weights = self._weights
+        others = [tensor for name, tensor in self._empty.named_buffers() if name not in weights_by_tensor(self._empty)]
+        tensors = [*(tensor for tensor, _ in weights.values()), *(others if return_buffers else ())]
         return sum(tensor.nbytes for tensor in tensors)
 
     @cached_property
@@ -68,10 +73,13 @@ class Module:
         return empty_model(self.artifact.path, self.artifact.config.dtype, trust_remote_code=self._trust_remote_code)
 
     @property
-    def _parameters(self) -> dict[str, Tensor]:
-        """Names and shapes of the parameters that are stored: the tied ones are under one name."""
-        named = self._empty.named_parameters(remove_duplicate=False)
-        return {name: tensor for name, tensor in named if f"model.{name}" not in self.artifact.tied_weights}
+    def _weights(self) -> dict[str, tuple[Tensor, int]]:
+        """By name the tensors that hold weights, and how many each stands for: the tied ones are under one name."""
+        model, coded = self._empty, weights_by_tensor(self._empty)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        named |= {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in coded}
+        stored = {name: tensor for name, tensor in named.items() if f"model.{name}" not in self.artifact.tied_weights}
+        return {name: (tensor, coded.get(name, tensor.numel())) for name, tensor in stored.items()}
 
     def can_generate(self) -> bool:
         return True

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import export_tiny
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging as transformers_logging
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifacts.artifact import WEIGHTS_NAME
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss"])
@@ -35,6 +37,22 @@ def test_sizes_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     assert ours.num_parameters(only_trainable=True) == 0
     for buffers in (True, False):
         assert ours.get_memory_footprint(buffers) == theirs.get_memory_footprint(buffers)
+
+
+@pytest.mark.parametrize(("name", "form"), [("llama", "int4"), ("gemma2", "int8"), ("gpt_oss", "int8")])
+def test_a_quantized_weight_counts_as_the_plain_one_and_takes_what_its_codes_take(
+    name: str, form: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of packed codes, a tied table, and experts."""
+    path = export_tiny(tiny_checkpoints[name], tmp_path / "artifact", quantization=form)
+    ours, theirs = (
+        NeuronModelForCausalLM.from_pretrained(path),
+        AutoModelForCausalLM.from_pretrained(tiny_checkpoints[name]),
+    )
+    for without in (True, False):
+        assert ours.num_parameters(exclude_embeddings=without) == theirs.num_parameters(exclude_embeddings=without)
+    assert ours.get_memory_footprint() == sum(each.nbytes for each in load_file(path / WEIGHTS_NAME).values())
+    assert ours.get_memory_footprint() < theirs.get_memory_footprint()
 
 
 def test_a_model_stays_what_it_was_compiled_as(pair: tuple[Any, Any]) -> None:

@@ -70,6 +70,19 @@ def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
     return found
 
 
+def weights_by_tensor(model: nn.Module) -> dict[str, int]:
+    """The tensors of a model's quantized weights by name, and how many weights each stands for: codes alone stand for some."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        weights = {f"{name}.{own}_": weight for own, weight in quantized_weights(module).items()}
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            weights[f"{name}."] = module.quantized_weight
+        for prefix, weight in weights.items():
+            found |= {f"{prefix}{part}": 0 for part in ("scale", "shift")}
+            found[f"{prefix}codes"] = weight.codes.numel() // weight.codes.shape[-1] * weight.inputs
+    return found
+
+
 def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
     """Replaces a model's weights by quantized ones, to be filled, on the device that torch makes tensors on.
 
