@@ -13,8 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.skeleton import empty_model
-from ..graphs.quantized.formats import weights_by_tensor
-from ..graphs.quantized.modules import QuantizedEmbedding
+from ..graphs.quantized.formats import coded_tensors
 
 
 if TYPE_CHECKING:
@@ -54,32 +53,28 @@ class Module:
         """As transformers counts them: tied ones once, and none of them trainable. A quantized weight counts as the plain one."""
         if only_trainable:
             return 0
-        named, kinds = self._empty.named_modules(), nn.Embedding | QuantizedEmbedding
-        tables = tuple(f"model.{name}." for name, module in named if exclude_embeddings and isinstance(module, kinds))
-        shared = {stored for alias, stored in self.artifact.tied_weights.items() if alias.startswith(tables)}
-        counts = {f"model.{name}": count for name, (_, count) in self._weights.items()}
-        return sum(count for name, count in counts.items() if name not in shared and not name.startswith(tables))
+        plain = self._model_without_weights(coded=False)
+        tables = {f"{name}.weight" for name, module in plain.named_modules() if isinstance(module, nn.Embedding)}
+        skipped = tables if exclude_embeddings else ()
+        return sum(tensor.numel() for name, tensor in plain.named_parameters() if name not in skipped)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the model's parameters and buffers, as transformers counts them: without the cache of the slots."""
-        weights = self._weights
-        others = [tensor for name, tensor in self._empty.named_buffers() if name not in weights_by_tensor(self._empty)]
-        tensors = [*(tensor for tensor, _ in weights.values()), *(others if return_buffers else ())]
-        return sum(tensor.nbytes for tensor in tensors)
+        model, codes = self._empty, coded_tensors(self._empty)
+        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            if return_buffers or name in codes:
+                named[name] = tensor
+        return sum(each.nbytes for name, each in named.items() if f"model.{name}" not in self.artifact.tied_weights)
 
     @cached_property
     def _empty(self) -> nn.Module:
-        """The model of config.json without weights."""
-        return empty_model(self.artifact.path, self.artifact.config.dtype, trust_remote_code=self._trust_remote_code)
+        """The model of config.json without weights, as the artifact stores them."""
+        return self._model_without_weights(coded=True)
 
-    @property
-    def _weights(self) -> dict[str, tuple[Tensor, int]]:
-        """By name the tensors that hold weights, and how many each stands for: the tied ones are under one name."""
-        model, coded = self._empty, weights_by_tensor(self._empty)
-        named = dict(model.named_parameters(remove_duplicate=False))
-        named |= {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in coded}
-        stored = {name: tensor for name, tensor in named.items() if f"model.{name}" not in self.artifact.tied_weights}
-        return {name: (tensor, coded.get(name, tensor.numel())) for name, tensor in stored.items()}
+    def _model_without_weights(self, *, coded: bool) -> nn.Module:
+        path, dtype = self.artifact.path, self.artifact.config.dtype
+        return empty_model(path, dtype, trust_remote_code=self._trust_remote_code, coded=coded)
 
     def can_generate(self) -> bool:
         return True

@@ -70,16 +70,14 @@ def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
     return found
 
 
-def weights_by_tensor(model: nn.Module) -> dict[str, int]:
-    """The tensors of a model's quantized weights by name, and how many weights each stands for: codes alone stand for some."""
-    found: dict[str, int] = {}
+def coded_tensors(model: nn.Module) -> set[str]:
+    """Names of the buffers of a model that stand for its quantized weights."""
+    found = set()
     for name, module in model.named_modules():
-        weights = {f"{name}.{own}_": weight for own, weight in quantized_weights(module).items()}
+        prefixes = [f"{name}.{own}_" for own in quantized_weights(module)]
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            weights[f"{name}."] = module.quantized_weight
-        for prefix, weight in weights.items():
-            found |= {f"{prefix}{part}": 0 for part in ("scale", "shift")}
-            found[f"{prefix}codes"] = weight.codes.numel() // weight.codes.shape[-1] * weight.inputs
+            prefixes.append(f"{name}.")
+        found |= {f"{prefix}{part}" for prefix in prefixes for part in ("codes", "scale", "shift")}
     return found
 
 
