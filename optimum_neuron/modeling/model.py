@@ -39,6 +39,7 @@ from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
 from .forward import Forward
 from .generation import Generation
+from .keywords import own_options
 from .module import make_known
 
 
@@ -121,7 +122,8 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 says, or 600.
             profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
                 profile; its context has to be open.
-            options: fields of `NeuronConfig`, for an export.
+            options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
+                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are told once.
 
         Raises:
             TypeError: an option that NeuronConfig does not know.
@@ -129,10 +131,9 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             FileNotFoundError: `model_id` names nothing.
             ArtifactError: the artifact is corrupt.
         """
+        options = own_options(options)
         if config is not None and options:
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
-        if isinstance(options.get("dtype"), torch.dtype):
-            options["dtype"] = str(options["dtype"]).removeprefix("torch.")
         ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
         wanted = NeuronConfig.from_dict(options) if config is None else config
         hub: dict[str, Any] = {

@@ -98,7 +98,7 @@ class Defaults(GenerationMixin):
         most = max(most_new_tokens(prompt, self.neuron_config, rows), 1)
         if 1 <= wanted <= most:
             return wanted
-        _tell_once(
+        tell_once(
             f"the default {name}={getattr(config, name)} does not fit every prompt in "
             f"sequence_length={self.neuron_config.sequence_length}; such texts end where the cache does"
         )
@@ -149,7 +149,8 @@ def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, key
 
 
 @functools.cache
-def _tell_once(message: str) -> None:
+def tell_once(message: str) -> None:
+    """Warns of what is alike in every call."""
     logger.warning("%s", message)
 
 
