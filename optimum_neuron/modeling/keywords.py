@@ -20,11 +20,6 @@ _INERT = {
     ),
     "use_safetensors": "weights are always read from safetensors",
 }
-_OURS = {
-    "load_in_8bit": "quantization='int8'",
-    "load_in_4bit": "quantization='int4'",
-    "quantization_config": "quantization='int8', 'int4' or 'fp8'",
-}
 
 
 def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +27,6 @@ def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: `torch_dtype` and `dtype` differ, or a value asks for another file than the artifact has.
-        TypeError: a keyword whose place another one has here.
     """
     options = dict(given)
     for name, reason in _INERT.items():
@@ -41,9 +35,6 @@ def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("use_safetensors=False asks for pickled weights, which may run code; leave it out")
         if value not in (None, False):
             tell_once(f"{name}={value!r} has no effect: {reason}")
-    for name, ours in _OURS.items():
-        if options.pop(name, None):
-            raise TypeError(f"{name} is of transformers' own layers; export with {ours} instead")
     other = options.pop("torch_dtype", None)
     if other is not None:
         dtype = options.setdefault("dtype", other)

@@ -29,31 +29,21 @@ from .token_choice import of_host
 logger = logging.getLogger(__name__)
 
 _LENGTHS = ("max_new_tokens", "max_length")
-_ONE_SEQUENCE = "compiled graphs advance one sequence per row"
-_TOKENS_ONLY = "compiled graphs return tokens and logits only"
-# What no artifact does: by name, the value that asks for nothing, and the reason.
-_NEVER: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups"), (1, _ONE_SEQUENCE)),
-    **dict.fromkeys(("token_healing", "use_mtp", "is_assistant"), (False, _ONE_SEQUENCE)),
-    **dict.fromkeys(("diversity_penalty", "penalty_alpha"), (0, _ONE_SEQUENCE)),
-    **dict.fromkeys(
-        (
-            "constraints",
-            "force_words_ids",
-            "dola_layers",
-            "prompt_lookup_num_tokens",
-            "speculation_type",
-            "assistant_early_exit",
-        ),
-        (None, _ONE_SEQUENCE),
-    ),
-    "guidance_scale": (1, "it needs a second cache per row"),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), (False, _TOKENS_ONLY)),
+_ONE_SEQUENCE = (
+    "num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids", "dola_layers", "token_healing",
+    "is_assistant", "prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp",
+)  # fmt: skip
+# What no artifact does, and why.
+_NEVER = {
+    **dict.fromkeys(_ONE_SEQUENCE, "compiled graphs advance one sequence per row"),
+    "guidance_scale": "it needs a second cache per row",
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "compiled graphs return tokens and logits only"),
 }
 # These change no token, and say how a checkpoint was trained or run elsewhere.
 _MEANINGLESS = (
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
 )  # fmt: skip
+_ASKED = "_length_is_asked"
 # What `generate` alone does: it ends texts by more than their tokens, and returns more than them.
 OF_GENERATE = ("stop_strings", "max_time", "output_scores", "output_logits")
 # vLLM's parameters that a generation config names, too.
@@ -93,16 +83,14 @@ class Defaults(GenerationMixin):
         wanted, name = config.max_new_tokens, "max_new_tokens"
         if wanted is None and config.max_length is not None:
             wanted, name = config.max_length - prompt, "max_length"
-        if wanted is None or _length_is_asked(config):
-            return wanted
         most = max(most_new_tokens(prompt, self.neuron_config, rows), 1)
-        if 1 <= wanted <= most:
+        if wanted is None or getattr(config, _ASKED, True) or 1 <= wanted <= most:
             return wanted
         tell_once(
             f"the default {name}={getattr(config, name)} does not fit every prompt in "
             f"sequence_length={self.neuron_config.sequence_length}; such texts end where the cache does"
         )
-        return most if wanted > most else None
+        return most
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
@@ -115,36 +103,21 @@ class Defaults(GenerationMixin):
     def _prepare_generated_length(self, generation_config: GenerationConfig, **facts: Any) -> GenerationConfig:
         """transformers' lengths, of which those that nobody asked for fit."""
         config: GenerationConfig = super()._prepare_generated_length(generation_config, **facts)
-        if _length_is_asked(config):
-            return config
-        columns = facts["input_ids_length"]
-        rows = facts["inputs_tensor"].shape[0] * (config.num_return_sequences or 1)
-        found = self.new_tokens(config, columns, rows)
-        config.max_length = columns + (
-            max(most_new_tokens(columns, self.neuron_config, rows), 1) if found is None else found
-        )
+        rows, columns = len(facts["inputs_tensor"]) * (config.num_return_sequences or 1), facts["input_ids_length"]
+        config.max_length = columns + (self.new_tokens(config, columns, rows) or 0)
         return config
-
-
-_ASKED = "_length_is_asked"
-
-
-def _length_is_asked(config: GenerationConfig) -> bool:
-    return bool(getattr(config, _ASKED, True))
 
 
 def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, keywords: Mapping[str, Any]) -> bool:
     """Whether a call says itself how long a text may become. Of two lengths, `max_new_tokens` counts, as in transformers."""
-    if getattr(given, _ASKED, None) is False and not any(keywords.get(name) is not None for name in _LENGTHS):
-        return False  # a pipeline gives what it got from here
+    if getattr(given, _ASKED, None) is False:  # by a pipeline, which got it from here
+        given = None
     for name in _LENGTHS:
+        value, default = getattr(given, name, None), getattr(defaults, name, None)
         if keywords.get(name) is not None:
             return True
-        value, default = getattr(given, name, None), getattr(defaults, name, None)
-        if value is not None:
-            return value not in (default, getattr(TextGenerationPipeline._default_generation_config, name))
-        if default is not None:
-            return False
+        if value is not None or default is not None:
+            return value not in (None, default, getattr(TextGenerationPipeline._default_generation_config, name))
     return False
 
 
@@ -161,12 +134,10 @@ def usable(found: GenerationConfig, sizes: NeuronConfig) -> tuple[GenerationConf
         The settings that are honoured, and of each other one, by name, the reason.
     """
     config, reasons = copy.deepcopy(found), {}
-    for name, (neutral, reason) in _NEVER.items():
+    for name in (*_NEVER, *_MEANINGLESS):
         value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            reasons[name] = reason
-        setattr(config, name, None)
-    for name in _MEANINGLESS:
+        if name in _NEVER and value and (value is True or value != 1):
+            reasons[name] = _NEVER[name]
         setattr(config, name, None)
     if config.temperature is not None and config.temperature <= 0:
         config.do_sample, config.temperature = False, None
@@ -197,14 +168,10 @@ def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronCon
         ValueError: transformers refuses a value of theirs.
     """
     config, reasons = usable(found, sizes)
-    for name, reason in reasons.items():
-        asked = getattr(found, name)
-        logger.warning("generation_config.json asks for %s=%r, which is left out: %s", name, asked, reason)
-    for name in OF_GENERATE[:2]:
-        if getattr(config, name) is not None:
-            logger.warning(
-                "%s=%r of generation_config.json ends texts of generate() alone", name, getattr(config, name)
-            )
+    told = {name: f"which is left out: {reason}" for name, reason in reasons.items()}
+    told |= {name: "which ends texts of generate() alone" for name in OF_GENERATE[:2] if getattr(config, name)}
+    for name, what in told.items():
+        logger.warning("generation_config.json asks for %s=%r, %s", name, getattr(found, name), what)
     names = settings_of_host(config, model_config, sizes, source)
     if not names or sizes.returns_decode_logits:
         return sizes
@@ -245,13 +212,7 @@ def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronC
 
 
 def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> LogitsProcessorList:
-    """What transformers applies to the logits of one request.
-
-    Args:
-        rules: a model, or a `Defaults`.
-        config: settled; its special tokens become tensors.
-        prompt: token ids `[n]`.
-    """
+    """What transformers applies to the logits of a request for a prompt `[n]`, by a settled config, whose special tokens become tensors."""
     rules._prepare_special_tokens(config, device="cpu")
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     processors: LogitsProcessorList = rules._get_logits_processor(

@@ -92,7 +92,7 @@ def test_what_no_artifact_does_is_said_by_the_export_and_refuses_no_call(
     for name in ("num_beams=4", "penalty_alpha=0.6", "guidance_scale=1.5", "output_attentions=True"):
         assert f"generation_config.json asks for {name}, which is left out: " in told
     assert "num_return_sequences=4, which is left out: it needs do_sample and batch_size=4" in told
-    assert "max_time=60.0 of generation_config.json ends texts of generate() alone" in told
+    assert "generation_config.json asks for max_time=60.0, which ends texts of generate() alone" in told
     caplog.clear()
     model = NeuronModelForCausalLM.from_pretrained(path)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)

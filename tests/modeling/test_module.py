@@ -122,8 +122,6 @@ def test_keywords_of_transformers_that_change_nothing_are_taken_and_told_once(
         NeuronModelForCausalLM.from_pretrained(path, torch_dtype="fp16", dtype=torch.float32)
     with pytest.raises(ValueError, match="use_safetensors=False asks for pickled weights"):
         NeuronModelForCausalLM.from_pretrained(path, use_safetensors=False)
-    with pytest.raises(TypeError, match=r"load_in_8bit .* export with quantization='int8' instead"):
-        NeuronModelForCausalLM.from_pretrained(path, load_in_8bit=True)
 
 
 def test_an_export_understands_a_type_in_any_spelling(tiny_checkpoint: Path) -> None:
