@@ -31,6 +31,7 @@ from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
+from .checkpoints.tokenizer import fit_tokenizer
 from .checkpoints.writable import WritableWhereWritten
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
@@ -250,6 +251,7 @@ def _write(
 ) -> Path:
     with write_artifact(output, overwrite=overwrite, source=source) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
+        fit_tokenizer(writer.path, config.sequence_length)
         write_formats(weight_formats(model), writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
