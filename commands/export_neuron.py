@@ -23,7 +23,7 @@ from optimum_neuron.config import (
     TARGETS,
     NeuronConfig,
 )
-from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS
+from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS, dtype
 
 
 TASKS = ("text-generation",)
@@ -339,6 +339,7 @@ def _add_target_options(parser: ArgumentParser) -> None:
     add_option(
         group,
         "--dtype",
+        type=dtype,
         choices=DTYPES,
         default=NeuronConfig.dtype,
         help="type of weights, activations and KV cache; auto is the checkpoint's",

@@ -24,7 +24,8 @@ ends with \\ goes on in the next one, and """ stands before and behind a message
 /help lists the commands: /clear, /system, /retry, /undo, /save, /load, /stats, /set and /exit.
 
 Where stdin is no terminal, each line is a message or a command; answers go to stdout, all else to stderr, and what is wrong
-with a line ends the chat with the exit code 1. The most probable token is taken each time, unless --temperature is given.'''
+with a line ends the chat with the exit code 1. Tokens are chosen as the checkpoint's generation_config.json says, else the most
+probable one is taken each time.'''
 
 EXAMPLES = """\
 examples:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
 Without --prompt it is read from stdin. For more than one prompt, chat: optimum-cli neuron chat.
-The most probable token is taken each time, unless --temperature is given."""
+Tokens are chosen as the checkpoint's generation_config.json says, else the most probable one is taken each time."""
 
 EXAMPLES = """\
 examples:
@@ -191,8 +191,9 @@ class Answerer:
         from optimum_neuron.runtime.lengths import most_new_tokens
 
         # A prompt that does not fit is for the model to refuse.
-        room = most_new_tokens(prompt_tokens, self.model.neuron_config)
-        return {**self.options, "max_new_tokens": max(1, min(DEFAULT_NEW_TOKENS, room))}
+        room = max(1, most_new_tokens(prompt_tokens, self.model.neuron_config))
+        longest = self.model.new_tokens(self.model.settled(), prompt_tokens) or DEFAULT_NEW_TOKENS
+        return {**self.options, "max_new_tokens": min(longest, room)}
 
 
 def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str, int]) -> None:

@@ -79,7 +79,8 @@ class NeuronConfig:
             `sequence_length`. Default: on Neuron targets `sequence_length` and its quarters down to 256; elsewhere
             `sequence_length` alone, because attention there stops at each token's own position. A default follows the
             target, also where `dataclasses.replace` changes "auto" into what it stands for.
-        dtype: type of weights, activations and KV cache; "auto" is the checkpoint's.
+        dtype: type of weights, activations and KV cache; "auto" is the checkpoint's. torch's own types and "bf16", "fp16", "fp32" are
+            understood.
         kv_cache_dtype: keys and values are kept as codes of 8 bits, "int8" or "fp8" (e4m3), with a scale for each token and head: half of
             bfloat16's bytes, and 4 for each scale. What else a request keeps (index keys, states of recurrences and convolutions) stays as
             it is. Default: they are of type `dtype`.
@@ -156,6 +157,7 @@ class NeuronConfig:
         ):
             check.flag(name, getattr(self, name))
         self._check_logprobs()
+        object.__setattr__(self, "dtype", check.dtype(self.dtype))
         check.choice("dtype", self.dtype, DTYPES)
         check.choice("target", self.target, TARGETS)
         self._check_kernels()

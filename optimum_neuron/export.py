@@ -31,6 +31,7 @@ from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
+from .checkpoints.tokenizer import fit_tokenizer
 from .checkpoints.writable import WritableWhereWritten
 from .config import HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
@@ -49,6 +50,7 @@ from .graphs.model_spec import ModelSpec
 from .graphs.quantized.formats import weight_formats
 from .graphs.spec import GraphSpec, graph_specs
 from .runtime import golden
+from .runtime.defaults import follow_defaults
 from .targets import CompileJob, Target, get_target, resolve_target
 from .targets.cpu.host import instruction_set
 from .targets.threads import fit_threads
@@ -131,8 +133,9 @@ def export_model(
     checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(checkpoint, config, dequantize=dequantize))
     adapters = find_adapters(adapter, token=token, **hub)
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
-    checkpoint.check_verbatim(adapters)
+    defaults = checkpoint.check_verbatim(adapters)
     checkpoint.warn_of_unread_keys()
+    config = follow_defaults(defaults, checkpoint.load_config(), config, checkpoint.source)
     calibration = (
         None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
     )
@@ -143,7 +146,6 @@ def export_model(
         loaded, config = _load(checkpoint, adapters, config)
         graphs = graph_specs(config)
         check_every_step_has_a_graph(config, graphs)
-        _warn_of_host_sampling(loaded, config)
         with tensors_in_files():
             quantize(loaded, config, calibration)
         check_activations(loaded, config)
@@ -258,6 +260,7 @@ def _write(
 ) -> Path:
     with write_artifact(output, overwrite=overwrite, source=source) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
+        fit_tokenizer(writer.path, config.sequence_length)
         write_formats(weight_formats(model), writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
@@ -288,29 +291,6 @@ def _write(
                 }
             )
     return output
-
-
-def _warn_of_host_sampling(model: PreTrainedModel, config: NeuronConfig) -> None:
-    """Generation defaults that the on-device sampler lacks would make every generate() call fail: say so now."""
-    if config.returns_decode_logits:
-        return
-    defaults = getattr(model, "generation_config", None)
-    neutral = {
-        "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
-        "min_p": None,
-        "typical_p": 1.0,
-        "epsilon_cutoff": 0.0,
-    }
-    for name, value in neutral.items():
-        asked = getattr(defaults, name, None)
-        if asked is not None and asked != value:
-            logger.warning(
-                "the checkpoint's generation_config asks for %s=%s, which is applied to logits on the host; export with "
-                "--output-logits (output_logits=True), or reset it in generate()",
-                name,
-                asked,
-            )
 
 
 def _warn_of_gathered_blocks(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:

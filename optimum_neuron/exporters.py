@@ -59,7 +59,7 @@ class NeuronExportConfig(ExportConfigMixin):
         self.overwrite = overwrite
         self.certificate = certificate
         self.neuron_config = NeuronConfig.from_dict(options)
-        self._options = options
+        self._options = options | ({"dtype": self.neuron_config.dtype} if "dtype" in options else {})
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` makes an equal config of; JSON-serializable. Options that were left out stay so."""

@@ -15,6 +15,7 @@ SMALLEST_BLOCK = 64
 # Weights may be rounded at export to codes of these kinds, or keep a quantized checkpoint's own; those of int4 in groups of so many inputs.
 QUANTIZATIONS = ("int8", "int4", "fp8", "checkpoint")
 INT4_GROUP_SIZES = (32, 64, 128)
+_DTYPE_SPELLINGS = {"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"}
 
 
 def known_name(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -35,6 +36,14 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises: ValueError: none of the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
+
+
+def dtype(value: object) -> object:
+    """torch's name of a type: "bfloat16" of torch.bfloat16, "torch.bfloat16" or "bf16". What is none stays as it is."""
+    if not isinstance(value, str) and type(value).__name__ != "dtype":
+        return value
+    name = str(value).removeprefix("torch.")
+    return _DTYPE_SPELLINGS.get(name, name)
 
 
 def size(name: str, value: object) -> int:

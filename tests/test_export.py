@@ -80,11 +80,12 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
         "config.json",
         "generation_config.json",
         "tokenizer.json",
-        "tokenizer_config.json",
         "chat_template.jinja",
     }
-    assert set(folder_bytes(output)) == verbatim | {MANIFEST_NAME, WEIGHTS_NAME}
+    assert set(folder_bytes(output)) == verbatim | {"tokenizer_config.json", MANIFEST_NAME, WEIGHTS_NAME}
     assert all((output / name).read_bytes() == (tiny_checkpoint / name).read_bytes() for name in verbatim)
+    ours, theirs = (json.loads((each / "tokenizer_config.json").read_bytes()) for each in (output, tiny_checkpoint))
+    assert ours == theirs | {"model_max_length": 64}
     assert artifact.config == tiny_config(dtype="float32")
     manifest = json.loads((output / MANIFEST_NAME).read_text(encoding="utf-8"))
     assert manifest["source"] == str(tiny_checkpoint) and manifest["task"] == "text-generation"

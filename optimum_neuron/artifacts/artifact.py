@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The artifact folder: how it is read and verified. Knows no target: files are data until a target loads them.
 
-config.json generation_config.json tokenizer files     verbatim from the checkpoint
+config.json generation_config.json tokenizer files     verbatim from the checkpoint, but for the tokenizer's model_max_length
 neuron_config.json                                      the manifest, written last
 graphs/<name>.<suffix>                                  compiled graphs, if the target has files
 weights/model.safetensors                               parameters and constant buffers, by name;

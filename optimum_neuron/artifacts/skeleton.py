@@ -67,8 +67,11 @@ def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> Gene
         ) from error
 
 
-def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Module:
+def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: bool = True) -> nn.Module:
     """The model of a folder's config.json without weights, to be filled by `assign`.
+
+    Args:
+        coded: its quantized weights are the folder's; otherwise they are plain.
 
     Raises:
         ValueError: transformers cannot read the file, or not build the model, or its quantized layers are another model's.
@@ -91,8 +94,9 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool) -> nn.Modu
         ) from error
     keep_frequencies(model)
     _keep_float32(model, options["dtype"])
-    with torch.device("meta"):
-        make_room_for_weights(model, folder)
+    if coded:
+        with torch.device("meta"):
+            make_room_for_weights(model, folder)
     return model.eval().requires_grad_(False)
 
 

@@ -98,10 +98,12 @@ def _system(session: ChatSession, argument: str, show: Callable[[str], None]) ->
 
 
 def _retry(session: ChatSession, argument: str, show: Callable[[str], None]) -> Said:
-    greedy = not session.settings.temperature
     turn = session.retry(show)
     return Said(
-        "at temperature 0 an answer is always the same; /set temperature 0.7 draws others" if greedy else "", turn
+        "at temperature 0 an answer is always the same; /set temperature 0.7 draws others"
+        if session.is_greedy
+        else "",
+        turn,
     )
 
 

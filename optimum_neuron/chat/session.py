@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig
 
 from ..continuous_batching.requests import RequestFactory
 from ..engine.request import FinishReason, Request
@@ -118,11 +118,14 @@ class ChatSession:
         Raises:
             ValueError: the artifact cannot choose tokens so. Nothing is changed.
         """
-        config = copy.deepcopy(self._model.generation_config)
-        config.update(max_new_tokens=None, max_length=None, **settings.keywords())
-        self._factory = RequestFactory(self._model, config, None)
+        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None)
         self._seeds = None if settings.seed is None else np.random.SeedSequence(settings.seed)
         self.settings = settings
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether an answer is always the same."""
+        return not self._factory.config.do_sample
 
     @property
     def kept(self) -> str:
@@ -263,9 +266,8 @@ class ChatSession:
                 f"{sizes.sequence_length:,}; take the last turn back by /undo or all by /clear, or export with a longer "
                 f"--sequence-length"
             )
-        request = self._factory.make(
-            f"turn-{next(self._numbers)}", ids, min(room, self.settings.max_new_tokens or DEFAULT_NEW_TOKENS)
-        )
+        longest = self.settings.max_new_tokens or self._factory.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
+        request = self._factory.make(f"turn-{next(self._numbers)}", ids, min(room, longest))
         if self._seeds is None:
             return request
         return replace(request, seed=int(self._seeds.spawn(1)[0].generate_state(1)[0]))

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..cli import add_option
+from ..runtime.asked_sampling import sampling_keywords
 
 
 # The least and the most of each; what is no number lies between none.
@@ -37,7 +38,7 @@ class Settings:
 
     Attributes:
         max_new_tokens: the longest answer.
-        temperature: 0 takes the most probable token each time; above, tokens are drawn.
+        temperature: 0 takes the most probable token each time; above, tokens are drawn. None: as the checkpoint says.
         top_k, top_p: which tokens are drawn from.
         seed: start of the random numbers.
     """
@@ -101,10 +102,7 @@ class Settings:
 
     def keywords(self) -> dict[str, Any]:
         """Keywords of `generate` by which tokens are chosen; what is not set is left to the checkpoint's defaults."""
-        if not self.temperature:
-            return {"do_sample": False}
-        shaping = {name: getattr(self, name) for name in _SHAPES_SAMPLING if getattr(self, name) is not None}
-        return {"do_sample": True, "temperature": self.temperature, **shaping}
+        return sampling_keywords(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 def names() -> list[str]:
@@ -128,9 +126,13 @@ def add_settings_options(parser: ArgumentParser) -> None:
         "--max-new-tokens",
         type=int,
         metavar="TOKENS",
-        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or what the sequence length leaves)",
+        help=f"longest answer (default: the checkpoint's own, or {DEFAULT_NEW_TOKENS}; at most what the sequence length leaves)",
     )
-    parser.add_argument("--temperature", type=float, help="above 0: sample, the more freely the higher (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="above 0: sample, the more freely the higher (default: the checkpoint's own, or 0)",
+    )
     add_option(parser, "--top-k", type=int, metavar="K", help="sample from the K most probable tokens only")
     add_option(parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only")
     parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")

@@ -28,11 +28,11 @@ from ..graphs.interface import ATTENTION_NAME, set_implementation
 from .files import (
     INDEX_NAME,
     StoredWeights,
-    check_generation_config,
     check_weight_files,
     copy_files,
     describes_another,
     indexed,
+    read_generation_config,
     read_object,
     replace_tokenizer,
     write_config,
@@ -263,8 +263,11 @@ class Checkpoint:
                 f"{self.source} is quantized, and an adapter is merged into plain weights; pass --dequantize (dequantize=True)"
             )
 
-    def check_verbatim(self, adapters: Sequence[Adapter] = ()) -> None:
+    def check_verbatim(self, adapters: Sequence[Adapter] = ()) -> GenerationConfig:
         """Reads once what `write_verbatim` will write: what no program could read in an artifact is told before it is made.
+
+        Returns:
+            The defaults of generation, which are the config's where there is no file of them.
 
         Raises:
             ValueError: the generation config or the tokenizer cannot be read.
@@ -275,10 +278,11 @@ class Checkpoint:
                 self._write_described(self.load_config(), folder)
             else:
                 copy_files(self.folder, folder, with_code=self.trust_remote_code)
-                check_generation_config(folder, self.source)
             for adapter in adapters:
                 replace_tokenizer(adapter.folder, folder)
             check_tokenizer(folder, self.source, trust_remote_code=self.trust_remote_code)
+            found = read_generation_config(folder, self.source)
+        return GenerationConfig.from_model_config(self.load_config()) if found is None else found
 
     def write_verbatim(self, model: PreTrainedModel, folder: Path, adapters: Sequence[Adapter] = ()) -> None:
         """Puts config, generation config and tokenizer into `folder`.

@@ -62,12 +62,16 @@ def check_documents(folder: Path) -> None:
             read_object(folder / name)
 
 
-def check_generation_config(folder: Path, source: str) -> None:
-    """Raises ValueError where a checkpoint's defaults of generation, which it need not have, cannot be read."""
+def read_generation_config(folder: Path, source: str) -> GenerationConfig | None:
+    """A checkpoint's defaults of generation, which it need not have.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
     if not (folder / _GENERATION_CONFIG).is_file():
-        return
+        return None
     try:
-        GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # of values that its code does not expect
         raise ValueError(
             f"{source}: its {_GENERATION_CONFIG} cannot be read ({first_line(error)}); correct or remove it"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,6 +86,18 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise OSError(
             f"the tokenizer cannot be written to {folder} ({first_line(error)}); free some space or name another folder"
         ) from error
+
+
+def fit_tokenizer(folder: Path, longest: int) -> None:
+    """Has a folder's tokenizer name no more tokens than an artifact holds: `truncation=True` and pipelines cut a text by that."""
+    if not has_tokenizer(folder):
+        return
+    path = folder / CONFIG_NAME
+    settings = read_object(path) if path.is_file() else {}
+    named = settings.get("model_max_length")
+    if not isinstance(named, int | float) or named > longest:
+        settings["model_max_length"] = longest
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> None:

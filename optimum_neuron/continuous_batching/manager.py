@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..engine.service import EngineService, Item
@@ -36,6 +39,8 @@ class ContinuousBatchingManager:
         self._numbers = itertools.count()
         self._arrived = threading.Condition()
         self._ready: list[GenerationOutput] = []
+        self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
+        self._configs: dict[str, GenerationConfig] = {}
         self._open = 0
         self._process = OwnProcess()
 
@@ -76,6 +81,23 @@ class ContinuousBatchingManager:
         """Whether requests are taken."""
         return self._service is not None and not self._service.is_closed
 
+    @property
+    def background_thread_status(self) -> SimpleNamespace:
+        """Its `fatal_error` is what ended the engine; None where it runs, or was stopped."""
+        return SimpleNamespace(fatal_error=None if self._service is None else self._service.failure)
+
+    def configure(self, request_id: str, generation_config: GenerationConfig) -> None:
+        """Gives a request that is not added yet a way of its own to choose tokens."""
+        self._configs[request_id] = generation_config
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
+        """Has the running event loop call a function with each output of a request, those included that are there."""
+        call = partial(asyncio.get_running_loop().call_soon_threadsafe, callback)
+        with self._arrived:
+            self._handlers[request_id] = call
+            while (index := self._find(request_id)) is not None:
+                self._hand_over(self._ready.pop(index))
+
     def add_request(
         self,
         input_ids: Sequence[int],
@@ -111,7 +133,9 @@ class ContinuousBatchingManager:
         try:
             ids = [eos_token_id] if isinstance(eos_token_id, int | float) else eos_token_id
             eos = None if ids is None else frozenset(token for token in ids if token >= 0)
-            request = self._factory.make(request_id, input_ids, max_new_tokens, eos)
+            config = self._configs.pop(request_id, None)
+            factory = self._factory if config is None else self._factory.of(config)
+            request = factory.make(request_id, input_ids, max_new_tokens, eos)
             service.subscribe(request, partial(self._deliver, outcome, streaming))
         except Exception as error:
             logger.error("%s", error)
@@ -174,6 +198,12 @@ class ContinuousBatchingManager:
 
     def _put(self, output: GenerationOutput, *, ended: bool = True) -> None:
         with self._arrived:
-            self._ready.append(output)
+            self._hand_over(output)
             self._open -= ended
             self._arrived.notify_all()
+
+    def _hand_over(self, output: GenerationOutput) -> None:
+        """To the request's handler, or to those who ask for results."""
+        over = output.is_finished() or output.error is not None
+        handler = self._handlers.pop(output.request_id, None) if over else self._handlers.get(output.request_id)
+        (handler or self._ready.append)(output)

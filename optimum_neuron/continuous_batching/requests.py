@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..engine.request import Request
 from ..engine.step import Event, RequestFailure
 from ..graphs.spec import GREEDY, SamplingParams
 from ..runtime.arguments import check_options
+from ..runtime.defaults import OF_GENERATE, processors_of
 from ..runtime.lengths import most_new_tokens
 from ..runtime.limits import refuse_unsupported
 from ..runtime.token_choice import OnDeviceChoice, choose_how
@@ -53,8 +55,10 @@ class ServedModel(Protocol):
     config: Any
     generation_config: GenerationConfig
     neuron_config: NeuronConfig
-    _get_logits_processor: Callable[..., LogitsProcessorList]
-    _prepare_special_tokens: Callable[..., None]
+    lengths_are_defaults: bool
+
+    def settled(self, given: GenerationConfig | None = None) -> GenerationConfig: ...
+    def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None: ...
 
 
 def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int]:
@@ -82,16 +86,20 @@ class RequestFactory:
         generation_config: GenerationConfig | None,
         batching_config: ContinuousBatchingConfig | None,
     ) -> None:
-        check_options(generation_config, model.generation_config, {})
+        given = copy.copy(generation_config)
+        if isinstance(given, GenerationConfig):
+            given.use_cache = None  # transformers serve says False: the manager's cache is not the model's
+        check_options(given, model.generation_config, {})
         if not isinstance(batching_config, ContinuousBatchingConfig | None):
             kind = type(batching_config).__name__
             raise TypeError(f"continuous_batching_config is a {kind}; give a transformers ContinuousBatchingConfig")
         self.model = model
-        self.config = copy.deepcopy(generation_config or model.generation_config)
+        self.config = model.settled(given)
         self.batching = batching_config or ContinuousBatchingConfig()
         for name, neutral in _REFUSED.items():
             asked = getattr(self.config, name, None)
-            if asked is not None and asked != neutral:
+            of_file = name in OF_GENERATE and asked == getattr(model.generation_config, name, None)
+            if asked not in (None, neutral) and not of_file:
                 raise ValueError(
                     f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
                 )
@@ -99,6 +107,10 @@ class RequestFactory:
         _warn_of_meaningless(self.batching)
         self.eos_token_ids = end_token_ids(self.config, model)
         self.make("", [0], None)  # what no request could have is refused before the first
+
+    def of(self, generation_config: GenerationConfig) -> RequestFactory:
+        """A factory for one request of the same manager."""
+        return RequestFactory(self.model, generation_config, self.batching)
 
     def options(self) -> SchedulerOptions:
         """The scheduler's options."""
@@ -111,29 +123,47 @@ class RequestFactory:
             prefix_reuse=self.batching.allow_block_sharing,
         )
 
+    def new_tokens(self, prompt: int) -> int | None:
+        """How many tokens follow a prompt where nobody says it; None where the artifact's file does not either."""
+        return self.model.new_tokens(self.config, prompt)
+
     def make(
         self,
         request_id: str,
         input_ids: Sequence[int] | np.ndarray,
         max_new_tokens: int | None,
         eos_token_ids: frozenset[int] | None = None,
+        *,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        seed: int | None = None,
+        logprobs: bool = False,
     ) -> Request:
         """A request with this factory's way to choose tokens.
+
+        Args:
+            sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
+            seed: makes sampling repeatable.
+            logprobs: whether the log-probabilities of its tokens are told, before they are changed.
 
         Raises:
             ValueError, TypeError: no request can be made of them.
         """
         model, config, prompt = self.model, copy.copy(self.config), np.asarray(input_ids)
+        if sampling:  # what generate() narrows on its own is for those who say nothing
+            config.top_k = model.generation_config.top_k
+        for name, value in sampling.items():
+            setattr(config, name, value)
         if max_new_tokens is None:
-            max_new_tokens = self._new_tokens(prompt.size)
+            max_new_tokens = self.new_tokens(prompt.size)
+        elif model.lengths_are_defaults:
+            max_new_tokens = min(max_new_tokens, max(most_new_tokens(prompt.size, model.neuron_config), 1))
         check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
         eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         config.eos_token_id = sorted(eos_token_ids) or None
         # Some processors count up to where this request ends.
         most = most_new_tokens(prompt.size, model.neuron_config) if max_new_tokens is None else max_new_tokens
         config.max_length = prompt.size + most
-        model._prepare_special_tokens(config, device="cpu")
-        processors = model._get_logits_processor(config, input_ids_seq_length=prompt.size, device="cpu")
+        processors = processors_of(model, config, prompt)
         do_sample = bool(config.do_sample)
         told = self.batching.return_logprobs and _graphs_tell(processors, model.neuron_config, do_sample)
         choice = choose_how(
@@ -149,16 +179,19 @@ class RequestFactory:
             prompt_token_ids=prompt,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids,
-            sampling=choice.sampling,
+            sampling=choice.sampling if on_device else _sampling(config),
+            seed=seed,
             processors=None if on_device else processors,
             do_sample=do_sample,
-            logprobs=told,
+            logprobs=told or logprobs,
         )
 
-    def _new_tokens(self, prompt: int) -> int | None:
-        if self.config.max_new_tokens is not None or self.config.max_length is None:
-            return self.config.max_new_tokens
-        return self.config.max_length - prompt
+
+def _sampling(config: GenerationConfig) -> SamplingParams:
+    """What is told of a request whose tokens the host chooses."""
+    if not config.do_sample:
+        return GREEDY
+    return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)
 
 
 def _graphs_tell(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:

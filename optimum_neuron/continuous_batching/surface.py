@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import progress
@@ -33,8 +33,9 @@ class ContinuousBatching:
     generation_config: GenerationConfig
     neuron_config: NeuronConfig
     runner: GraphRunner
-    _get_logits_processor: Callable[..., LogitsProcessorList]
-    _prepare_special_tokens: Callable[..., None]
+    lengths_are_defaults: bool
+    settled: Callable[..., GenerationConfig]
+    new_tokens: Callable[..., int | None]
     _engine: Engine | None
     _served: bool
     _slots: Callable[..., AbstractContextManager[None]]
@@ -54,7 +55,7 @@ class ContinuousBatching:
 
         Args:
             inputs: token ids of each prompt, of any lengths, without padding.
-            generation_config: how tokens are chosen; default the model's.
+            generation_config: how tokens are chosen; what it leaves out follows the model's.
             continuous_batching_config: `max_batch_tokens`, `scheduler_type`, `allow_block_sharing` (prefix reuse),
                 `return_logprobs` and `seed` are honoured; what sizes memory or CUDA graphs draws a warning.
             record_timestamps: put the time of each token into the outputs.

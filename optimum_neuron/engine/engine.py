@@ -229,7 +229,7 @@ class Engine:
             if event.request_id in self._started:
                 event = events[index] = event._replace(started=self._started.pop(event.request_id))
             if sampler.on_host:
-                events[index] = event._replace(logprob=sampler.logprob)
+                events[index] = event._replace(logprob=sampler.logprob, top=sampler.top)
             elif sampler.logprobs:
                 told = self._rows.told[sampler.slot]
                 top = tuple(zip(told.tokens.tolist(), told.best.tolist(), strict=True))

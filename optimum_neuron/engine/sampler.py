@@ -69,7 +69,9 @@ class RequestSampler:
         sampling: what the graphs are told.
         uniforms: its random numbers, where the graphs draw with them.
         logprobs: whether the graphs tell the log-probabilities of its tokens.
-        logprob: log probability of the last token that the host chose, among what the processors left.
+        logprob: log probability of the last token that the host chose, among what the processors left; or, where the request asks for
+            what the graphs tell, among all tokens.
+        top: then, the most likely tokens with theirs.
     """
 
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
@@ -82,6 +84,8 @@ class RequestSampler:
         self.sampling = request.sampling.in_float32() if draws else GREEDY
         self.uniforms = UniformStream(seed) if draws else None
         self.logprob: float | None = None
+        self.top: tuple[tuple[int, float], ...] = ()
+        self._tells = config.top_logprobs if request.logprobs else None
         if self.on_host:
             generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
             processors, do_sample = request.processors, request.do_sample
@@ -102,7 +106,11 @@ class RequestSampler:
         best = float(scores.max())  # NaN where one is
         if not best > -np.inf:
             raise ValueError(f"scores have {best} as the best; they need a number above -inf, and no NaN")
-        self.logprob = float(torch.log_softmax(scores[0], dim=-1)[token])
+        told = torch.log_softmax(scores[0] if self._tells is None else logits, dim=-1)
+        self.logprob = float(told[token])
+        if self._tells:
+            top = told.topk(self._tells)
+            self.top = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return token
 
 

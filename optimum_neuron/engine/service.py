@@ -77,6 +77,11 @@ class EngineService:
         """Whether no more requests are taken: the service was closed, or its engine failed."""
         return self._closed
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None where it runs, or was closed."""
+        return self._failure
+
     def submit(self, request: Request) -> TokenStream:
         """Queues a request and returns its tokens to come.
 

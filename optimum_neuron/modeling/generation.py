@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..artifacts.artifact import Artifact
-from ..config import NeuronConfig
 from ..runtime.arguments import check_model_arguments, check_options, checked_prefix
+from ..runtime.defaults import Defaults
 from ..runtime.generation import GenerationLoop
 from ..runtime.limits import check_fits, check_pad_token, refuse_unsupported
 from ..runtime.prompts import check_prompts, unpad
@@ -22,12 +22,10 @@ from ..runtime.runner import GraphRunner
 from ..runtime.token_choice import HostChoice, choose_how
 
 
-class Generation(GenerationMixin):
+class Generation(Defaults):
     """The part of `NeuronModelForCausalLM` that computes for one batch at a time."""
 
     artifact: Artifact
-    generation_config: GenerationConfig
-    neuron_config: NeuronConfig
     runner: GraphRunner
     _slots: Callable[..., AbstractContextManager[None]]
     _is_stateful = True  # the KV cache lives in the graphs: transformers then refuses to rewind it
@@ -43,6 +41,8 @@ class Generation(GenerationMixin):
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """transformers' `generate`: greedy search and sampling for up to `batch_size` rows.
+
+        A length that the call does not give ends where the cache does.
 
         Args:
             inputs: token ids `[rows, tokens]`, or `input_ids=`; padded on either side, with an `attention_mask` of the same

@@ -29,6 +29,7 @@ from ..config import NeuronConfig
 from ..continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
 from ..hub.push import push_artifact
+from ..runtime.defaults import in_vocabulary, usable
 from ..runtime.limits import refuse_other_options
 from ..runtime.process import OwnProcess
 from ..runtime.profile import Profile
@@ -38,6 +39,7 @@ from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
 from .forward import Forward
 from .generation import Generation
+from .keywords import own_options
 from .module import make_known
 
 
@@ -120,7 +122,8 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 says, or 600.
             profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
                 profile; its context has to be open.
-            options: fields of `NeuronConfig`, for an export.
+            options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
+                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are told once.
 
         Raises:
             TypeError: an option that NeuronConfig does not know.
@@ -128,10 +131,9 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             FileNotFoundError: `model_id` names nothing.
             ArtifactError: the artifact is corrupt.
         """
+        options = own_options(options)
         if config is not None and options:
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
-        if isinstance(options.get("dtype"), torch.dtype):
-            options["dtype"] = str(options["dtype"]).removeprefix("torch.")
         ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
         wanted = NeuronConfig.from_dict(options) if config is None else config
         hub: dict[str, Any] = {
@@ -227,7 +229,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
-        generation_config = read_generation_config(artifact, config)
+        generation_config = _defaults(artifact, config)
         if profile is not None:
             ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
         with progress.stage("Loading the artifact"):
@@ -313,7 +315,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
     @contextmanager
     def _as_it_is(self) -> Iterator[Artifact]:
         """The artifact, or a copy of it where `generation_config` was changed since it was read."""
-        if read_generation_config(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
+        if _defaults(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
             yield self.artifact
             return
         with tempfile.TemporaryDirectory() as scratch:
@@ -340,6 +342,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 yield
             finally:
                 end_idle_workers()  # the next call, or a service, may be another thread's
+
+
+def _defaults(artifact: Artifact, config: Any) -> GenerationConfig:
+    return in_vocabulary(usable(read_generation_config(artifact, config), artifact.config)[0], artifact.model)
 
 
 def _remove(folder: Path, process: OwnProcess) -> None:

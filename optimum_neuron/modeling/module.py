@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.skeleton import empty_model
+from ..graphs.quantized.formats import coded_tensors
 
 
 if TYPE_CHECKING:
@@ -49,29 +50,31 @@ class Module:
         return self.config.name_or_path
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As transformers counts them: tied ones once, and none of them trainable."""
+        """As transformers counts them: tied ones once, and none of them trainable. A quantized weight counts as the plain one."""
         if only_trainable:
             return 0
-        named = self._empty.named_modules()
-        tables = {f"{name}.weight" for name, module in named if isinstance(module, nn.Embedding)}
+        plain = self._model_without_weights(coded=False)
+        tables = {f"{name}.weight" for name, module in plain.named_modules() if isinstance(module, nn.Embedding)}
         skipped = tables if exclude_embeddings else ()
-        return sum(tensor.numel() for name, tensor in self._parameters.items() if name not in skipped)
+        return sum(tensor.numel() for name, tensor in plain.named_parameters() if name not in skipped)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the model's parameters and buffers, as transformers counts them: without the cache of the slots."""
-        tensors = [*self._parameters.values(), *(self._empty.buffers() if return_buffers else ())]
-        return sum(tensor.nbytes for tensor in tensors)
+        model, codes = self._empty, coded_tensors(self._empty)
+        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            if return_buffers or name in codes:
+                named[name] = tensor
+        return sum(each.nbytes for name, each in named.items() if f"model.{name}" not in self.artifact.tied_weights)
 
     @cached_property
     def _empty(self) -> nn.Module:
-        """The model of config.json without weights."""
-        return empty_model(self.artifact.path, self.artifact.config.dtype, trust_remote_code=self._trust_remote_code)
+        """The model of config.json without weights, as the artifact stores them."""
+        return self._model_without_weights(coded=True)
 
-    @property
-    def _parameters(self) -> dict[str, Tensor]:
-        """Names and shapes of the parameters that are stored: the tied ones are under one name."""
-        named = self._empty.named_parameters(remove_duplicate=False)
-        return {name: tensor for name, tensor in named if f"model.{name}" not in self.artifact.tied_weights}
+    def _model_without_weights(self, *, coded: bool) -> nn.Module:
+        path, dtype = self.artifact.path, self.artifact.config.dtype
+        return empty_model(path, dtype, trust_remote_code=self._trust_remote_code, coded=coded)
 
     def can_generate(self) -> bool:
         return True

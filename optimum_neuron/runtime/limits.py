@@ -43,6 +43,8 @@ def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collec
     if config.target == "auto":
         config = dataclasses.replace(config, target=artifact.target)
     compiled = artifact.config.to_dict()
+    if compiled["output_logits"]:  # an export may have turned them on, and they change no token
+        given = set(given) - {"output_logits"}
     for name, wanted in config.to_dict().items():
         if name in given and wanted != "auto" and wanted != compiled[name]:
             raise ValueError(

@@ -115,6 +115,11 @@ def _obstacle(
         return f"{'output_scores' if keep_scores else 'output_logits'}=True needs logits on the host"
     if not config.on_device_sampling:
         return "the artifact was exported without on-device sampling"
+    return of_host(processors, do_sample)
+
+
+def of_host(processors: LogitsProcessorList, do_sample: bool) -> str | None:
+    """Why only the host can apply these processors, or None where the graphs do what they do."""
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (kinds and not do_sample):
         foreign = next((kind for kind in kinds if kind not in _ON_DEVICE), None)

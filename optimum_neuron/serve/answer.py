@@ -56,11 +56,11 @@ class Answer:
         self._items: asyncio.Queue[tuple[int, Item | ClientGoneError, float]] = asyncio.Queue()
         eos = frozenset() if asked.ignore_eos else served.eos_token_ids
         self._requests = [
-            Request(
-                request_id=f"{name}-{prompt * asked.n + copy}",
-                prompt_token_ids=np.asarray(ids, dtype=np.int32),
-                max_new_tokens=asked.max_tokens,
-                eos_token_ids=eos | asked.stop_token_ids,
+            served.requests.make(
+                f"{name}-{prompt * asked.n + copy}",
+                np.asarray(ids, dtype=np.int32),
+                asked.max_tokens,
+                eos | asked.stop_token_ids,
                 sampling=asked.sampling,
                 # The second choice has the next seed.
                 seed=None if asked.seed is None else (asked.seed + copy) % _SEEDS,

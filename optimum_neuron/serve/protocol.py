@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..config import NeuronConfig
-from ..graphs.spec import SamplingParams
+from ..runtime.asked_sampling import sampling_keywords
 from .errors import ApiError
 from .fields import Fields, check_token_id, shown, wrong
 
@@ -39,7 +39,6 @@ class Sizes(Protocol):
 
     Attributes:
         name: what requests have to name.
-        defaults: what a request gets that says nothing.
         vocab_size: tokens that the model chooses among.
         num_embeddings: tokens that it takes.
     """
@@ -48,8 +47,6 @@ class Sizes(Protocol):
     def name(self) -> str: ...
     @property
     def config(self) -> NeuronConfig: ...
-    @property
-    def defaults(self) -> SamplingParams: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -75,6 +72,7 @@ class Asked:
         n: choices of each prompt.
         max_tokens: most tokens of a choice; None: as many as fit.
         limit: what the client calls that.
+        sampling: keywords of `generate`; what they leave out follows the artifact's defaults.
         logprobs: how many of the most likely tokens are told of each; None: nothing is told.
         include_usage: whether a stream ends with the counts.
     """
@@ -83,7 +81,7 @@ class Asked:
     n: int
     max_tokens: int | None
     limit: str
-    sampling: SamplingParams
+    sampling: Mapping[str, Any]
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
@@ -132,7 +130,7 @@ def read_common(
         n=fields.whole("n", 1, MOST_CHOICES) or 1,
         max_tokens=max_tokens,
         limit=limit,
-        sampling=_sampling(fields, sizes.defaults),
+        sampling=_sampling(fields),
         seed=fields.whole("seed", -(2**63), 2**63 - 1),
         stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
         stop_token_ids=_stop_token_ids(fields, sizes),
@@ -152,16 +150,14 @@ def read_limit(fields: Fields, name: str) -> int | None:
     return fields.whole(name, 1, _LARGEST)
 
 
-def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    given = {
-        "temperature": _temperature(fields),
-        "top_p": fields.number("top_p", 0, 1),
-        "min_p": fields.number("min_p", 0, 1),
-        "top_k": fields.whole("top_k", -1, _LARGEST),
-    }
-    if given["top_k"] == -1:  # none, as for vLLM
-        given["top_k"] = 0
-    return defaults._replace(**{name: value for name, value in given.items() if value is not None})
+def _sampling(fields: Fields) -> Mapping[str, Any]:
+    top_k = fields.whole("top_k", -1, _LARGEST)
+    return sampling_keywords(
+        temperature=_temperature(fields),
+        top_p=fields.number("top_p", 0, 1),
+        min_p=fields.number("min_p", 0, 1),
+        top_k=0 if top_k == -1 else top_k,  # none, as for vLLM
+    )
 
 
 def _temperature(fields: Fields) -> float | None:

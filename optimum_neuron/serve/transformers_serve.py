@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from transformers import GenerationConfig
 from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager
+from transformers.cli.serving import model_manager, utils
 
 from ..artifacts.artifact import MANIFEST_NAME
+from ..continuous_batching.manager import ContinuousBatchingManager
 from ..modeling import NeuronModelForCausalLM
 
 
@@ -33,12 +35,48 @@ class NeuronModelManager(model_manager.ModelManager):
         for option, value in given.items():
             if value is not None:
                 raise ValueError(f"{option} {value} is decided when {name} is exported; leave it out")
-        return NeuronModelForCausalLM.from_pretrained(name, export=False, trust_remote_code=self.trust_remote_code)
+        model = NeuronModelForCausalLM.from_pretrained(name, export=False, trust_remote_code=self.trust_remote_code)
+        model.lengths_are_defaults = True  # 1,024 tokens, where a client says nothing
+        return model
+
+
+class NeuronBatches(utils.CBGenerateManager):
+    """Continuous batching in which each client's request chooses tokens in its own way; in transformers all follow the first one's."""
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        super().init_cb(model, model.generation_config if isinstance(model, NeuronModelForCausalLM) else gen_config)
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: GenerationConfig,
+        request_id: str,
+        **options: Any,
+    ) -> Any:
+        self._configure(request_id, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, request_id, **options)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
+    ) -> Any:
+        self._configure(request_id, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+    def _configure(self, request_id: str, gen_config: GenerationConfig) -> None:
+        if isinstance(self._cb, ContinuousBatchingManager):
+            self._cb.configure(request_id, gen_config)
+
+
+def take_over() -> None:
+    """Has `transformers serve` load artifacts in this process."""
+    model_manager.ModelManager, utils.CBGenerateManager = NeuronModelManager, NeuronBatches
 
 
 def serve() -> None:
     """The command."""
-    model_manager.ModelManager = NeuronModelManager
+    take_over()
     command = typer.Typer(add_completion=False)
     command.command()(Serve)
     command()

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
+from ..artifacts.skeleton import read_generation_config
 from ..config import NeuronConfig
+from ..runtime.defaults import OF_VLLM, settings_of_host, usable, vllm_sampling
 from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
 from .engine_args import given
 from .options import FITTED, refuse_options
@@ -61,6 +63,7 @@ def configure(vllm_config: VllmConfig) -> None:
         # Whoever looks again finds the artifact, also where a checkpoint was named.
         vllm_config.additional_config = {FITTED: str(artifact.path)}
     _fit_model(vllm_config, artifact.config)
+    _fit_defaults(vllm_config.model_config, artifact, tell=not fitted)
     _fit_cache(vllm_config, artifact.config)
     _check_logprobs(vllm_config.model_config.logprobs_mode, artifact.config)
     if vllm_config.shutdown_timeout == 0:
@@ -132,6 +135,18 @@ def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
                 f"export with --dtype {asked_dtype}"
             )
         model.dtype = compiled
+
+
+def _fit_defaults(model: ModelConfig, artifact: Artifact, *, tell: bool) -> None:
+    """What a request gets that says nothing: as through the other doors, unless --generation-config names another source."""
+    if model.generation_config != "auto":
+        return
+    config, _ = usable(read_generation_config(artifact, model.hf_config), artifact.config)
+    model.override_generation_config = vllm_sampling(config) | (model.override_generation_config or {})
+    names = settings_of_host(config, model.hf_config, artifact.config, str(artifact.path))
+    foreign = [name for name in names if name not in OF_VLLM]
+    if foreign and tell:
+        logger.warning("vLLM takes no %s from generation_config.json: a request has to ask for it", ", ".join(foreign))
 
 
 def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:

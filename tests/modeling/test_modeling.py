@@ -234,6 +234,19 @@ def test_pipelines_take_strings_lists_and_chats(model: Any, tokenizer: Any) -> N
     assert "NeuronModelForCausalLM" in repr(generator.model) or generator.model is model
 
 
+def test_a_pipeline_cuts_a_long_prompt_to_what_the_artifact_holds(model: Any, artifact: Path) -> None:
+    """The checkpoint takes 256 tokens, and names no length in its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    assert tokenizer.model_max_length == SIZES["sequence_length"]
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = "words " * 40
+    options = {"max_new_tokens": 5, "do_sample": False, "return_tensors": True, "eos_token_id": None}
+    (answer,) = generator(text, handle_long_generation="hole", **options)
+    kept = tokenizer(text)["input_ids"][-(SIZES["sequence_length"] - 5) :]
+    assert answer["generated_token_ids"][: len(kept)] == kept and len(answer["generated_token_ids"]) == 64
+    assert len(tokenizer(text, truncation=True)["input_ids"]) == SIZES["sequence_length"]
+
+
 def test_concurrent_calls_do_not_mix_their_slots(model: Any) -> None:
     prompts = [torch.randint(3, 300, (1, length)) for length in (3, 9, 17, 30)]
     alone = [model.generate(ids, **GREEDY) for ids in prompts]

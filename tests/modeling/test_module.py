@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import export_tiny
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging as transformers_logging
 
-from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM
+from optimum_neuron.artifacts.artifact import WEIGHTS_NAME
+from optimum_neuron.exporters import NeuronExportConfig
+from optimum_neuron.runtime.defaults import tell_once
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss"])
@@ -35,6 +40,22 @@ def test_sizes_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     assert ours.num_parameters(only_trainable=True) == 0
     for buffers in (True, False):
         assert ours.get_memory_footprint(buffers) == theirs.get_memory_footprint(buffers)
+
+
+@pytest.mark.parametrize(("name", "form"), [("llama", "int4"), ("gemma2", "int8"), ("gpt_oss", "int8")])
+def test_a_quantized_weight_counts_as_the_plain_one_and_takes_what_its_codes_take(
+    name: str, form: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of packed codes, a tied table, and experts."""
+    path = export_tiny(tiny_checkpoints[name], tmp_path / "artifact", quantization=form)
+    ours, theirs = (
+        NeuronModelForCausalLM.from_pretrained(path),
+        AutoModelForCausalLM.from_pretrained(tiny_checkpoints[name]),
+    )
+    for without in (True, False):
+        assert ours.num_parameters(exclude_embeddings=without) == theirs.num_parameters(exclude_embeddings=without)
+    assert ours.get_memory_footprint() == sum(each.nbytes for each in load_file(path / WEIGHTS_NAME).values())
+    assert ours.get_memory_footprint() < theirs.get_memory_footprint()
 
 
 def test_a_model_stays_what_it_was_compiled_as(pair: tuple[Any, Any]) -> None:
@@ -73,3 +94,43 @@ def test_a_pipeline_knows_the_model(
     with caplog.at_level(logging.WARNING):
         pipeline("text-generation", model=pair[0], tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint))
     assert caplog.text == ""
+
+
+def test_keywords_of_transformers_that_change_nothing_are_taken_and_told_once(
+    pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = pair[0].artifact.path
+    tell_once.cache_clear()
+    for _ in range(2):
+        NeuronModelForCausalLM.from_pretrained(
+            path,
+            device_map="auto",
+            low_cpu_mem_usage=True,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            max_memory=None,
+        )
+    told = ("device_map='auto'", "low_cpu_mem_usage=True", "attn_implementation='sdpa'", "use_safetensors=True")
+    assert sorted(message.split(" has no effect: ")[0] for message in caplog.messages) == sorted(told)
+    for dtype in (torch.float32, "float32", "torch.float32", "fp32", "float", "auto", None):
+        for name in ("dtype", "torch_dtype"):
+            NeuronModelForCausalLM.from_pretrained(path, **{name: dtype})
+    for options in ({"torch_dtype": "bf16"}, {"dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match="dtype='bfloat16' differs from the 'float32'"):
+            NeuronModelForCausalLM.from_pretrained(path, **options)
+    with pytest.raises(ValueError, match=r"torch_dtype=fp16 and dtype=torch\.float32 differ"):
+        NeuronModelForCausalLM.from_pretrained(path, torch_dtype="fp16", dtype=torch.float32)
+    with pytest.raises(ValueError, match="use_safetensors=False asks for pickled weights"):
+        NeuronModelForCausalLM.from_pretrained(path, use_safetensors=False)
+
+
+def test_an_export_understands_a_type_in_any_spelling(tiny_checkpoint: Path) -> None:
+    options = {"sequence_length": 32, "prefill_chunk_size": 8, "target": "eager"}
+    model = NeuronModelForCausalLM.from_pretrained(
+        tiny_checkpoint, export=True, torch_dtype=torch.bfloat16, device_map="cpu", **options
+    )
+    assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
+    assert NeuronConfig(dtype="half").dtype == NeuronConfig(dtype=torch.float16).dtype == "float16"  # type: ignore[arg-type]
+    assert json.loads(json.dumps(NeuronExportConfig("out", dtype=torch.float16).to_dict()))["dtype"] == "float16"
+    with pytest.raises(ValueError, match="dtype='int8' is not known"):
+        NeuronConfig(dtype=torch.int8)  # type: ignore[arg-type]

@@ -119,16 +119,3 @@ def test_log_probabilities_are_those_of_the_logits(start: Callable[..., App], mo
         assert set(told.top_logprobs[place]) == {app.served.tokenizer.decode([each]) for each in best.indices}
     assert told.token_logprobs == zero.token_logprobs and all(len(each) == 1 for each in zero.top_logprobs)
     assert told.text_offset == sorted(told.text_offset) and told.text_offset[0] == 0
-
-
-def test_defaults_of_the_checkpoint_hold_where_a_request_says_nothing(
-    start: Callable[..., App], model: NeuronModelForCausalLM, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr(model.generation_config, "top_k", 1, raising=False)
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.3)
-    app = start()
-    assert "repetition_penalty=1.3 of generation_config.json is not applied" in caplog.text
-    assert app.served.defaults.top_k == 1 and app.served.defaults.temperature == 1.0
-    greedy = ask(app, prompt="Hi").choices[0].text
-    assert app.complete("Hi", max_tokens=8).json()["choices"][0]["text"] == greedy
-    assert app.complete("Hi", max_tokens=8, top_k=-1, seed=3).json()["choices"][0]["text"] != greedy

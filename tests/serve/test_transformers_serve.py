@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from helpers import LENGTH
 from served_app import CHAT, PATIENCE, App
+from transformers import AutoTokenizer
 from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager
+from transformers.cli.serving import model_manager, utils
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.serve.replicas.launcher import free_port
-from optimum_neuron.serve.transformers_serve import NeuronModelManager
+from optimum_neuron.serve.transformers_serve import NeuronModelManager, take_over
 
 
 # What transformers serve has for text, and we have too: it has /v1/responses and speech beside them.
@@ -24,14 +27,16 @@ OPENAI = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"}
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Any]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Starts the command in threads of this process."""
-    monkeypatch.setattr(model_manager, "ModelManager", NeuronModelManager)
+    for module, name in ((model_manager, "ModelManager"), (utils, "CBGenerateManager")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    take_over()
     running = []
 
-    def start(model: Path) -> Any:
+    def start(model: Path, **options: Any) -> Any:
         port = free_port("127.0.0.1")
-        running.append(Serve(str(model), host="127.0.0.1", port=port, non_blocking=True, device="cpu"))
+        running.append(Serve(str(model), host="127.0.0.1", port=port, non_blocking=True, device="cpu", **options))
         running[-1].url = f"http://127.0.0.1:{port}"
         return running[-1]
 
@@ -80,7 +85,7 @@ def ours(app: App) -> Callable[..., str]:
 
 
 def test_clients_of_transformers_serve_get_the_same_from_an_artifact_and_from_our_server(
-    serve: Callable[[Path], Any], artifact: Path, sharp_checkpoints: dict[str, Path], app: App
+    serve: Callable[..., Any], artifact: Path, sharp_checkpoints: dict[str, Path], app: App
 ) -> None:
     of_artifact, of_checkpoint = serve(artifact), serve(sharp_checkpoints["llama"])
     (loaded,) = of_artifact._model_manager.loaded_models.values()
@@ -94,6 +99,47 @@ def test_clients_of_transformers_serve_get_the_same_from_an_artifact_and_from_ou
     theirs = {route.path for route in of_artifact.server.config.app.routes}
     assert theirs & {route.path for route in app.app.routes} >= OPENAI  # type: ignore[attr-defined]
     assert httpx2.get(f"{of_artifact.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_several_clients_at_once_get_what_each_gets_alone(
+    serve: Callable[..., Any], artifact: Path, sharp_checkpoints: dict[str, Path], batching: bool
+) -> None:
+    """Also those that say no length, for which transformers serve takes 1,024 tokens, and one that asks for a penalty."""
+    server = serve(artifact, continuous_batching=batching)
+    plain = NeuronModelForCausalLM.from_pretrained(artifact)
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    while not server.server.started:
+        pass
+
+    def expected(text: str, **options: Any) -> str:
+        chat = [{"role": "user", "content": text}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        length = {"max_new_tokens": LENGTH - inputs["input_ids"].shape[1] + 1}
+        tokens = plain.generate(**inputs, **{**length, **options}, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    ask = client_of(server.url)
+    wanted: list[tuple[dict[str, Any], str]] = [
+        ({"stream": True}, expected("text 0")),
+        ({}, expected("text 1")),
+        ({"max_tokens": 4, "stream": True}, expected("text 2", max_new_tokens=4)),
+        ({"max_tokens": 9, "frequency_penalty": 0.9}, expected("text 3", max_new_tokens=9, repetition_penalty=1.9)),
+        ({"max_tokens": 9}, expected("text 4", max_new_tokens=9)),
+    ]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        answers = [
+            threads.submit(
+                ask, "chat", model=str(artifact), messages=[{"role": "user", "content": f"text {number}"}], **options
+            )
+            for number, (options, _) in enumerate(wanted)
+        ]
+    # A stream leaves out a character of which the last bytes are missing.
+    assert [answer.result().rstrip("\ufffd") for answer in answers] == [text.rstrip("\ufffd") for _, text in wanted]
+    if batching:
+        with pytest.raises(openai.InternalServerError):
+            ask("chat", model=str(artifact), messages=CHAT, stop=["x"])
+        assert client_of(server.url)("chat", model=str(artifact), messages=CHAT, max_tokens=3)
 
 
 def test_what_is_decided_at_export_is_refused(artifact: Path) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from vllm.config import CompilationMode, KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from optimum_neuron import NeuronConfig, export_model
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.vllm.options import _REFUSED, _REFUSED_AT_FIRST, _WITHOUT_EFFECT
 from optimum_neuron.vllm.scheduler import SlotScheduler, StepScheduler
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, CONNECTOR, WORKER, configure, find_served
@@ -433,3 +434,28 @@ def test_a_configuration_without_a_model_is_left_alone() -> None:
     config = VllmConfig()
     assert config.parallel_config.worker_cls == WORKER
     assert config.kv_transfer_config is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "expected"),
+    [
+        ({}, {}, {"temperature": 0.0}),
+        ({"temperature": 0.7, "top_k": 20}, {}, {"temperature": 0.0, "top_k": 20}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+            {"override_generation_config": {"top_k": 5}},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "repetition_penalty": 1.05},
+        ),
+        ({"do_sample": True, "temperature": 0.0, "max_new_tokens": 30}, {}, {"temperature": 0.0, "max_tokens": 30}),
+        ({"do_sample": True, "temperature": 0.7}, {"generation_config": "vllm"}, {}),
+    ],
+)
+def test_requests_that_say_nothing_get_what_other_doors_give(
+    artifact: Path, tmp_path: Path, facts: dict[str, Any], options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(artifact)
+    model.generation_config = GenerationConfig(**facts, bos_token_id=1, eos_token_id=2)
+    model.save_pretrained(tmp_path / "artifact")
+    config = EngineArgs(model=str(tmp_path / "artifact"), **options).create_engine_config(UsageContext.LLM_CLASS)
+    configure(config)
+    assert config.model_config.get_diff_sampling_param() == expected

@@ -70,6 +70,17 @@ def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
     return found
 
 
+def coded_tensors(model: nn.Module) -> set[str]:
+    """Names of the buffers of a model that stand for its quantized weights."""
+    found = set()
+    for name, module in model.named_modules():
+        prefixes = [f"{name}.{own}_" for own in quantized_weights(module)]
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            prefixes.append(f"{name}.")
+        found |= {f"{prefix}{part}" for prefix in prefixes for part in ("codes", "scale", "shift")}
+    return found
+
+
 def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
     """Replaces a model's weights by quantized ones, to be filled, on the device that torch makes tensors on.
 

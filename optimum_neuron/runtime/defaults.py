@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request gets where it says nothing: one rule for every door, and it is transformers' own.
+
+A keyword of a call goes first, then a given GenerationConfig, then the artifact's generation_config.json, then what transformers has
+where all of them are silent: the best token, and `top_k=50` of those that are drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TextGenerationPipeline
+
+from ..config import NeuronConfig
+from ..errors import first_line
+from ..graphs.model_spec import ModelSpec
+from .lengths import most_new_tokens
+from .token_choice import of_host
+
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = ("max_new_tokens", "max_length")
+_ONE_SEQUENCE = (
+    "num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids", "dola_layers", "token_healing",
+    "is_assistant", "prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp",
+)  # fmt: skip
+# What no artifact does, and why.
+_NEVER = {
+    **dict.fromkeys(_ONE_SEQUENCE, "compiled graphs advance one sequence per row"),
+    "guidance_scale": "it needs a second cache per row",
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "compiled graphs return tokens and logits only"),
+}
+# These change no token, and say how a checkpoint was trained or run elsewhere.
+_MEANINGLESS = (
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
+)  # fmt: skip
+_ASKED = "_length_is_asked"
+# What `generate` alone does: it ends texts by more than their tokens, and returns more than them.
+OF_GENERATE = ("stop_strings", "max_time", "output_scores", "output_logits")
+# vLLM's parameters that a generation config names, too.
+OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class Defaults(GenerationMixin):
+    """The part of a model that says what a call gets where it says nothing.
+
+    Args:
+        config: the model's transformers config.
+        generation_config: the artifact's defaults.
+        neuron_config: the sizes that a length has to fit.
+    """
+
+    neuron_config: NeuronConfig
+    device = torch.device("cpu")
+    # Whether a surface gives lengths of its own, which no user asked for.
+    lengths_are_defaults = False
+
+    def __init__(self, config: Any, generation_config: GenerationConfig, neuron_config: NeuronConfig) -> None:
+        self.config, self.generation_config, self.neuron_config = config, generation_config, neuron_config
+
+    def settled(self, given: GenerationConfig | None = None) -> GenerationConfig:
+        """A copy of `given` in which each setting has the value that a request gets, but for the lengths: see `new_tokens`."""
+        config: GenerationConfig = self._prepare_generation_config(given or GenerationConfig())[0]
+        for name in _LENGTHS:
+            value = getattr(given, name, None)
+            setattr(config, name, getattr(self.generation_config, name) if value is None else value)
+        return config
+
+    def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None:
+        """How many tokens follow a prompt by a settled config; None where nothing says it.
+
+        A length that nobody asked for ends where the cache does, and a `max_length` that the prompt has reached already says nothing.
+        """
+        wanted, name = config.max_new_tokens, "max_new_tokens"
+        if wanted is None and config.max_length is not None:
+            wanted, name = config.max_length - prompt, "max_length"
+        most = max(most_new_tokens(prompt, self.neuron_config, rows), 1)
+        if wanted is None or getattr(config, _ASKED, True) or 1 <= wanted <= most:
+            return wanted
+        tell_once(
+            f"the default {name}={getattr(config, name)} does not fit every prompt in "
+            f"sequence_length={self.neuron_config.sequence_length}; such texts end where the cache does"
+        )
+        return most
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        asked = not self.lengths_are_defaults and _asks_length(generation_config, self.generation_config, kwargs)
+        config, rest = super()._prepare_generation_config(generation_config, **kwargs)
+        setattr(config, _ASKED, asked)
+        return config, rest
+
+    def _prepare_generated_length(self, generation_config: GenerationConfig, **facts: Any) -> GenerationConfig:
+        """transformers' lengths, of which those that nobody asked for fit."""
+        config: GenerationConfig = super()._prepare_generated_length(generation_config, **facts)
+        rows, columns = len(facts["inputs_tensor"]) * (config.num_return_sequences or 1), facts["input_ids_length"]
+        config.max_length = columns + (self.new_tokens(config, columns, rows) or 0)
+        return config
+
+
+def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, keywords: Mapping[str, Any]) -> bool:
+    """Whether a call says itself how long a text may become. Of two lengths, `max_new_tokens` counts, as in transformers."""
+    if getattr(given, _ASKED, None) is False:  # by a pipeline, which got it from here
+        given = None
+    for name in _LENGTHS:
+        value, default = getattr(given, name, None), getattr(defaults, name, None)
+        if keywords.get(name) is not None:
+            return True
+        if value is not None or default is not None:
+            return value not in (None, default, getattr(TextGenerationPipeline._default_generation_config, name))
+    return False
+
+
+@functools.cache
+def tell_once(message: str) -> None:
+    """Warns of what is alike in every call."""
+    logger.warning("%s", message)
+
+
+def usable(found: GenerationConfig, sizes: NeuronConfig) -> tuple[GenerationConfig, dict[str, str]]:
+    """An artifact's defaults without what no artifact of its sizes does.
+
+    Returns:
+        The settings that are honoured, and of each other one, by name, the reason.
+    """
+    config, reasons = copy.deepcopy(found), {}
+    for name in (*_NEVER, *_MEANINGLESS):
+        value = getattr(config, name, None)
+        if name in _NEVER and value and (value is True or value != 1):
+            reasons[name] = _NEVER[name]
+        setattr(config, name, None)
+    if config.temperature is not None and config.temperature <= 0:
+        config.do_sample, config.temperature = False, None
+    if config.top_k is not None and config.top_k < 0:  # none, as vLLM writes it
+        config.top_k = 0
+    copies = config.num_return_sequences or 1
+    if copies > 1 and not (config.do_sample and copies <= sizes.batch_size):
+        reasons["num_return_sequences"] = f"it needs do_sample and batch_size={copies}"
+        config.num_return_sequences = None
+    return config, reasons
+
+
+def in_vocabulary(config: GenerationConfig, model: ModelSpec) -> GenerationConfig:
+    """The same config, without special tokens that the model does not have: files of cut-down models name others."""
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = [token for token in eos if token is not None and 0 <= token < model.vocab_size]
+    if ends:
+        config.eos_token_id = ends
+    if config.pad_token_id is None or not 0 <= config.pad_token_id < model.num_embeddings:
+        config.pad_token_id = None if ends else 0  # where nothing ends a row, nothing stands behind its end
+    return config
+
+
+def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> NeuronConfig:
+    """The options of an export with what a checkpoint's own defaults need. What no artifact does is told.
+
+    Raises:
+        ValueError: transformers refuses a value of theirs.
+    """
+    config, reasons = usable(found, sizes)
+    told = {name: f"which is left out: {reason}" for name, reason in reasons.items()}
+    told |= {name: "which ends texts of generate() alone" for name in OF_GENERATE[:2] if getattr(config, name)}
+    for name, what in told.items():
+        logger.warning("generation_config.json asks for %s=%r, %s", name, getattr(found, name), what)
+    names = settings_of_host(config, model_config, sizes, source)
+    if not names or sizes.returns_decode_logits:
+        return sizes
+    logger.warning(
+        "generation_config.json asks for %s, applied to logits on the host: the graphs return logits, as with --output-logits",
+        ", ".join(f"{name}={_shown(getattr(config, name))}" for name in names),
+    )
+    return dataclasses.replace(sizes, output_logits=True)
+
+
+def _shown(value: object) -> str:
+    return textwrap.shorten(repr(value), 60, placeholder=" ...")
+
+
+def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> list[str]:
+    """Settings that are applied to logits on the host, by a call that takes the best token or by one that draws.
+
+    Raises:
+        ValueError: transformers refuses a value of them.
+    """
+    rules = Defaults(model_config, GenerationConfig(), sizes)
+    eos = 0 if config.eos_token_id is None else config.eos_token_id
+    names = []
+    for name, value in vars(config).items():
+        if value is None or name.startswith("_") or name in ("do_sample", "eos_token_id", "num_return_sequences"):
+            continue
+        try:
+            alone = rules.settled(GenerationConfig(**{name: value}, do_sample=True, eos_token_id=eos))
+            reason = of_host(processors_of(rules, alone, np.zeros(1)), do_sample=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{source}: its generation_config.json has {name}={_shown(value)} ({first_line(error)}); correct or remove it"
+            ) from error
+        if reason is not None:
+            names.append(name)
+    returned = OF_GENERATE[2:] if config.return_dict_in_generate else ()
+    return names + [name for name in returned if getattr(config, name)]
+
+
+def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> LogitsProcessorList:
+    """What transformers applies to the logits of a request for a prompt `[n]`, by a settled config, whose special tokens become tensors."""
+    rules._prepare_special_tokens(config, device="cpu")
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    processors: LogitsProcessorList = rules._get_logits_processor(
+        config, input_ids_seq_length=prompt.size, encoder_input_ids=ids, device="cpu"
+    )
+    return processors
+
+
+def vllm_sampling(config: GenerationConfig) -> dict[str, Any]:
+    """Defaults of a file as vLLM's `override_generation_config` takes them: where the file draws no token, the best one."""
+    given = {name: getattr(config, name) for name in OF_VLLM if getattr(config, name) is not None}
+    return given if config.do_sample else given | {"temperature": 0.0}
