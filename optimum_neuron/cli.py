@@ -51,6 +51,24 @@ def add_option(group: Any, flag: str, **settings: Any) -> None:
         group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
 
 
+def add_named_model(parser: ArgumentParser) -> None:
+    """Adds the artifact or checkpoint that a command runs, and how that one is found; `first_use.open_named` reads them."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder that optimum-cli export neuron wrote; or a Hub id, a checkpoint folder, a .gguf file or org/repo:file.gguf, "
+        "which is exported into the cache on first use",
+    )
+    group = parser.add_argument_group("export on first use", "A folder that was exported has its own sizes.")
+    size: dict[str, Any] = {"type": int}
+    add_option(group, "--batch-size", **size, metavar="ROWS", help="requests served at the same time (default: 4)")
+    length_help = "prompt and answer of one request together (default: the model's longest, at most 4096)"
+    add_option(group, "--sequence-length", **size, metavar="TOKENS", help=length_help)
+    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
+    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
+    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the model brings")
+
+
 def add_rank_options(parser: Any) -> None:
     """Adds what is chosen of the processes that hold a Neuron device's ranks."""
     add_option(

@@ -252,9 +252,9 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "push", "{artifact}"), USAGE, "REPO"),
         _line(("neuron", "push", "{artifact}", "no such name!"), REFUSED, "'no such name!' is no name of a Hub"),
         _line(("neuron", "push", "{artifact}", "org/x"), REFUSED, "HF_HUB_OFFLINE is set", "org/x"),
-        _line(("neuron", "generate"), USAGE, "artifact"),
+        _line(("neuron", "generate"), USAGE, "MODEL"),
         _line(("neuron", "check"), USAGE, "artifact"),
-        _line(("neuron", "serve"), USAGE, "artifact"),
+        _line(("neuron", "serve"), USAGE, "MODEL"),
         _line(("neuron", "serve", "{artifact}", "more"), USAGE, "more"),
         _line(("neuron", "serve", "{artifact}", "--port", "x"), USAGE, "invalid int value: 'x'"),
         _line(("neuron", "serve", "{artifact}", "--port", "-1"), REFUSED, "--port -1"),
@@ -265,12 +265,22 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "check", "{artifact}"), REFUSED, ""),
         _line(("neuron", "unknown"), USAGE, "unknown"),
     ]
-    for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
+    for path in (
+        "no-such-folder",
+        "",
+        "[red]",
+        "{text_file}",
+        "{checkpoint}",
+        "{link_circle}",
+        "{gguf:empty}",
+        "x" * 300,
+    ):
         for command in ("inspect", "generate", "check", "lint", "serve"):
             told = path if path and len(path) < 300 else ""
-            lines.append(_line(("neuron", command, path), REFUSED, told))
+            if path != "{checkpoint}" or command not in ("generate", "serve"):  # which take a checkpoint
+                lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
-        for command in ("inspect", "generate", "check", "serve", "card"):
+        for command in ("inspect", "check", "card", *(("generate", "serve") if kind != "missing" else ())):
             lines.append(_line(("neuron", command, f"{{manifest:{kind}}}"), REFUSED, told))
     return lines
 
@@ -315,7 +325,7 @@ ANSWERS = [
     _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer cannot be read"),
 ]
 CHATS = [
-    _line(("neuron", "chat"), USAGE, "artifact"),
+    _line(("neuron", "chat"), USAGE, "MODEL"),
     _line(("neuron", "chat", "{empty_folder}"), REFUSED, "{empty_folder}"),
     _line(("neuron", "chat", "{artifact}", "--prompt", "Hi"), USAGE, "--prompt"),
     _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),

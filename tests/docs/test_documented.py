@@ -47,6 +47,7 @@ NOT_RUN = {
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tune has some",
     "ray start": "starts a cluster; tests/vllm/test_ray_replicas.py has one of two nodes",
+    "neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/test_first_use.py does it with tiny checkpoints",
     "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",
     "python -m optimum_neuron.serve.transformers_serve": "needs transformers' own server; tests/serve tests this one",
