@@ -92,7 +92,9 @@ class NeuronExportCommand(BaseOptimumCLICommand):
 
 def _add_model_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("-m", "--model", required=True, help="Hub id, checkpoint folder, or .gguf file")
+    group.add_argument(
+        "-m", "--model", required=True, help="Hub id, checkpoint folder, .gguf file, or org/repo:file.gguf"
+    )
     group.add_argument("--task", choices=TASKS, default=TASKS[0], help="what the model is for (default: %(default)s)")
     group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
     group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")

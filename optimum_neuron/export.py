@@ -81,7 +81,7 @@ def export_model(
     """Exports a checkpoint of a causal language model to an artifact folder.
 
     Args:
-        model: a Hub id, a checkpoint folder, or a .gguf file.
+        model: a Hub id, a checkpoint folder, or a .gguf file, which of a Hub repository is named as `org/repo:file.gguf`.
         output: the folder to create.
         config: sizes and options of the graphs; default `NeuronConfig()`.
         task: only "text-generation".

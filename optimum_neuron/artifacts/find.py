@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from ..checkpoints.hub import download, refuse_revision
+from ..checkpoints.hub import commit_of, download, hub_file, refuse_revision
 from ..checkpoints.hub_errors import cause_of, status_of, told
 from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
 from .hub_cache import is_in_hub_cache
 
 
-_COMMIT = re.compile("[0-9a-f]{40}")
 # What the client leaves in a folder of the user's that it downloads a file into.
 _DOWNLOADED = f".cache/huggingface/download/{MANIFEST_NAME}.metadata"
 
@@ -49,6 +47,8 @@ def find_artifact(
         RuntimeError: the Hub refuses or fails, as `hub_errors.told` says.
     """
     path = Path(model_id).expanduser()
+    if hub_file(model_id) is not None and export is not False:
+        return None
     if path.exists() or path.suffix == ".gguf":
         refuse_revision(path, revision)
         if not (path / MANIFEST_NAME).is_file() and export is not False:
@@ -69,7 +69,7 @@ def find_artifact(
     files = read_manifest(manifest.parent)["files"]
     wanted = [MANIFEST_NAME, *(name for name in files if native_code or not is_graph_file(name))]
     # The files that this manifest lists, also where somebody pushes to the branch meanwhile.
-    commit = manifest.parent.name if _COMMIT.fullmatch(manifest.parent.name) else revision
+    commit = commit_of(manifest.parent, revision)
     folder = download(str(model_id), wanted, revision=commit, token=token, **hub)
     for name in wanted:
         if not (folder / name).is_file():

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,7 +92,7 @@ def weight_files(folder: Path, source: str) -> list[Path]:
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     if not (folder / INDEX_NAME).is_file():
-        _refuse_without_safetensors(folder, source)
+        refuse_without_safetensors(sorted(path.name for path in folder.iterdir()), source)
     names = sorted(set(indexed(folder / INDEX_NAME).values()))
     lacking = next((name for name in names if not (folder / name).is_file()), None)
     if lacking is not None:
@@ -145,14 +146,22 @@ def indexed(path: Path) -> dict[str, str]:
     return files
 
 
-def _refuse_without_safetensors(folder: Path, source: str) -> NoReturn:
-    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickled:
+def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
+    """Raises by the names of a checkpoint's files, of which neither is `SINGLE_NAME` nor `INDEX_NAME`.
+
+    Raises:
+        FileNotFoundError: there are no weights, or only some under other names.
+        ValueError: the weights are pickled.
+    """
+    pickled = next((name for name in names if matches(name, _PICKLES)), None)
+    if pickled is not None:
         raise ValueError(
-            f"{source} holds its weights as {pickled[0]}, a format that may run code; convert it to {SINGLE_NAME} by "
+            f"{source} holds its weights as {pickled}, a format that may run code; convert it to {SINGLE_NAME} by "
             f"transformers: from_pretrained(...).save_pretrained(...)"
         )
-    raise FileNotFoundError(f"{source} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+    others = [name for name in names if name.endswith(".safetensors")]
+    found = f"; it has {', '.join(others[:3])}, of which nothing tells that it is the whole model" if others else ""
+    raise FileNotFoundError(f"{source} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}{found}")
 
 
 def copy_files(checkpoint: Path, folder: Path, *, with_code: bool) -> None:

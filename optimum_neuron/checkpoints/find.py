@@ -3,37 +3,56 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .card_facts import CARD_NAME
 from .checkpoint import Checkpoint
-from .files import CODE_FILES, INDEX_NAME, VERBATIM, check_documents, read_object
-from .hub import download, refuse_revision
+from .files import (
+    CODE_FILES,
+    INDEX_NAME,
+    SINGLE_NAME,
+    VERBATIM,
+    check_documents,
+    indexed,
+    read_object,
+    refuse_without_safetensors,
+)
+from .hub import HubFile, commit_of, download, hub_file, refuse_revision, repository_files
 
 
-WEIGHT_FILES = ("*.safetensors", "*.index.json")
 ADAPTER_CONFIG = "adapter_config.json"
+GGUF = ".gguf"
 
 
 def find_checkpoint(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool, **hub: Any
 ) -> Checkpoint:
-    """Resolves a Hub id, a folder or a .gguf file; a Hub repository is downloaded into the usual cache.
+    """Resolves a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`.
+
+    Of a Hub repository only the weights that an export reads are downloaded, into the usual cache.
 
     Args:
         hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
     Raises:
-        ValueError: a revision of a local path, or an adapter in the place of a checkpoint.
+        ValueError: a revision of a local path, an adapter in the place of a checkpoint, or a repository of GGUF files without the name of
+            one.
         FileNotFoundError: nothing of that name exists, here or on the Hub.
     """
     path = Path(model).expanduser()
     if path.exists():
         refuse_revision(path, revision)
-    if path.suffix == ".gguf":
+    named = hub_file(model)
+    if named is not None:
+        return _find_hub_file(named, revision=revision, token=token, **hub)
+    if path.suffix == GGUF:
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
+            raise FileNotFoundError(
+                f"{path} does not exist; name a file that does, or one of a Hub repository as org/repo:file{GGUF}"
+            )
         return Checkpoint(path.parent, path.name, str(model), trust_remote_code)
     if path.is_file():
         raise FileNotFoundError(
@@ -43,12 +62,19 @@ def find_checkpoint(
         check_documents(path)
         _refuse_adapter(path, str(model))
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
+            _refuse_without_config(str(model), sorted(each.name for each in path.iterdir()), "/")
         return Checkpoint(path, None, str(model), trust_remote_code)
-    patterns = [*VERBATIM, *WEIGHT_FILES, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
-    folder = download(str(model), patterns, revision=revision, token=token, **hub)
-    check_documents(folder)
-    _refuse_adapter(folder, str(model))
+    options = {"revision": revision, "token": token, **hub}
+    patterns = [*VERBATIM, SINGLE_NAME, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
+    folder = _download_described(str(model), patterns, options)
+    if (folder / SINGLE_NAME).is_file():
+        return Checkpoint(folder, None, str(model), trust_remote_code)
+    if not (folder / INDEX_NAME).is_file():
+        names = _names(str(model), folder, options)
+        _refuse_for_gguf(str(model), names, ":")
+        refuse_without_safetensors(names, str(model))
+    weights = sorted(map(glob.escape, set(indexed(folder / INDEX_NAME).values())))
+    download(str(model), weights, **options | {"revision": commit_of(folder, revision)})
     return Checkpoint(folder, None, str(model), trust_remote_code)
 
 
@@ -57,17 +83,67 @@ def find_config(
 ) -> Checkpoint:
     """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded, and an index of weights.
 
+    The config of a GGUF file is in the file, which is downloaded.
+
     Raises:
         FileNotFoundError: nothing of that name exists, here or on the Hub.
     """
     path = Path(model).expanduser()
-    if path.exists() or path.suffix == ".gguf":
+    if path.exists() or path.suffix == GGUF or hub_file(model) is not None:
         return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     patterns = ["config.json", ADAPTER_CONFIG, INDEX_NAME, *(CODE_FILES if trust_remote_code else ())]
-    folder = download(str(model), patterns, revision=revision, token=token)
-    check_documents(folder)
-    _refuse_adapter(folder, str(model))
+    folder = _download_described(str(model), patterns, {"revision": revision, "token": token})
     return Checkpoint(folder, None, str(model), trust_remote_code)
+
+
+def _find_hub_file(named: HubFile, **options: Any) -> Checkpoint:
+    """The one GGUF file, and the card of its repository."""
+    folder = download(named.repo_id, [glob.escape(named.name), CARD_NAME], **options)
+    if not named.name.endswith(GGUF) or not (folder / named.name).is_file():
+        names = _names(named.repo_id, folder, options)
+        _refuse_for_gguf(named.repo_id, names, ":", f"has no GGUF file {named.name}")
+        raise FileNotFoundError(
+            f"{named.repo_id} has no GGUF files; leave out :{named.name}, or name another repository"
+        )
+    return Checkpoint(folder, named.name, ":".join(named), trust_remote_code=False)
+
+
+def _download_described(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
+    """Downloads files of a repository that has a config.json.
+
+    Raises:
+        FileNotFoundError: it has none.
+        ValueError: it has GGUF files in its place, or an adapter.
+    """
+    folder = download(repo_id, patterns, **options)
+    check_documents(folder)
+    _refuse_adapter(folder, repo_id)
+    if not (folder / "config.json").is_file():
+        _refuse_without_config(repo_id, _names(repo_id, folder, options), ":")
+    return folder
+
+
+def _names(repo_id: str, folder: Path, options: dict[str, Any]) -> list[str]:
+    return repository_files(
+        repo_id,
+        folder,
+        revision=commit_of(folder, options["revision"]),
+        token=options["token"],
+        local_files_only=options.get("local_files_only", False),
+    )
+
+
+def _refuse_without_config(source: str, names: Sequence[str], separator: str) -> NoReturn:
+    _refuse_for_gguf(source, names, separator)
+    raise FileNotFoundError(f"{source} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
+
+
+def _refuse_for_gguf(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> None:
+    """Raises ValueError where GGUF files are there to choose from."""
+    files = [name for name in names if name.endswith(GGUF)]
+    if files:
+        first = f"{source.rstrip('/')}{separator}{files[0]}"
+        raise ValueError(f"{source} {problem}; choose one, as --model {first}; it has {', '.join(files)}")
 
 
 def _refuse_adapter(folder: Path, source: str) -> None:

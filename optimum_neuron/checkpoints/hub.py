@@ -3,19 +3,61 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
-from .hub_errors import cause_of, status_of, told
+from .hub_errors import HTTP_ERROR, cause_of, status_of, told
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class HubFile(NamedTuple):
+    """A file of a Hub repository, as `org/repo:folder/file.gguf` names it."""
+
+    repo_id: str
+    name: str
+
+
+def hub_file(model: str | Path) -> HubFile | None:
+    """The file of a Hub repository that a name stands for; None for every other name, and for a local path that exists."""
+    repo_id, colon, name = str(model).partition(":")
+    if not (colon and name) or name.startswith("/") or Path(model).expanduser().exists():
+        return None
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        return None
+    return HubFile(repo_id, name)
+
+
+def commit_of(folder: Path, revision: str | None) -> str | None:
+    """The commit that a downloaded folder holds, so that further files come from the same one; where it is not known, `revision`."""
+    return folder.name if _COMMIT.fullmatch(folder.name) else revision
+
+
+def repository_files(
+    repo_id: str, folder: Path, *, revision: str | None, token: str | bool | None, local_files_only: bool = False
+) -> list[str]:
+    """The names of a repository's files, sorted; where the Hub must not be asked or cannot answer, those in the downloaded `folder`."""
+    try:
+        if not local_files_only:
+            return sorted(filter(str.isprintable, HfApi(token=token).list_repo_files(repo_id, revision=revision)))
+    except (OfflineModeIsEnabled, HfHubHTTPError, HTTP_ERROR):
+        pass
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def refuse_revision(path: Path, revision: str | None) -> None:

@@ -23,7 +23,7 @@ from ..errors import first_line
 
 _Value = TypeVar("_Value")
 # The base of the errors of whichever HTTP client the Hub's client brings.
-_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _TOO_MANY = 429
 _TRIES, _LONGEST_WAIT = 4, 60  # the wait in seconds
 _AGAIN = "what was done stays, so run the command again"
@@ -34,7 +34,7 @@ def patiently(call: Callable[[], _Value]) -> _Value:
     for wait in (2**tries for tries in range(_TRIES - 1)):
         try:
             return call()
-        except (HfHubHTTPError, _HTTP_ERROR, RuntimeError) as error:
+        except (HfHubHTTPError, HTTP_ERROR, RuntimeError) as error:
             cause = cause_of(error)
             if not _passes(cause):
                 raise
@@ -44,7 +44,7 @@ def patiently(call: Callable[[], _Value]) -> _Value:
 
 def _passes(error: BaseException) -> bool:
     status = status_of(error)
-    return status == _TOO_MANY or status >= 500 if status is not None else isinstance(error, _HTTP_ERROR)
+    return status == _TOO_MANY or status >= 500 if status is not None else isinstance(error, HTTP_ERROR)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def told(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
         raise ValueError(f"{repo!r} is no name of a Hub repository; name it as in org/name") from error
     except (
         HfHubHTTPError,
-        _HTTP_ERROR,
+        HTTP_ERROR,
         OfflineModeIsEnabled,
         LocalEntryNotFoundError,
         RuntimeError,
@@ -102,7 +102,7 @@ def _problem(error: BaseException, repo: str, other_way: str) -> str | None:
         return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to reach {repo}"
     status = status_of(error)
     if status is None:
-        if isinstance(error, _HTTP_ERROR):
+        if isinstance(error, HTTP_ERROR):
             return f"the Hub cannot be reached ({first_line(error)}); check the connection: {_AGAIN}"
         return None
     if status == 401:
