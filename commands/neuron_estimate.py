@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.export_neuron import add_quantization_options
+from optimum.commands.register.graph_options import add_quantization_options
 
 from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, size_list, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig

@@ -167,6 +167,8 @@ class Answerer:
     def _encode(self, prompt: str) -> dict[str, Any]:
         if not prompt:
             raise ValueError("the prompt is empty; give one with --prompt or on stdin")
+        for text in (prompt, self.system or ""):
+            text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
         encoded = self._render(prompt) if self.chat_template else self.tokenizer(prompt, return_tensors="pt")
         # Some tokenizers also return token_type_ids, which no decoder takes.
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.export_neuron import add_quantization_options
+from optimum.commands.register.graph_options import add_quantization_options
 from optimum.commands.register.neuron_estimate import add_model_options, add_size_options, given_options
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors

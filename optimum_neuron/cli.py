@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import logging
@@ -10,12 +11,15 @@ import os
 import signal
 import sys
 import textwrap
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import told
 
 
 if TYPE_CHECKING:
@@ -25,7 +29,33 @@ if TYPE_CHECKING:
     from .artifacts.artifact import Artifact
 
 DEBUG_VARIABLE = "OPTIMUM_NEURON_DEBUG"
-REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
+
+
+class CommandParser(ArgumentParser):
+    """A command's parser, whose errors are one line, and which knows what a misspelled option is close to."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses a word that looks like an option and is none, before it makes the words around it mean something else."""
+        if self._subparsers is None:  # else the words are another parser's
+            self._refuse_unknown(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists all options\n")
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        options = self._option_string_actions
+        for word in words:
+            flag = word.partition("=")[0]
+            known = options.get(flag)
+            if word == "--" or (known is not None and known.nargs == REMAINDER):
+                return  # what follows are no options of this command
+            if known is None and flag.startswith("--") and " " not in word:
+                names = [name for name in options if name.startswith("--") and "_" not in name]
+                close = difflib.get_close_matches(flag.replace("_", "-"), names, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                self.error(f"unrecognized arguments: {flag}{hint}")
 
 
 def explain(parser: ArgumentParser, description: str | None, examples: str) -> None:
@@ -33,6 +63,7 @@ def explain(parser: ArgumentParser, description: str | None, examples: str) -> N
 
     Options cannot be abbreviated: an abbreviation would be ambiguous between --like-this and --like_this.
     """
+    parser.__class__ = CommandParser  # optimum made it
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.description, parser.epilog = description, examples
     parser.allow_abbrev = False
@@ -125,6 +156,8 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     """
     _show_log_messages()
     _quiet_libraries()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that stdout's encoding lacks
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -135,7 +168,7 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         hint = f" ... ({DEBUG_VARIABLE}=1 shows all)"
-        sys.stderr.write(f"error: {textwrap.shorten(str(error) or type(error).__name__, 600, placeholder=hint)}\n")
+        sys.stderr.write(f"error: {textwrap.shorten(told(error), 600, placeholder=hint)}\n")
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -170,6 +170,7 @@ class NeuronConfig:
         self._check_activations()
         self._check_kv_codes()
         check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
+        check.cached_tokens(self.batch_size, self.sequence_length, self.kv_cache_tokens)
         self._check_snapshots()
         self._complete_sizes()
         self._check_sizes()

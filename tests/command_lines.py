@@ -78,7 +78,18 @@ CONTRADICTIONS = [
     _line(("export", "neuron", "{out}", "--model"), USAGE, "argument -m/--model: expected one argument"),
     _line((*EXPORT, "more"), USAGE, "more"),
     _line((*EXPORT, "--no-such-option"), USAGE, "--no-such-option"),
-    _line((*EXPORT, "--batch", "2"), USAGE, "--batch"),
+    _line((*EXPORT, "--batch", "2"), USAGE, "--batch; did you mean --batch-size?"),
+    _line(
+        ("export", "neuron", "--model", "{checkpoint}", "--batchsize", "4", "{out}"),
+        USAGE,
+        "--batchsize; did you mean --batch-size?",
+    ),
+    _line((*EXPORT, "--torch_dtype=float16"), USAGE, "--torch_dtype; did you mean --dtype?"),
+    _line(
+        (*EXPORT, "--batch-size", "100000", "--sequence-length", "100000"),
+        REFUSED,
+        "KV cache of 10,000,000,000 tokens",
+    ),
     _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'"),
     _line((*EXPORT, "--target", ""), USAGE, "invalid choice: ''"),
     _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
@@ -287,6 +298,7 @@ def _artifacts() -> list[Line]:
 
 ANSWERS = [
     _line((*GENERATE, "--prompt", ""), REFUSED, "the prompt is empty"),
+    _line((*GENERATE, "--prompt", "\udcff"), REFUSED, "a text holds what utf-8 cannot hold; write it in UTF-8"),
     _line((*GENERATE, "--prompt"), USAGE, "expected one argument"),
     _line((*GENERATE, "--prompt", "x" * 200), REFUSED, "does not fit sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
@@ -294,7 +306,7 @@ ANSWERS = [
     _line((*GENERATE, "--max-new-tokens", HUGE), REFUSED, "sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "x"), USAGE, "invalid int value: 'x'"),
     _line((*GENERATE, "--temperature", "x"), USAGE, "invalid float value: 'x'"),
-    _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0"),
+    _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0 must be 0 or more"),
     _line((*GENERATE, "--temperature", "nan"), REFUSED, "--temperature nan"),
     _line((*GENERATE, "--temperature", "inf"), REFUSED, "--temperature inf"),
     _line((*GENERATE, "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
@@ -355,6 +367,20 @@ ESTIMATES = [
     _line((*ESTIMATE, "--json", "{text_file}/x"), REFUSED, "{text_file}"),
     _line((*ESTIMATE, "--plot", "{text_file}/x.png"), REFUSED, "{text_file}"),
 ]
+TUNE = ("neuron", "tune", "--model", "{checkpoint}", "--trace")
+TUNES = [
+    _line(TUNE[:-1], USAGE, "--trace"),
+    _line((*TUNE, "no-such.csv"), REFUSED, "no-such.csv does not exist; check the name"),
+    _line((*TUNE, "{full_folder}"), REFUSED, "{full_folder} is a folder; name a file"),
+    _line((*TUNE, "{text_file}/x"), REFUSED, "{text_file}/x cannot be there: a part of its path is a file"),
+    _line((*TUNE, "{link_circle}"), REFUSED, "{link_circle} is a link that leads to itself"),
+    _line((*TUNE, ""), REFUSED, ". is a folder; name a file"),
+    _line((*TUNE, "{text_file}"), REFUSED, "{text_file}"),
+    _line((*TUNE, "no-such.csv", "--requests", "-1"), REFUSED, "--requests -1 must be at least 0"),
+    _line((*TUNE, "no-such.csv", "--slo", "zzz"), REFUSED, "zzz"),
+    _line((*TUNE, "no-such.csv", "--compile-budget", "4"), USAGE, "'4' is no time above 0"),
+    _line((*TUNE, "no-such.csv", "--trce", "x"), USAGE, "--trce; did you mean --trace?"),
+]
 LINTS = [
     _line(("neuron", "lint"), REFUSED, "name either an artifact's folder or --model"),
     _line(("neuron", "lint", "{artifact}", "--model", "x"), REFUSED, "name either an artifact's folder or --model"),
@@ -370,8 +396,10 @@ BENCHES = [
     _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
     _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),
     _line((*BENCH, "--prompt-lengths", "x"), USAGE, "invalid int value: 'x'"),
-    _line((*BENCH, "--batch", "1", "9"), REFUSED, "9 rows", "batch_size=3"),
+    _line((*BENCH, "--batch", "1", "9"), REFUSED, "--batch 9 rows are more than the batch_size=3"),
     _line((*BENCH, "--batch", "-1"), REFUSED, "--batch -1"),
+    _line((*BENCH, "--batch-size", "3"), USAGE, "--batch-size; did you mean --batch?"),
+    _line((*BENCH, "--context-length", "-1"), REFUSED, "--context-length -1 must be at least 1"),
     _line((*BENCH, "--new-tokens", "1"), REFUSED, "--new-tokens 1 must be at least 2"),
     _line((*BENCH, "--new-tokens", "99"), REFUSED, "99 new tokens do not fit sequence_length=64"),
     _line((*BENCH, "--context-length", "64"), REFUSED, "64 tokens and 2 new tokens", "sequence_length=64"),
@@ -422,5 +450,5 @@ CACHES = [
     _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
 ]
 LINES = [
-    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *LINTS, *BENCHES, *CACHES,
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *TUNES, *LINTS, *BENCHES, *CACHES,
 ]  # fmt: skip
