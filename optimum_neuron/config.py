@@ -170,7 +170,6 @@ class NeuronConfig:
         self._check_activations()
         self._check_kv_codes()
         check.blocks(self.kv_block_size, self.kv_cache_tokens, self.sequence_length)
-        check.cached_tokens(self.batch_size, self.sequence_length, self.kv_cache_tokens)
         self._check_snapshots()
         self._complete_sizes()
         self._check_sizes()
@@ -257,6 +256,7 @@ class NeuronConfig:
         beside = 0 if self.kv_block_size else self.batch_size
         room = (self.sequence_length - beside) // self.ctx_batch_size
         if room < 1:
+            check.cached_tokens(self.batch_size, self.sequence_length)
             raise ValueError(
                 f"batch_size={self.batch_size} and ctx_batch_size={self.ctx_batch_size} leave no room for a prefill "
                 f"chunk in sequence_length={self.sequence_length}; raise sequence_length or lower batch_size"
@@ -279,6 +279,7 @@ class NeuronConfig:
             )
         tokens = self.batch_size + self.ctx_batch_size * chunk
         if tokens > length and self.kv_block_size is None:
+            check.cached_tokens(self.batch_size, length)
             raise ValueError(
                 f"a step of batch_size + ctx_batch_size * prefill_chunk_size = {self.batch_size} + "
                 f"{self.ctx_batch_size} * {chunk} = {tokens} tokens exceeds sequence_length={length}: padding would "

@@ -149,12 +149,12 @@ def blocks(block: int | None, tokens: int | None, length: int) -> None:
         )
 
 
-def cached_tokens(rows: int, length: int, tokens: int | None) -> None:
-    """Raises: ValueError: a cache of more tokens than graphs count."""
-    if tokens is None and rows * length > LARGEST_SIZE:
+def cached_tokens(rows: int, length: int) -> None:
+    """Raises: ValueError: slots of more tokens than graphs count."""
+    if rows * length > LARGEST_SIZE:
         raise ValueError(
             f"batch_size={rows} requests of sequence_length={length} tokens are a KV cache of {rows * length:,} tokens, and graphs count to "
-            f"{LARGEST_SIZE:,}; lower one of them, or name the tokens that all requests hold together by kv_cache_tokens"
+            f"{LARGEST_SIZE:,}; lower one of them"
         )
 
 

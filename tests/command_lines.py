@@ -90,6 +90,12 @@ CONTRADICTIONS = [
         REFUSED,
         "KV cache of 10,000,000,000 tokens",
     ),
+    _line(
+        (*EXPORT, "--batch-size", "2000000000", "--kv-block-size", "64"),
+        REFUSED,
+        "the artifact's KV cache takes 66,560.0 GB, and this machine has",
+    ),
+    _line((*EXPORT, "--model", "{artifact}"), REFUSED, "is an artifact already; name the checkpoint"),
     _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'"),
     _line((*EXPORT, "--target", ""), USAGE, "invalid choice: ''"),
     _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
