@@ -74,8 +74,7 @@ def open_or_export(source: Source, sizes: Mapping[str, int]) -> Opened:
     found = open_artifact(source, sizes)
     if found is not None:
         return found
-    checkpoint = find_source(source)
-    return export_once(source, checkpoint, _default_config(checkpoint, sizes))
+    return export_once(source, lambda checkpoint: _default_config(checkpoint, sizes))
 
 
 def open_named(args: Namespace) -> Artifact:
@@ -113,34 +112,28 @@ def open_artifact(source: Source, options: Mapping[str, Any]) -> Opened | None:
     return Opened(artifact, source.trust_remote_code or not from_hub)
 
 
-def find_source(source: Source) -> Checkpoint:
-    """Finds the checkpoint that `source` names; one of the Hub is downloaded.
-
-    Raises:
-        ValueError, FileNotFoundError: as `find_checkpoint`.
-    """
-    from .checkpoints.find import find_checkpoint
-
-    return find_checkpoint(
-        source.model, revision=source.revision, token=source.token, trust_remote_code=source.trust_remote_code
-    )
-
-
 def export_once(
-    source: Source, checkpoint: Checkpoint, config: NeuronConfig, tell: Callable[[str], None] = logger.warning
+    source: Source, options: Callable[[Checkpoint], NeuronConfig], tell: Callable[[str], None] = logger.warning
 ) -> Opened:
     """Exports a checkpoint into the cache, or finds it there. Processes that ask for the same one wait for each other.
 
     Args:
+        options: what a checkpoint is exported with.
         tell: gets one line before an export, and one before a wait.
 
     Raises:
         ValueError: the checkpoint cannot be exported.
+        FileNotFoundError: there is none.
         PermissionError: the cache is not to be trusted.
     """
+    from .checkpoints.find import find_checkpoint
     from .export import export_model
     from .targets import resolve_target
 
+    checkpoint = find_checkpoint(
+        source.model, revision=source.revision, token=source.token, trust_remote_code=source.trust_remote_code
+    )
+    config = options(checkpoint)
     config = replace(config, target=resolve_target(config.target))
     output = cache_folder(CACHE_KIND) / _name(checkpoint, config)
     with ExitStack() as held:
@@ -175,21 +168,18 @@ def export_command(source: Source, config: NeuronConfig) -> str:
 
 def _check_name(model: str) -> None:
     """Raises FileNotFoundError where a name is neither of a file or folder of a right kind, nor a possible Hub id."""
-    path = Path(model).expanduser()
+    path, problem = Path(model).expanduser(), None
     if not model:
-        raise FileNotFoundError(f"the name of the model is empty; {_REMEDY}")
-    if path.is_dir():
-        if not any((path / name).is_file() for name in (MANIFEST_NAME, "config.json", "adapter_config.json")):
-            files = sorted(path.glob("*.gguf"))
-            remedy = f"name one of its GGUF files, as {files[0]}" if files else _REMEDY
-            raise FileNotFoundError(
-                f"{path} holds neither {MANIFEST_NAME} (an artifact) nor config.json (a checkpoint); {remedy}"
-            )
-    elif path.exists():
-        if path.suffix != ".gguf":
-            raise FileNotFoundError(f"{path} is a file of another kind; {_REMEDY}")
-    elif not _is_hub_name(model) or (path.suffix == ".gguf" and ":" not in model):
-        raise FileNotFoundError(f"{model} does not exist; {_REMEDY}")
+        problem = "the name of the model is empty"
+    elif path.is_dir():
+        if not any(any(path.glob(kind)) for kind in (MANIFEST_NAME, "config.json", "adapter_config.json", "*.gguf")):
+            problem = f"{path} holds neither {MANIFEST_NAME} (an artifact) nor config.json (a checkpoint)"
+    elif path.exists() and path.suffix != ".gguf":
+        problem = f"{path} is a file of another kind"
+    elif not path.exists() and (not _is_hub_name(model) or (path.suffix == ".gguf" and ":" not in model)):
+        problem = f"{model} does not exist"
+    if problem is not None:
+        raise FileNotFoundError(f"{problem}; {_REMEDY}")
 
 
 def _is_hub_name(model: str) -> bool:

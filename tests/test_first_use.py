@@ -102,6 +102,8 @@ def test_a_repository_of_the_hub_is_known_by_its_commit(
         path.touch()  # as a download into another cache does
     assert opened("someone/tiny").path == made.path
     assert opened("someone/tiny", batch_size=2).path != made.path
+    write_gguf(tiny_checkpoint, snapshot / "small.gguf", "F16")
+    assert opened("someone/tiny:small.gguf").path.name.startswith("small.gguf-")
 
 
 def test_an_edited_checkpoint_is_exported_anew_and_a_damaged_export_again(
@@ -165,7 +167,7 @@ def test_an_artifact_keeps_its_sizes(tiny_checkpoint: Path, tmp_path: Path, expo
             "folder",
             "folder holds neither neuron_config.json (an artifact) nor config.json (a checkpoint); name an artifact",
         ),
-        ("files", "name one of its GGUF files, as files/one.gguf"),
+        ("files", "files holds GGUF files; choose one, as --model files/one.gguf"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_may_be_named(
@@ -176,6 +178,6 @@ def test_a_wrong_name_is_refused_with_what_may_be_named(
     (tmp_path / "folder").mkdir()
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "one.gguf").touch()
-    with pytest.raises(FileNotFoundError) as refused:
+    with pytest.raises((FileNotFoundError, ValueError)) as refused:
         opened(name)
     assert told in str(refused.value)

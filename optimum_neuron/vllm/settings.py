@@ -14,7 +14,7 @@ from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, Parallel
 from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
 from ..config import NeuronConfig
-from ..first_use import Opened, Source, export_once, find_source, open_artifact
+from ..first_use import Opened, Source, export_once, open_artifact
 from .engine_args import given
 from .options import FITTED, refuse_options
 from .sampling import RAW_LOGPROBS
@@ -52,7 +52,7 @@ def configure(vllm_config: VllmConfig) -> None:
         return  # vLLM also makes configurations without a model
     fitted = FITTED in (vllm_config.additional_config or {})
     refuse_options(vllm_config, fitted=fitted)
-    artifact = (find_served(vllm_config) or _export(vllm_config)).artifact
+    artifact = (find_served(vllm_config) or _exported(vllm_config)).artifact
     os.environ[ARTIFACT_VARIABLE] = str(artifact.path)
     if not fitted:
         _check_cache(vllm_config, artifact)
@@ -77,9 +77,9 @@ def _check_logprobs(mode: str, config: NeuronConfig) -> None:
         )
 
 
-def _export(vllm_config: VllmConfig) -> Opened:
-    source, config = _source(vllm_config), _export_config(vllm_config)
-    return export_once(source, find_source(source), config, logger.warning)
+def _exported(vllm_config: VllmConfig) -> Opened:
+    config = _export_config(vllm_config)
+    return export_once(_source(vllm_config), lambda checkpoint: config, logger.warning)
 
 
 def find_served(vllm_config: VllmConfig) -> Opened | None:
