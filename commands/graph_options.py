@@ -178,16 +178,29 @@ def add_graph_options(parser: ArgumentParser, basics: Any = None) -> Any:
     return devices
 
 
+def add_size_options(group: Any) -> None:
+    """Adds the sizes of a NeuronConfig, None where they are not given: an artifact has its own."""
+    options = _BASIC | _PROMPTS | _CACHE | _SAMPLING
+    _add(group, {flag: options[flag] for flag in options if flag != "--target"}, unset=True)
+
+
+def add_device_options(group: Any) -> None:
+    """Adds what is chosen of devices, None where it is not given."""
+    _add(group, _DEVICES, unset=True)
+
+
 def add_quantization_options(parser: ArgumentParser) -> None:
-    """Adds the options of the form of weights, and of keys and values; for the commands that have no others of an export."""
+    """Adds the options of the form of weights, and of keys and values, None where they are not given."""
     group = parser.add_argument_group("quantization", "Of weights, and of keys and values.")
-    _add(group, _KIND_OF_CODES | _CODES | _CODES_OF_CACHE)
+    _add(group, _KIND_OF_CODES | _CODES | _CODES_OF_CACHE, unset=True)
 
 
-def _add(group: Any, options: _Options) -> None:
+def _add(group: Any, options: _Options, *, unset: bool = False) -> None:
     for flag, (settings, text) in options.items():
         default = getattr(NeuronConfig, settings.get("dest", flag[2:].replace("-", "_")))
-        add_option(group, flag, default=None if default == () else default, help=text, **settings)
+        if unset and not isinstance(default, bool | tuple | None):
+            text += f" (default: {default})"
+        add_option(group, flag, default=None if unset or default == () else default, help=text, **settings)
 
 
 def config_options(args: Mapping[str, Any]) -> dict[str, Any]:
