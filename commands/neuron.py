@@ -92,6 +92,7 @@ class NeuronCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, None, "")
         parser.add_argument("--version", action="version", version=f"optimum-neuron-runtime {__version__}")
 
     SUBCOMMANDS = tuple(

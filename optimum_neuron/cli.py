@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -42,6 +43,9 @@ class CommandParser(ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            message += _near(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists all options\n")
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
@@ -53,9 +57,13 @@ class CommandParser(ArgumentParser):
                 return  # what follows are no options of this command
             if known is None and flag.startswith("--") and " " not in word:
                 names = [name for name in options if name.startswith("--") and "_" not in name]
-                close = difflib.get_close_matches(flag.replace("_", "-"), names, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                self.error(f"unrecognized arguments: {flag}{hint}")
+                self.error(f"unrecognized arguments: {flag}{_near(flag.replace('_', '-'), names)}")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    """The end of a message about a word that is not known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def explain(parser: ArgumentParser, description: str | None, examples: str) -> None:

@@ -96,7 +96,7 @@ CONTRADICTIONS = [
         "the artifact's KV cache takes 66,560.0 GB, and this machine has",
     ),
     _line((*EXPORT, "--model", "{artifact}"), REFUSED, "is an artifact already; name the checkpoint"),
-    _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'"),
+    _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'", "did you mean trn"),
     _line((*EXPORT, "--target", ""), USAGE, "invalid choice: ''"),
     _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
     _line((*EXPORT, "--task", "fill-mask"), USAGE, "invalid choice: 'fill-mask'"),
@@ -281,6 +281,8 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "check", "{artifact}", "--runs", "-1"), REFUSED, "runs"),
         _line(("neuron", "check", "{artifact}"), REFUSED, ""),
         _line(("neuron", "unknown"), USAGE, "unknown"),
+        _line(("neuron", "generat"), USAGE, "'generat'", "did you mean generate?"),
+        _line(("neuron", "serve", "{artifact}", "--max-model-len", "5"), USAGE, "--max-model-len; optimum-cli"),
     ]
     for path in (
         "no-such-folder",
