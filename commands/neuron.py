@@ -11,6 +11,7 @@ from optimum.commands.register.neuron_bench import NeuronBenchCommand
 from optimum.commands.register.neuron_cache import NeuronCacheCommand
 from optimum.commands.register.neuron_chat import NeuronChatCommand
 from optimum.commands.register.neuron_check import NeuronCheckCommand
+from optimum.commands.register.neuron_env import NeuronEnvCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
 from optimum.commands.register.neuron_hub import NeuronCardCommand, NeuronPushCommand
@@ -19,6 +20,7 @@ from optimum.commands.register.neuron_serve import NeuronServeCommand
 from optimum.commands.register.neuron_tune import NeuronTuneCommand
 
 from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
+from optimum_neuron.version import __version__
 
 
 DESCRIPTION = """\
@@ -87,6 +89,12 @@ class NeuronCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron`."""
 
     COMMAND = CommandInfo(name="neuron", help="Estimate what to export; inspect, run and check what was exported.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, None, "")
+        parser.add_argument("--version", action="version", version=f"optimum-neuron-runtime {__version__}")
+
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
         for command in (
@@ -102,6 +110,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronCardCommand,
             NeuronPushCommand,
             NeuronCacheCommand,
+            NeuronEnvCommand,
         )
     )
 

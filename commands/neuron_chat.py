@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.chat.settings import Settings, add_settings_options
-from optimum_neuron.cli import add_option, add_rank_options, explain, reported_errors
+from optimum_neuron.cli import add_named_model, add_rank_options, explain, reported_errors
 
 
 DESCRIPTION = '''\
-Chat with an exported artifact. The history stays in a slot of its cache, so each turn computes only what is new in it: your
-message, and what differs from what the slot holds. A line behind each answer tells how many tokens that were, how many were
+Chat with an artifact, or with a checkpoint, which is exported into the cache on first use. The history stays in a slot of the
+artifact's cache, so each turn computes only what is new in it: your message, and what differs from what the slot holds. A line behind each answer tells how many tokens that were, how many were
 reused, time to the first token, speed, and the room that is left. Models with recurrent state go on from snapshots of it.
 
 Ctrl-C ends an answer, and what there is of it stays in the history. At an empty prompt Ctrl-C and Ctrl-D leave. A line that
@@ -30,6 +29,7 @@ probable one is taken each time.'''
 EXAMPLES = """\
 examples:
   optimum-cli neuron chat smollm2/
+  optimum-cli neuron chat HuggingFaceTB/SmolLM2-135M-Instruct
   optimum-cli neuron chat smollm2/ --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'Name three fruits.\\nAnd three vegetables?\\n/save fruits.json\\n' | optimum-cli neuron chat smollm2/
 """
@@ -43,11 +43,10 @@ class NeuronChatCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_named_model(parser)
         parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
         add_settings_options(parser)
         add_rank_options(parser)
-        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
     def run(self) -> None:
         with reported_errors("\ninterrupted"):
@@ -55,12 +54,12 @@ class NeuronChatCommand(BaseOptimumCLICommand):
 
 
 def _chat(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact, is_graph_file
-    from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.artifacts.artifact import is_graph_file
+    from optimum_neuron.first_use import open_named
 
     # Before torch is imported: wrong options and folders are reported at once.
     settings = Settings.of(args)
-    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    artifact = open_named(args)
 
     from optimum_neuron.chat.commands import ALIASES, COMMANDS
     from optimum_neuron.chat.loop import chat
@@ -72,10 +71,10 @@ def _chat(args: Namespace) -> None:
     start = time.perf_counter()
     # Before any code among the files runs, and the tokenizer before the model, which takes longer.
     artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
-    tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(artifact.path, args.model, trust_remote_code=args.trust_remote_code)
     check_template(tokenizer)
     model = NeuronModelForCausalLM.from_pretrained(
-        args.artifact,
+        artifact.path,
         trust_remote_code=args.trust_remote_code,
         rank_python=args.rank_python,
         rank_timeout=args.rank_timeout,
@@ -85,7 +84,7 @@ def _chat(args: Namespace) -> None:
         terminal = Terminal([*COMMANDS, *ALIASES])
         if terminal.is_interactive:
             terminal.tell(
-                f"{args.artifact} loaded in {time.perf_counter() - start:.1f} s; {model.neuron_config.sequence_length:,} tokens "
+                f"{args.model} loaded in {time.perf_counter() - start:.1f} s; {model.neuron_config.sequence_length:,} tokens "
                 f"fit; {session.kept}\n/help lists the commands, Ctrl-D leaves"
             )
         chat(session, terminal)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.export_neuron import add_quantization_options
+from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 
-from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, size_list, write_json
-from optimum_neuron.config import DTYPES, NEURON_TARGETS, NeuronConfig
+from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, write_json
+from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
 
 DESCRIPTION = """\
@@ -39,24 +39,6 @@ examples:
 then:
   optimum-cli export neuron --model ... --target trn2 --tensor-parallel-size 4 ... artifact/
 """
-
-# Help by option; a size that is left out has export's default, or the artifact's value.
-SIZES = {
-    "--batch-size": ("ROWS", "requests served at the same time (default: 1)"),
-    "--sequence-length": ("TOKENS", "prompt and answer of one request together (default: 1024)"),
-    "--kv-block-size": ("TOKENS", "tokens of a block of the KV cache (default: a slot of its own for each row)"),
-    "--kv-cache-tokens": (
-        "TOKENS",
-        "tokens that all requests hold in blocks (default: as many as rows at full length)",
-    ),
-    "--state-snapshots": ("COUNT", "copies of a slot's state that are kept, of a model that has any (default: none)"),
-    "--prefill-chunk-size": ("TOKENS", "prompt tokens that one step takes in (default: a power of two up to 512)"),
-    "--ctx-batch-size": ("ROWS", "chunk rows of a step (default: 1)"),
-}
-SIZE_LISTS = {
-    "--prefill-chunk-buckets": "smaller chunk sizes compiled as well, as in 32,128 or 32 128 (default: none)",
-    "--context-buckets": "cache lengths that attention reads (default: the sequence length and its quarters down to 256)",
-}
 
 
 class NeuronEstimateCommand(BaseOptimumCLICommand):
@@ -109,37 +91,6 @@ def _add_hardware_options(group: Any) -> None:
     )
 
 
-def add_size_options(group: Any) -> None:
-    """Sizes of NeuronConfig, None where they are not given."""
-    for flag, (metavar, text) in SIZES.items():
-        add_option(group, flag, type=int, metavar=metavar, help=text)
-    for flag, text in SIZE_LISTS.items():
-        add_option(group, flag, type=size_list, nargs="+", metavar="TOKENS", help=text)
-    no_mixed = (
-        "leave out the graphs that decode and take in a prompt in the same step (default: where batch size is 1)"
-    )
-    add_option(group, "--no-mixed-step", dest="mixed_step", action="store_false", default=None, help=no_mixed)
-    add_option(
-        group,
-        "--no-on-device-sampling",
-        dest="on_device_sampling",
-        action="store_false",
-        default=None,
-        help="graphs return logits instead of tokens",
-    )
-    add_option(group, "--output-logits", action="store_true", default=None, help="graphs return logits beside tokens")
-    add_option(
-        group,
-        "--prompt-logits",
-        action="store_true",
-        default=None,
-        help="add the graphs that return the logits of all tokens of a chunk",
-    )
-    add_option(
-        group, "--dtype", choices=DTYPES, help="of weights, activations and KV cache (default: the checkpoint's)"
-    )
-
-
 def _add_context_option(group: Any) -> None:
     add_option(
         group,
@@ -155,8 +106,6 @@ def given_options(args: Namespace) -> dict[str, Any]:
     """What was given of a NeuronConfig."""
     names = set(NeuronConfig.option_names()) - {"target", "tensor_parallel_size"}
     options = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    # What is off where it is not given.
-    options = {name: value for name, value in options.items() if name != "quantization_zero_point" or value}
     for name in ("prefill_chunk_buckets", "context_buckets"):
         if name in options:
             options[name] = tuple(size for sizes in options[name] for size in sizes)

@@ -14,6 +14,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
 from optimum_neuron.cli import (
+    add_named_model,
     add_option,
     add_profile_option,
     add_rank_options,
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = """\
-Answer a prompt with an exported artifact. The answer streams to stdout; counts and speeds follow on stderr.
+Answer a prompt with an artifact, or with a checkpoint, which is exported into the cache on first use. The answer streams to
+stdout; counts and speeds follow on stderr.
 Without --prompt it is read from stdin. For more than one prompt, chat: optimum-cli neuron chat.
 Tokens are chosen as the checkpoint's generation_config.json says, else the most probable one is taken each time."""
 
 EXAMPLES = """\
 examples:
   optimum-cli neuron generate smollm2/ --prompt "What is a prefill?"
+  optimum-cli neuron generate HuggingFaceTB/SmolLM2-135M-Instruct --prompt "What is a prefill?"
   optimum-cli neuron generate smollm2/ --prompt "Tell a story." --temperature 0.7 --top-k 40 --seed 1
   optimum-cli neuron generate smollm2/ --no-chat-template --max-new-tokens 32 < prompt.txt
   optimum-cli neuron generate smollm2/ --prompt "What is a prefill?" --profile profile/
@@ -51,14 +54,13 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_named_model(parser)
         parser.add_argument("--prompt", metavar="TEXT", help="what to answer")
         parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
         add_settings_options(parser)
         add_rank_options(parser)
         add_profile_option(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
-        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
     def run(self) -> None:
         with reported_errors("\ninterrupted"):
@@ -66,23 +68,22 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
 
 
 def _generate(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.first_use import open_named
     from optimum_neuron.runtime.profile import profile_to
 
     # Before torch is imported: wrong options and folders are reported at once.
     options = {"max_new_tokens": args.max_new_tokens, **Settings.of(args).keywords()}
     if args.prompt is None and sys.stdin.isatty():
         raise ValueError(
-            f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.artifact}"
+            f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"
         )
-    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    path = open_named(args).path
     with profile_to(args.profile) as profile:
-        _answer(args, options, profile)
+        _answer(path, args, options, profile)
     tell_profile(args.profile)
 
 
-def _answer(args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
+def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
     from transformers import set_seed
 
     from optimum_neuron import NeuronModelForCausalLM
@@ -91,13 +92,13 @@ def _answer(args: Namespace, options: dict[str, Any], profile: Profile | None) -
     start = time.perf_counter()
     # This verifies all files, before any code among them runs.
     model = NeuronModelForCausalLM.from_pretrained(
-        args.artifact,
+        path,
         trust_remote_code=args.trust_remote_code,
         rank_python=args.rank_python,
         rank_timeout=args.rank_timeout,
         profile=profile,
     )
-    tokenizer = load_tokenizer(args.artifact, str(args.artifact), trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(path, str(path), trust_remote_code=args.trust_remote_code)
     load_seconds = time.perf_counter() - start
     if args.seed is not None:
         set_seed(args.seed)
@@ -166,6 +167,8 @@ class Answerer:
     def _encode(self, prompt: str) -> dict[str, Any]:
         if not prompt:
             raise ValueError("the prompt is empty; give one with --prompt or on stdin")
+        for text in (prompt, self.system or ""):
+            text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
         encoded = self._render(prompt) if self.chat_template else self.tokenizer(prompt, return_tensors="pt")
         # Some tokenizers also return token_type_ids, which no decoder takes.
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.export_neuron import add_quantization_options
-from optimum.commands.register.neuron_estimate import add_model_options, add_size_options, given_options
+from optimum.commands.register.graph_options import add_device_options, add_quantization_options, add_size_options
+from optimum.commands.register.neuron_estimate import add_model_options, given_options
 
-from optimum_neuron.cli import add_option, console, explain, reported_errors
-from optimum_neuron.config import HLO_TARGETS, KERNELS, NeuronConfig
+from optimum_neuron.cli import console, explain, reported_errors
+from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
 if TYPE_CHECKING:
@@ -57,22 +57,7 @@ class NeuronLintCommand(BaseOptimumCLICommand):
         add_model_options(parser.add_argument_group("model"), required=False)
         group = parser.add_argument_group("graphs", "Of --model; an artifact has its own.")
         add_size_options(group)
-        add_option(
-            group, "--tensor-parallel-size", type=int, metavar="CORES", help="cores that share one copy (default: 1)"
-        )
-        add_option(
-            group,
-            "--float32-reduce",
-            action="store_true",
-            default=None,
-            help="cores add their partial sums in float32",
-        )
-        add_option(
-            group, "--kernels", nargs="+", choices=KERNELS, metavar="NAME", help="kernels of the SDK, as in export"
-        )
-        add_option(
-            group, "--top-logprobs", type=int, metavar="COUNT", help="graphs tell log-probabilities, as in export"
-        )
+        add_device_options(group)
         add_quantization_options(parser)
         parser.add_argument(
             "--target",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.export_neuron import add_graph_options, config_options
+from optimum.commands.register.graph_options import add_graph_options, config_options
 from optimum.commands.register.neuron_estimate import add_model_options
 
 from optimum_neuron.cli import console, explain, reported_errors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, add_rank_options, explain, reported_errors
+from optimum_neuron.cli import add_named_model, add_option, add_rank_options, explain, reported_errors
 
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
 FRONT_MODULES = (*SERVER_MODULES, "httpx2")
 
 DESCRIPTION = """\
-Serve an exported artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming;
-/health for load balancers and /metrics for Prometheus.
+Serve an artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming; /health for
+load balancers and /metrics for Prometheus. A checkpoint is exported into the cache on first use.
 
 Where vLLM is installed it serves, with all that it can (tools, structured outputs, penalties); what follows
 --vllm-options is its own. Elsewhere, or with --backend engine, the engine of this package does: a small server with the
@@ -47,6 +47,7 @@ examples:
   optimum-cli neuron serve smollm2/
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "smollm2", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+  optimum-cli neuron serve HuggingFaceTB/SmolLM2-135M-Instruct --sequence-length 2048
   optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
   {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
@@ -68,7 +69,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_named_model(parser)
         parser.add_argument(
             "--backend",
             choices=BACKENDS,
@@ -77,9 +78,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
         )
         parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
         parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
-        add_option(
-            parser, "--served-model-name", metavar="NAME", help="what requests call the model (default: the artifact)"
-        )
+        add_option(parser, "--served-model-name", metavar="NAME", help="what requests call the model (default: MODEL)")
         add_option(
             parser,
             "--api-key",
@@ -122,7 +121,6 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             nargs=REMAINDER,
             help="all that follows goes to vllm serve",
         )
-        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
     def run(self) -> None:
         with reported_errors():
@@ -130,8 +128,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
 
 
 def _serve(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.first_use import open_named
     from optimum_neuron.serve.vllm_server import has_vllm
 
     # Before torch is imported: wrong options and folders are reported at once.
@@ -143,13 +140,13 @@ def _serve(args: Namespace) -> None:
         raise ImportError(
             "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
         )
-    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     _check_backend(args, backend)
+    artifact = open_named(args)
     if args.data_parallel_size > 1 or args.data_parallel_backend == "ray":
         _by_replicas(args, key, backend, artifact)
     else:
-        (_by_vllm if backend == "vllm" else _by_engine)(args, key)
+        (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
 
 
 def _check(args: Namespace) -> None:
@@ -196,9 +193,9 @@ def _by_replicas(args: Namespace, key: str | None, backend: str, artifact: Artif
         from optimum_neuron.serve.replicas.local import LocalLauncher
 
         command = ServerCommand(
-            artifact=args.artifact.absolute(),
+            artifact=artifact.path.absolute(),
             backend=backend,
-            name=args.served_model_name or str(args.artifact),
+            name=args.served_model_name or str(Path(args.model)),
             options=_options_of_each(args),
             vllm_options=tuple(args.vllm_options or ()),
             environment={} if key is None else {KEY_VARIABLE: key},
@@ -226,12 +223,12 @@ def _options_of_each(args: Namespace) -> tuple[str, ...]:
     return (*words, *(["--trust-remote-code"] if args.trust_remote_code else []))
 
 
-def _by_vllm(args: Namespace, key: str | None) -> None:
+def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
     words = vllm_command(
-        args.artifact,
-        name=args.served_model_name or str(args.artifact),
+        path,
+        name=args.served_model_name or str(Path(args.model)),
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
@@ -244,7 +241,7 @@ def _traces_option(args: Namespace) -> list[str]:
     return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
 
 
-def _by_engine(args: Namespace, key: str | None) -> None:
+def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
     _check_installed(SERVER_MODULES)
     from optimum_neuron.serve.listen import bind
 
@@ -252,8 +249,8 @@ def _by_engine(args: Namespace, key: str | None) -> None:
         from optimum_neuron.serve.server import ServerOptions, serve
 
         options = ServerOptions(
-            artifact=args.artifact,
-            name=args.served_model_name or str(args.artifact),
+            artifact=path,
+            name=args.served_model_name or str(Path(args.model)),
             api_key=key,
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
             trust_remote_code=args.trust_remote_code,

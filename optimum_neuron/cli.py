@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import told
 
 
 if TYPE_CHECKING:
@@ -25,7 +30,40 @@ if TYPE_CHECKING:
     from .artifacts.artifact import Artifact
 
 DEBUG_VARIABLE = "OPTIMUM_NEURON_DEBUG"
-REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
+
+
+class CommandParser(ArgumentParser):
+    """A command's parser, whose errors are one line, and which knows what a misspelled option is close to."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses a word that looks like an option and is none, before it makes the words around it mean something else."""
+        if self._subparsers is None:  # else the words are another parser's
+            self._refuse_unknown(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            message += _near(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists all options\n")
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        options = self._option_string_actions
+        for word in words:
+            flag = word.partition("=")[0]
+            known = options.get(flag)
+            if word == "--" or (known is not None and known.nargs == REMAINDER):
+                return  # what follows are no options of this command
+            if known is None and flag.startswith("--") and " " not in word:
+                names = [name for name in options if name.startswith("--") and "_" not in name]
+                self.error(f"unrecognized arguments: {flag}{_near(flag.replace('_', '-'), names)}")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    """The end of a message about a word that is not known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def explain(parser: ArgumentParser, description: str | None, examples: str) -> None:
@@ -33,6 +71,7 @@ def explain(parser: ArgumentParser, description: str | None, examples: str) -> N
 
     Options cannot be abbreviated: an abbreviation would be ambiguous between --like-this and --like_this.
     """
+    parser.__class__ = CommandParser  # optimum made it
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.description, parser.epilog = description, examples
     parser.allow_abbrev = False
@@ -49,6 +88,24 @@ def add_option(group: Any, flag: str, **settings: Any) -> None:
     alias = "--" + flag[2:].replace("-", "_")
     if alias != flag:
         group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
+
+
+def add_named_model(parser: ArgumentParser) -> None:
+    """Adds the artifact or checkpoint that a command runs, and how that one is found; `first_use.open_named` reads them."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder that optimum-cli export neuron wrote; or a Hub id, a checkpoint folder, a .gguf file or org/repo:file.gguf, "
+        "which is exported into the cache on first use",
+    )
+    group = parser.add_argument_group("export on first use", "A folder that was exported has its own sizes.")
+    size: dict[str, Any] = {"type": int}
+    add_option(group, "--batch-size", **size, metavar="ROWS", help="requests served at the same time (default: 4)")
+    length_help = "prompt and answer of one request together (default: the model's longest, at most 4096)"
+    add_option(group, "--sequence-length", **size, metavar="TOKENS", help=length_help)
+    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
+    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
+    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the model brings")
 
 
 def add_rank_options(parser: Any) -> None:
@@ -107,6 +164,8 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     """
     _show_log_messages()
     _quiet_libraries()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that stdout's encoding lacks
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -117,7 +176,7 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         hint = f" ... ({DEBUG_VARIABLE}=1 shows all)"
-        sys.stderr.write(f"error: {textwrap.shorten(str(error) or type(error).__name__, 600, placeholder=hint)}\n")
+        sys.stderr.write(f"error: {textwrap.shorten(told(error), 600, placeholder=hint)}\n")
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -258,6 +258,7 @@ class NeuronConfig:
         beside = 0 if self.kv_block_size else self.batch_size
         room = (self.sequence_length - beside) // self.ctx_batch_size
         if room < 1:
+            check.cached_tokens(self.batch_size, self.sequence_length)
             raise ValueError(
                 f"batch_size={self.batch_size} and ctx_batch_size={self.ctx_batch_size} leave no room for a prefill "
                 f"chunk in sequence_length={self.sequence_length}; raise sequence_length or lower batch_size"
@@ -280,6 +281,7 @@ class NeuronConfig:
             )
         tokens = self.batch_size + self.ctx_batch_size * chunk
         if tokens > length and self.kv_block_size is None:
+            check.cached_tokens(self.batch_size, length)
             raise ValueError(
                 f"a step of batch_size + ctx_batch_size * prefill_chunk_size = {self.batch_size} + "
                 f"{self.ctx_batch_size} * {chunk} = {tokens} tokens exceeds sequence_length={length}: padding would "

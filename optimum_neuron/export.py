@@ -16,11 +16,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from . import progress
+from .artifacts.artifact import MANIFEST_NAME
 from .artifacts.disk_space import check_disk, expected_bytes, written_bytes
 from .artifacts.filesystem import explained_full_disk
 from .artifacts.manifest import describe_graph
 from .artifacts.quantization import write_formats
-from .artifacts.weights import named_tensors
+from .artifacts.signpost import write_signpost
+from .artifacts.weights import check_memory, named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
 from .checkpoints.activations import check_activations, round_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
@@ -49,6 +51,7 @@ from .graphs.family import check_every_step_has_a_graph
 from .graphs.model_spec import ModelSpec
 from .graphs.quantized.formats import weight_formats
 from .graphs.spec import GraphSpec, graph_specs
+from .graphs.state_specs import snapshot_specs, state_specs
 from .runtime import golden
 from .runtime.defaults import follow_defaults
 from .targets import CompileJob, Target, get_target, resolve_target
@@ -123,6 +126,8 @@ def export_model(
         "force_download": force_download,
         "local_files_only": local_files_only,
     }
+    if (Path(model).expanduser() / MANIFEST_NAME).is_file():
+        raise ValueError(f"{model} is an artifact already; name the checkpoint that it was exported from")
     checkpoint = find_checkpoint(
         model,
         revision=revision,
@@ -151,6 +156,8 @@ def export_model(
         check_activations(loaded, config)
         with progress.stage("Checking that step graphs compute what the model does"), giving_back():
             spec = _inspect(loaded, config)
+        if config.target in ("cpu", "eager"):  # which run here, and a device has memory of its own
+            check_memory((*state_specs(config, spec), *snapshot_specs(config, spec)))
         # Behind the check: of activations that differ in a last bit, codes can be others.
         round_activations(loaded, config)
         check_disk(folder, written_bytes(named_tensors(loaded)) - unfinished_bytes(output, source))
@@ -262,6 +269,7 @@ def _write(
         checkpoint.write_verbatim(model, writer.path, adapters)
         fit_tokenizer(writer.path, config.sequence_length)
         write_formats(weight_formats(model), writer.path)
+        write_signpost(writer.path)
         with progress.stage("Writing weights"):
             tied = target.write_model(model, config, writer.path)
         job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)

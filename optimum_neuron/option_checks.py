@@ -158,6 +158,15 @@ def blocks(block: int | None, tokens: int | None, length: int) -> None:
         )
 
 
+def cached_tokens(rows: int, length: int) -> None:
+    """Raises: ValueError: slots of more tokens than graphs count."""
+    if rows * length > LARGEST_SIZE:
+        raise ValueError(
+            f"batch_size={rows} requests of sequence_length={length} tokens are a KV cache of {rows * length:,} tokens, and graphs count to "
+            f"{LARGEST_SIZE:,}; lower one of them"
+        )
+
+
 def chunk_buckets(buckets: tuple[int, ...], chunk: int) -> None:
     """Raises: ValueError: ascending `prefill_chunk_buckets` that reach `prefill_chunk_size`."""
     if buckets and buckets[-1] >= chunk:

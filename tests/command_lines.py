@@ -78,8 +78,25 @@ CONTRADICTIONS = [
     _line(("export", "neuron", "{out}", "--model"), USAGE, "argument -m/--model: expected one argument"),
     _line((*EXPORT, "more"), USAGE, "more"),
     _line((*EXPORT, "--no-such-option"), USAGE, "--no-such-option"),
-    _line((*EXPORT, "--batch", "2"), USAGE, "--batch"),
-    _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'"),
+    _line((*EXPORT, "--batch", "2"), USAGE, "--batch; did you mean --batch-size?"),
+    _line(
+        ("export", "neuron", "--model", "{checkpoint}", "--batchsize", "4", "{out}"),
+        USAGE,
+        "--batchsize; did you mean --batch-size?",
+    ),
+    _line((*EXPORT, "--torch_dtype=float16"), USAGE, "--torch_dtype; did you mean --dtype?"),
+    _line(
+        (*EXPORT, "--batch-size", "100000", "--sequence-length", "100000"),
+        REFUSED,
+        "KV cache of 10,000,000,000 tokens",
+    ),
+    _line(
+        (*EXPORT, "--batch-size", "2000000000", "--kv-block-size", "64"),
+        REFUSED,
+        "the artifact's KV cache takes 66,560.0 GB, and this machine has",
+    ),
+    _line((*EXPORT, "--model", "{artifact}"), REFUSED, "is an artifact already; name the checkpoint"),
+    _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'", "did you mean trn"),
     _line((*EXPORT, "--target", ""), USAGE, "invalid choice: ''"),
     _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
     _line((*EXPORT, "--task", "fill-mask"), USAGE, "invalid choice: 'fill-mask'"),
@@ -252,9 +269,9 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "push", "{artifact}"), USAGE, "REPO"),
         _line(("neuron", "push", "{artifact}", "no such name!"), REFUSED, "'no such name!' is no name of a Hub"),
         _line(("neuron", "push", "{artifact}", "org/x"), REFUSED, "HF_HUB_OFFLINE is set", "org/x"),
-        _line(("neuron", "generate"), USAGE, "artifact"),
+        _line(("neuron", "generate"), USAGE, "MODEL"),
         _line(("neuron", "check"), USAGE, "artifact"),
-        _line(("neuron", "serve"), USAGE, "artifact"),
+        _line(("neuron", "serve"), USAGE, "MODEL"),
         _line(("neuron", "serve", "{artifact}", "more"), USAGE, "more"),
         _line(("neuron", "serve", "{artifact}", "--port", "x"), USAGE, "invalid int value: 'x'"),
         _line(("neuron", "serve", "{artifact}", "--port", "-1"), REFUSED, "--port -1"),
@@ -264,19 +281,32 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "check", "{artifact}", "--runs", "-1"), REFUSED, "runs"),
         _line(("neuron", "check", "{artifact}"), REFUSED, ""),
         _line(("neuron", "unknown"), USAGE, "unknown"),
+        _line(("neuron", "generat"), USAGE, "'generat'", "did you mean generate?"),
+        _line(("neuron", "serve", "{artifact}", "--max-model-len", "5"), USAGE, "--max-model-len; optimum-cli"),
     ]
-    for path in ("no-such-folder", "", "[red]", "{text_file}", "{checkpoint}", "{link_circle}", "x" * 300):
+    for path in (
+        "no-such-folder",
+        "",
+        "[red]",
+        "{text_file}",
+        "{checkpoint}",
+        "{link_circle}",
+        "{gguf:empty}",
+        "x" * 300,
+    ):
         for command in ("inspect", "generate", "check", "lint", "serve"):
             told = path if path and len(path) < 300 else ""
-            lines.append(_line(("neuron", command, path), REFUSED, told))
+            if path != "{checkpoint}" or command not in ("generate", "serve"):  # which take a checkpoint
+                lines.append(_line(("neuron", command, path), REFUSED, told))
     for kind, told in MANIFESTS.items():
-        for command in ("inspect", "generate", "check", "serve", "card"):
+        for command in ("inspect", "check", "card", *(("generate", "serve") if kind != "missing" else ())):
             lines.append(_line(("neuron", command, f"{{manifest:{kind}}}"), REFUSED, told))
     return lines
 
 
 ANSWERS = [
     _line((*GENERATE, "--prompt", ""), REFUSED, "the prompt is empty"),
+    _line((*GENERATE, "--prompt", "\udcff"), REFUSED, "a text holds what utf-8 cannot hold; write it in UTF-8"),
     _line((*GENERATE, "--prompt"), USAGE, "expected one argument"),
     _line((*GENERATE, "--prompt", "x" * 200), REFUSED, "does not fit sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
@@ -284,7 +314,7 @@ ANSWERS = [
     _line((*GENERATE, "--max-new-tokens", HUGE), REFUSED, "sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "x"), USAGE, "invalid int value: 'x'"),
     _line((*GENERATE, "--temperature", "x"), USAGE, "invalid float value: 'x'"),
-    _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0"),
+    _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0 must be 0 or more"),
     _line((*GENERATE, "--temperature", "nan"), REFUSED, "--temperature nan"),
     _line((*GENERATE, "--temperature", "inf"), REFUSED, "--temperature inf"),
     _line((*GENERATE, "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
@@ -315,7 +345,7 @@ ANSWERS = [
     _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer cannot be read"),
 ]
 CHATS = [
-    _line(("neuron", "chat"), USAGE, "artifact"),
+    _line(("neuron", "chat"), USAGE, "MODEL"),
     _line(("neuron", "chat", "{empty_folder}"), REFUSED, "{empty_folder}"),
     _line(("neuron", "chat", "{artifact}", "--prompt", "Hi"), USAGE, "--prompt"),
     _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
@@ -345,6 +375,20 @@ ESTIMATES = [
     _line((*ESTIMATE, "--json", "{text_file}/x"), REFUSED, "{text_file}"),
     _line((*ESTIMATE, "--plot", "{text_file}/x.png"), REFUSED, "{text_file}"),
 ]
+TUNE = ("neuron", "tune", "--model", "{checkpoint}", "--trace")
+TUNES = [
+    _line(TUNE[:-1], USAGE, "--trace"),
+    _line((*TUNE, "no-such.csv"), REFUSED, "no-such.csv does not exist; check the name"),
+    _line((*TUNE, "{full_folder}"), REFUSED, "{full_folder} is a folder; name a file"),
+    _line((*TUNE, "{text_file}/x"), REFUSED, "{text_file}/x cannot be there: a part of its path is a file"),
+    _line((*TUNE, "{link_circle}"), REFUSED, "{link_circle} is a link that leads to itself"),
+    _line((*TUNE, ""), REFUSED, ". is a folder; name a file"),
+    _line((*TUNE, "{text_file}"), REFUSED, "{text_file}"),
+    _line((*TUNE, "no-such.csv", "--requests", "-1"), REFUSED, "--requests -1 must be at least 0"),
+    _line((*TUNE, "no-such.csv", "--slo", "zzz"), REFUSED, "zzz"),
+    _line((*TUNE, "no-such.csv", "--compile-budget", "4"), USAGE, "'4' is no time above 0"),
+    _line((*TUNE, "no-such.csv", "--trce", "x"), USAGE, "--trce; did you mean --trace?"),
+]
 LINTS = [
     _line(("neuron", "lint"), REFUSED, "name either an artifact's folder or --model"),
     _line(("neuron", "lint", "{artifact}", "--model", "x"), REFUSED, "name either an artifact's folder or --model"),
@@ -360,8 +404,10 @@ BENCHES = [
     _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
     _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),
     _line((*BENCH, "--prompt-lengths", "x"), USAGE, "invalid int value: 'x'"),
-    _line((*BENCH, "--batch", "1", "9"), REFUSED, "9 rows", "batch_size=3"),
+    _line((*BENCH, "--batch", "1", "9"), REFUSED, "--batch 9 rows are more than the batch_size=3"),
     _line((*BENCH, "--batch", "-1"), REFUSED, "--batch -1"),
+    _line((*BENCH, "--batch-size", "3"), USAGE, "--batch-size; did you mean --batch?"),
+    _line((*BENCH, "--context-length", "-1"), REFUSED, "--context-length -1 must be at least 1"),
     _line((*BENCH, "--new-tokens", "1"), REFUSED, "--new-tokens 1 must be at least 2"),
     _line((*BENCH, "--new-tokens", "99"), REFUSED, "99 new tokens do not fit sequence_length=64"),
     _line((*BENCH, "--context-length", "64"), REFUSED, "64 tokens and 2 new tokens", "sequence_length=64"),
@@ -412,5 +458,5 @@ CACHES = [
     _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
 ]
 LINES = [
-    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *LINTS, *BENCHES, *CACHES,
+    *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *TUNES, *LINTS, *BENCHES, *CACHES,
 ]  # fmt: skip

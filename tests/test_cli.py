@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -26,6 +28,8 @@ import optimum_neuron.export
 from optimum_neuron import progress
 from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.cpu.host import instruction_set
+from optimum_neuron.version import __version__
 
 
 EXPORT_SIZES = ["--target", "eager", "--sequence-length", "64", "--prefill-chunk-size", "8", "--dtype", "float32"]
@@ -379,6 +383,37 @@ def test_generate_fills_what_the_sequence_length_leaves(
     )
     tokens = int(re.search(r"generated tokens +│ +(\d+) │", capsys.readouterr().err).group(1))  # type: ignore[union-attr]
     assert 1 <= tokens <= 65 - len("system: Be brief.\nuser: Hi\nassistant: ")
+
+
+def test_an_answer_is_written_where_stdout_lacks_its_characters(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--prompt", "Hello", "--max-new-tokens", "20", "--temperature", "5", "--seed", "1")
+    answer = generated(monkeypatch, capsys, artifact, *options)
+    assert not answer.isascii()
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    call_cli(monkeypatch, "neuron", "generate", artifact, *options)
+    assert written.getvalue() == answer.encode("ascii", "backslashreplace")
+
+
+@pytest.mark.parametrize("command", [("neuron", "env"), ("env",)], ids=" ".join)
+def test_a_report_names_versions_and_instruction_set(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_cli(monkeypatch, *command)
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("optimum-neuron-runtime", "torch", "transformers", "neuronx-cc"):
+        installed = importlib.metadata.version(name) if name != "neuronx-cc" else "not installed"
+        assert f"- `{name}` version: {installed}" in lines
+    assert f"- Instruction set: {instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)" in lines
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call_cli(monkeypatch, "neuron", "--version")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"optimum-neuron-runtime {__version__}\n"
 
 
 def test_without_prompt_a_person_is_told_of_the_chat(

@@ -35,6 +35,7 @@ from optimum_neuron import NeuronModelForCausalLM, export_model
 from optimum_neuron.artifacts import disk_space, weight_file
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.checkpoints.files import INDEX_NAME
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.eager import EagerTarget
@@ -82,7 +83,7 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
         "tokenizer.json",
         "chat_template.jinja",
     }
-    assert set(folder_bytes(output)) == verbatim | {"tokenizer_config.json", MANIFEST_NAME, WEIGHTS_NAME}
+    assert set(folder_bytes(output)) == verbatim | {"tokenizer_config.json", MANIFEST_NAME, WEIGHTS_NAME, INDEX_NAME}
     assert all((output / name).read_bytes() == (tiny_checkpoint / name).read_bytes() for name in verbatim)
     ours, theirs = (json.loads((each / "tokenizer_config.json").read_bytes()) for each in (output, tiny_checkpoint))
     assert ours == theirs | {"model_max_length": 64}

@@ -16,7 +16,7 @@ PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
     "version", "errors", "option_checks", "config", "progress", "graphs", "checkpoints", "artifacts", "cli", "targets", "runtime",
-    "engine", "continuous_batching", "export", "exporters", "inspect", "hub", "modeling", "acceptance", "bench", "tune", "serve", "chat", "vllm", "__init__",
+    "engine", "continuous_batching", "export", "exporters", "inspect", "hub", "first_use", "modeling", "acceptance", "bench", "tune", "serve", "chat", "vllm", "__init__",
 )  # fmt: skip
 
 

@@ -182,10 +182,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     where = path / MANIFEST_NAME
     if not where.is_file():
-        what = f"holds no {MANIFEST_NAME}" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(
-            f"{path} {what}; export an artifact first: optimum-cli export neuron --model MODEL {path}"
-        )
+        raise FileNotFoundError(_what_it_is(path))
     try:
         manifest = read_object(where)
     except ValueError as error:
@@ -206,6 +203,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{where} cannot be honoured: {error}; export the model again") from error
     return manifest
+
+
+def _what_it_is(path: Path) -> str:
+    """What a path that is no artifact's is, and how one is made of it."""
+    if path.suffix == ".gguf" and path.is_file():
+        return f"{path} is a GGUF file, not an artifact; export it first: optimum-cli export neuron --model {path} OUT"
+    if path.exists() and not path.is_dir():
+        return f"{path} is a file, not an artifact; name the folder that optimum-cli export neuron wrote"
+    if (path / "config.json").is_file():
+        return (
+            f"{path} holds no {MANIFEST_NAME}, so it is a checkpoint or an unfinished copy, not an artifact; export it first: "
+            f"optimum-cli export neuron --model {path} OUT"
+        )
+    what = f"holds no {MANIFEST_NAME}" if path.is_dir() else "does not exist"
+    return f"{path} {what}; export an artifact first: optimum-cli export neuron --model MODEL {path}"
 
 
 def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: bool) -> int:

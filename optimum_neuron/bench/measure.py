@@ -58,8 +58,9 @@ class Plan:
         Raises:
             ValueError: it does not fit the artifact, or measures nothing.
         """
-        for name, value, least in (("new-tokens", new_tokens, 2), ("repeat", repeat, 1)):
-            if value < least:
+        least_values = (("new-tokens", new_tokens, 2), ("repeat", repeat, 1), ("context-length", context_length, 1))
+        for name, value, least in least_values:
+            if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}; raise it")
         most = max(1, sizes.sequence_length - new_tokens + 1)
         context = min(CONTEXT, most) if context_length is None else context_length
@@ -72,6 +73,11 @@ class Plan:
         for name, values in (("prompt-lengths", prompt_lengths), ("batch", rows)):
             if not values or min(values) < 1:
                 raise ValueError(f"--{name} {' '.join(map(str, values))} must be whole numbers of at least 1")
+        if max(rows) > sizes.batch_size:
+            raise ValueError(
+                f"--batch {max(rows)} rows are more than the batch_size={sizes.batch_size} that the artifact was exported with; lower it, "
+                f"or export with --batch-size {max(rows)}"
+            )
         for length in prompt_lengths:
             check_fits([range(length)], 1, sizes)
         for count in rows:

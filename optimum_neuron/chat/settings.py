@@ -16,14 +16,14 @@ from ..cli import add_option
 from ..runtime.asked_sampling import sampling_keywords
 
 
-# The least and the most of each; what is no number lies between none.
-_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+# The least and the most of each, and both in words; what is no number lies between none.
+_RANGES: Mapping[str, tuple[float, float, str]] = MappingProxyType(
     {
-        "max_new_tokens": (1, sys.maxsize),
-        "temperature": (0.0, sys.float_info.max),
-        "top_k": (1, 2**31 - 1),
-        "top_p": (sys.float_info.min, 1.0),
-        "seed": (0, 2**32 - 1),
+        "max_new_tokens": (1, sys.maxsize, "1 or more"),
+        "temperature": (0.0, sys.float_info.max, "0 or more, and finite"),
+        "top_k": (1, 2**31 - 1, f"1 or more, and at most {2**31 - 1}"),
+        "top_p": (sys.float_info.min, 1.0, "above 0, and at most 1"),
+        "seed": (0, 2**32 - 1, f"0 or more, and at most {2**32 - 1}"),
     }
 )
 _SHAPES_SAMPLING = ("top_k", "top_p")
@@ -66,10 +66,10 @@ class Settings:
         Args:
             mark: what stands before a name where the user writes it.
         """
-        for name, (least, most) in _RANGES.items():
+        for name, (least, most, words) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise ValueError(f"{mark}{_spelled(name)} {value} must lie between {least} and {most}")
+                raise ValueError(f"{mark}{_spelled(name)} {value} must be {words}")
         shaping = next((name for name in _SHAPES_SAMPLING if getattr(self, name) is not None), None)
         if shaping is not None and not self.temperature:
             raise ValueError(f"{mark}{_spelled(shaping)} shapes sampling: give a {mark}temperature above 0 with it")

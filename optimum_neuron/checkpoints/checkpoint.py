@@ -122,11 +122,15 @@ class Checkpoint:
                 type(config).__name__,
             )
 
+    def longest_text(self, model_config: PreTrainedConfig) -> int | None:
+        """The tokens that a model has positions for; None where its config names no limit."""
+        longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return longest if longest is not None and longest > 0 else None  # -1 stands for no limit
+
     def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
         """Raises ValueError where a sequence is longer than the model's positions."""
-        text_config = model_config.get_text_config(decoder=True)
-        longest = getattr(text_config, "max_position_embeddings", None)
-        if longest is not None and 0 < longest < sequence_length:  # -1 where there is no limit
+        longest = self.longest_text(model_config)
+        if longest is not None and longest < sequence_length:
             raise ValueError(
                 f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
                 f"lower --sequence-length"

@@ -43,6 +43,8 @@ def find_checkpoint(
         FileNotFoundError: nothing of that name exists, here or on the Hub.
     """
     path = Path(model).expanduser()
+    if not str(model):
+        raise FileNotFoundError("the name of the model is empty; name a checkpoint folder, a .gguf file or a Hub id")
     if path.exists():
         refuse_revision(path, revision)
     named = hub_file(model)

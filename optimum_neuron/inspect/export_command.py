@@ -39,9 +39,14 @@ def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: st
         words += ["--quantization-calibration", f"{origin['calibration'][:12]}.txt"]
     if any(name.endswith(".py") for name in manifest["files"]):
         words.append("--trust-remote-code")
-    for name, value in needed_options(config).items():
-        words += _flags(name, value)
-    return shlex.join([*words, output if output.isprintable() and not output.startswith("-") else "artifact/"])
+    return shlex.join(
+        [*words, *option_words(config), output if output.isprintable() and not output.startswith("-") else "artifact/"]
+    )
+
+
+def option_words(config: NeuronConfig) -> list[str]:
+    """The words of a command line that make a config."""
+    return [word for name, value in needed_options(config).items() for word in _flags(name, value)]
 
 
 def adapters(manifest: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ from ..runtime.threads import end_idle_workers
 from ..runtime.traced_runner import open_runner
 from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
+from .auto import load_artifacts_by
 from .forward import Forward
 from .generation import Generation
 from .keywords import own_options
@@ -355,3 +356,4 @@ def _remove(folder: Path, process: OwnProcess) -> None:
 
 
 make_known(NeuronModelForCausalLM.__name__)
+load_artifacts_by(NeuronModelForCausalLM.from_pretrained)

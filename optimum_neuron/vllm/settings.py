@@ -15,8 +15,8 @@ from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
 from ..artifacts.skeleton import read_generation_config
 from ..config import NeuronConfig
+from ..first_use import Opened, Source, export_once, open_artifact
 from ..runtime.defaults import OF_VLLM, settings_of_host, usable, vllm_sampling
-from .artifacts import DEFAULT_SLOTS, ModelSource, Served, export_served, open_served
 from .engine_args import given
 from .options import FITTED, refuse_options
 from .sampling import RAW_LOGPROBS
@@ -33,6 +33,8 @@ SCHEDULERS = {
     (True, True): "optimum_neuron.vllm.scheduler.AsyncStepScheduler",
 }
 CONNECTOR, CONNECTOR_MODULE = "SlotConnector", "optimum_neuron.vllm.slot_connector"
+# Rows of an artifact that is exported on first use, where --max-num-seqs says nothing.
+DEFAULT_SLOTS = 8
 # As long as a rank's process may take to end.
 SHUTDOWN_SECONDS = 15
 # Tells the processes of an engine, which do not all get its configuration, what they serve.
@@ -52,8 +54,7 @@ def configure(vllm_config: VllmConfig) -> None:
         return  # vLLM also makes configurations without a model
     fitted = FITTED in (vllm_config.additional_config or {})
     refuse_options(vllm_config, fitted=fitted)
-    served = find_served(vllm_config) or export_served(_source(vllm_config), _export_config(vllm_config))
-    artifact = served.artifact
+    artifact = (find_served(vllm_config) or _exported(vllm_config)).artifact
     os.environ[ARTIFACT_VARIABLE] = str(artifact.path)
     if not fitted:
         _check_cache(vllm_config, artifact)
@@ -79,21 +80,26 @@ def _check_logprobs(mode: str, config: NeuronConfig) -> None:
         )
 
 
-def find_served(vllm_config: VllmConfig) -> Served | None:
+def _exported(vllm_config: VllmConfig) -> Opened:
+    config = _export_config(vllm_config)
+    return export_once(_source(vllm_config), lambda checkpoint: config, logger.warning)
+
+
+def find_served(vllm_config: VllmConfig) -> Opened | None:
     """The artifact of a configuration; None where it names a checkpoint that is still to be exported."""
     options = dict(vllm_config.additional_config or {})
     fitted = options.pop(FITTED, None)
     source = _source(vllm_config)
     if fitted is not None:
-        source = ModelSource(fitted, None, None, source.trust_remote_code)
-    return open_served(source, options)
+        source = Source(fitted, None, None, source.trust_remote_code)
+    return open_artifact(source, options)
 
 
-def _source(vllm_config: VllmConfig) -> ModelSource:
+def _source(vllm_config: VllmConfig) -> Source:
     model = vllm_config.model_config
     # Offline, vLLM puts the folder of the asked revision in the place of the Hub id.
     revision = None if is_from_hub(Path(model.model)) else model.revision
-    return ModelSource(model.model, revision, model.hf_token, model.trust_remote_code)
+    return Source(model.model, revision, model.hf_token, model.trust_remote_code)
 
 
 def _export_config(vllm_config: VllmConfig) -> NeuronConfig:

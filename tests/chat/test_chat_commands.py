@@ -49,8 +49,8 @@ def run(session: ChatSession, line: str) -> str:
         ("/set color red", "'color' cannot be set; choose one of max-new-tokens, temperature"),
         ("/set seed", "/set seed needs a value"),
         ("/set seed 1.5", "seed cannot be '1.5'; give a whole number, or 'none'"),
-        ("/set temperature nan", "temperature nan must lie between 0.0 and"),
-        ("/set max-new-tokens 0", "max-new-tokens 0 must lie between 1 and"),
+        ("/set temperature nan", "temperature nan must be 0 or more"),
+        ("/set max-new-tokens 0", "max-new-tokens 0 must be 1 or more"),
         ("/set top-p 0.5", "top-p shapes sampling: give a temperature above 0 with it"),
     ],
 )

@@ -47,6 +47,7 @@ NOT_RUN = {
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tune has some",
     "ray start": "starts a cluster; tests/vllm/test_ray_replicas.py has one of two nodes",
+    "optimum-cli neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/test_first_use.py does it with tiny checkpoints",
     "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",
     "python -m optimum_neuron.serve.transformers_serve": "needs transformers' own server; tests/serve tests this one",
@@ -168,10 +169,10 @@ class Reader:
         args = parser.parse_args(words)
         self.close()
         model, tokenizer = (
-            NeuronModelForCausalLM.from_pretrained(args.artifact),
-            AutoTokenizer.from_pretrained(args.artifact),
+            NeuronModelForCausalLM.from_pretrained(args.model),
+            AutoTokenizer.from_pretrained(args.model),
         )
-        self.served = start_app(model, tokenizer=tokenizer, name=args.served_model_name or str(args.artifact))
+        self.served = start_app(model, tokenizer=tokenizer, name=args.served_model_name or str(Path(args.model)))
 
     def curl(self, words: list[str], patch: pytest.MonkeyPatch) -> None:
         assert self.served is not None, "a page has a server started before it is asked"

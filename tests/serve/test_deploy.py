@@ -79,7 +79,7 @@ def test_the_server_is_started_with_options_that_it_has_and_found_where_it_liste
     assert server["ports"] == [f"127.0.0.1:{args.port}:{args.port}"] and f":{args.port}/health" in str(
         server["healthcheck"]
     )
-    assert server["volumes"][0].endswith(f":{args.artifact}:ro") and list(server["environment"]) == [KEY_VARIABLE]
+    assert server["volumes"][0].endswith(f":{args.model}:ro") and list(server["environment"]) == [KEY_VARIABLE]
 
 
 def test_the_dashboard_is_where_grafana_looks_and_asks_the_data_source_that_there_is() -> None:
@@ -120,7 +120,7 @@ def test_sagemaker_gets_what_it_asks(app: App) -> None:
         check=True,
     )
     args = parsed(ran.stdout.split())
-    assert (str(args.artifact), args.host, args.port) == ("/opt/ml/model", "0.0.0.0", 8080)
+    assert (args.model, args.host, args.port) == ("/opt/ml/model", "0.0.0.0", 8080)
     assert f"EXPOSE {args.port}" in stages()["sagemaker"] and {"/ping", "/invocations"} <= routes(app)
 
 
@@ -137,7 +137,7 @@ def test_kubernetes_starts_asks_and_ends_servers_as_they_are(app: App) -> None:
     assert all(probe["port"] == port["name"] and probe["path"] in routes(app) for probe in asked.values())
     assert [variable["name"] for variable in container["env"]] == [KEY_VARIABLE]
     (mount,), (volume,) = container["volumeMounts"], template["spec"]["volumes"]
-    assert mount["mountPath"] == str(args.artifact) and mount["name"] == volume["name"]
+    assert mount["mountPath"] == args.model and mount["name"] == volume["name"]
     assert container["resources"]["limits"]["aws.amazon.com/neuron"] == "1"
     # Time to be forgotten by the Service, and then for the last answers.
     command = container["lifecycle"]["preStop"]["exec"]["command"]

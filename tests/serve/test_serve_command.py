@@ -173,7 +173,7 @@ def test_several_servers_get_the_options_of_one_and_a_key_that_is_not_shown(
     parser = ArgumentParser()
     NeuronServeCommand.parse_args(parser)
     args = parser.parse_args(words[5:])
-    assert args.artifact == artifact and (args.host, args.port, args.served_model_name) == ("::1", 9, artifact.name)
+    assert Path(args.model) == artifact and (args.host, args.port, args.served_model_name) == ("::1", 9, artifact.name)
     assert (args.max_queue, args.rank_python, args.rank_timeout, args.trust_remote_code) == (5, "/py", 7.5, True)
     assert args.otlp_traces_endpoint == "http://c" and args.data_parallel_size == 1
 

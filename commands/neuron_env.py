@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron env, and what it adds to optimum-cli env: versions and machine, for a report of a fault."""
+
+from __future__ import annotations
+
+import os
+import platform
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.env import EnvironmentCommand
+
+from optimum_neuron.cli import explain, reported_errors
+from optimum_neuron.version import __version__
+
+
+# What results and errors depend on.
+PACKAGES = ("torch", "transformers", "optimum", "huggingface-hub", "gguf", "peft", "vllm", "torch-xla", "neuronx-cc", "nrtpy")  # fmt: skip
+DESCRIPTION = "Print the versions of this package and of what it runs on, this machine's instruction set, and where the cache lies."
+EXAMPLES = "example:\n  optimum-cli neuron env\n"
+
+
+class NeuronEnvCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron env`."""
+
+    COMMAND = CommandInfo(name="env", help="Print versions and machine, for a report of a fault.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, DESCRIPTION, EXAMPLES)
+
+    def run(self) -> None:
+        with reported_errors():
+            print(_lines({"Platform": platform.platform(), "Python version": platform.python_version()}), end="")
+
+
+_optimum_lines = EnvironmentCommand.format_dict
+
+
+def _lines(others: Mapping[str, str]) -> str:
+    from optimum_neuron.artifacts.user_cache import cache_root
+    from optimum_neuron.targets.cpu.host import instruction_set
+    from optimum_neuron.targets.cpu.native_build import compiler
+
+    machine = {
+        "Instruction set": f"{instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)",
+        "C++ compiler": compiler() or "not installed",
+        "Cache": str(cache_root()),
+    }
+    found = {"`optimum-neuron-runtime` version": __version__} | {
+        f"`{name}` version": _version(name) for name in PACKAGES
+    }
+    return _optimum_lines(found | machine | dict(others))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+# optimum has no place for other packages in its own command, whose lines people paste into reports.
+EnvironmentCommand.format_dict = staticmethod(_lines)
