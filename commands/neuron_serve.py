@@ -7,23 +7,17 @@ import os
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.cli import add_option, add_rank_options, explain, reported_errors
 
 
-if TYPE_CHECKING:
-    from optimum_neuron.artifacts.artifact import Artifact
-
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
 DEFAULT_QUEUE = 128
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
-# What its front imports, where there are several servers.
-FRONT_MODULES = (*SERVER_MODULES, "httpx2")
 
 DESCRIPTION = """\
 Serve an exported artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming;
@@ -33,10 +27,6 @@ Where vLLM is installed it serves, with all that it can (tools, structured outpu
 --vllm-options is its own. Elsewhere, or with --backend engine, the engine of this package does: a small server with the
 same routes, in which every running request gets a token in every step. It needs
 pip install 'optimum-neuron-runtime[serve]'.
-
-With --data-parallel-size there are several servers behind one address, each a process of its own, on this machine or
-on the nodes of a Ray cluster. A request goes to the one that has the fewest, and to another one where its server dies
-before anything was answered. Servers that die are replaced, by Ray on the nodes that are left.
 
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
 them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
@@ -50,8 +40,7 @@ examples:
   optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
   {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
-  optimum-cli neuron serve smollm2/ --data-parallel-size 2
-  RAY_ADDRESS=head:6379 optimum-cli neuron serve smollm2/ --data-parallel-size 8 --data-parallel-backend ray
+  optimum-cli neuron serve smollm2/ --backend vllm --data-parallel-size 2
 
 from Python:
   from openai import OpenAI
@@ -99,14 +88,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             type=int,
             default=1,
             metavar="REPLICAS",
-            help="servers behind one address, each with its own copy of the state and its own cores",
-        )
-        add_option(
-            parser,
-            "--data-parallel-backend",
-            choices=("mp", "ray"),
-            default="mp",
-            help="where they run: on this machine, or where the Ray cluster of RAY_ADDRESS has room",
+            help="of vLLM, engines behind one address, each with its own copy of the state and its own cores",
         )
         add_option(
             parser,
@@ -143,13 +125,10 @@ def _serve(args: Namespace) -> None:
         raise ImportError(
             "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
         )
-    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     _check_backend(args, backend)
-    if args.data_parallel_size > 1 or args.data_parallel_backend == "ray":
-        _by_replicas(args, key, backend, artifact)
-    else:
-        (_by_vllm if backend == "vllm" else _by_engine)(args, key)
+    (_by_vllm if backend == "vllm" else _by_engine)(args, key)
 
 
 def _check(args: Namespace) -> None:
@@ -169,6 +148,11 @@ def _check_backend(args: Namespace, backend: str) -> None:
         raise ValueError(
             f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
         )
+    if backend == "engine" and args.data_parallel_size > 1:
+        raise ValueError(
+            f"--data-parallel-size {args.data_parallel_size} needs vLLM, and the engine serves, which is one server; use --backend "
+            f"vllm, or start {args.data_parallel_size} servers and balance them, as deploy/kubernetes does"
+        )
     if backend == "engine" and args.vllm_options:
         raise ValueError(
             f"{' '.join(args.vllm_options)} are options of vLLM, and the engine serves; leave them out, or use --backend vllm"
@@ -185,47 +169,6 @@ def _check_installed(modules: Sequence[str]) -> None:
         )
 
 
-def _by_replicas(args: Namespace, key: str | None, backend: str, artifact: Artifact) -> None:
-    _check_installed(FRONT_MODULES)
-    from optimum_neuron.config import NEURON_TARGETS
-    from optimum_neuron.serve.listen import bind
-
-    with bind(args.host, args.port) as bound:
-        from optimum_neuron.serve.replicas.front import serve_replicas
-        from optimum_neuron.serve.replicas.launcher import Launcher, ServerCommand
-        from optimum_neuron.serve.replicas.local import LocalLauncher
-
-        command = ServerCommand(
-            artifact=args.artifact.absolute(),
-            backend=backend,
-            name=args.served_model_name or str(args.artifact),
-            options=_options_of_each(args),
-            vllm_options=tuple(args.vllm_options or ()),
-            environment={} if key is None else {KEY_VARIABLE: key},
-            cores=artifact.config.tensor_parallel_size if artifact.target in NEURON_TARGETS else 0,
-        )
-        launcher: Launcher
-        if args.data_parallel_backend == "ray":
-            from optimum_neuron.serve.replicas.on_ray import RayLauncher
-
-            launcher = RayLauncher(command)
-        else:
-            launcher = LocalLauncher(command)
-        serve_replicas(launcher, args.data_parallel_size, command.name, bound)
-
-
-def _options_of_each(args: Namespace) -> tuple[str, ...]:
-    names = ("max_queue", "otlp_traces_endpoint", "rank_python", "rank_timeout")
-    given = {name: getattr(args, name) for name in names}
-    words = [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in ("--" + name.replace("_", "-"), f"{value:g}" if isinstance(value, float) else str(value))
-    ]
-    return (*words, *(["--trust-remote-code"] if args.trust_remote_code else []))
-
-
 def _by_vllm(args: Namespace, key: str | None) -> None:
     from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
@@ -235,13 +178,16 @@ def _by_vllm(args: Namespace, key: str | None) -> None:
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
-        options=[*_traces_option(args), *(args.vllm_options or ())],
+        options=[*_shared_options(args), *(args.vllm_options or ())],
     )
     become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
 
-def _traces_option(args: Namespace) -> list[str]:
-    return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+def _shared_options(args: Namespace) -> list[str]:
+    """Return those of this command's options that vLLM has, too."""
+    words = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+    size = args.data_parallel_size
+    return words if size == 1 else [*words, "--data-parallel-size", str(size)]
 
 
 def _by_engine(args: Namespace, key: str | None) -> None:

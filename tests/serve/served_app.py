@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -172,6 +173,13 @@ class Visit:
 
     async def end(self) -> None:
         await asyncio.wait_for(self.task, PATIENCE)
+
+
+def free_port() -> int:
+    """A port of the loopback at which nothing listens just now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:

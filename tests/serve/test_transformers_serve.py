@@ -10,12 +10,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from served_app import CHAT, PATIENCE, App
+from served_app import CHAT, PATIENCE, App, free_port
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.serve.replicas.launcher import free_port
 from optimum_neuron.serve.transformers_serve import NeuronModelManager
 
 
@@ -30,7 +29,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Any]]:
     running = []
 
     def start(model: Path) -> Any:
-        port = free_port("127.0.0.1")
+        port = free_port()
         running.append(Serve(str(model), host="127.0.0.1", port=port, non_blocking=True, device="cpu"))
         running[-1].url = f"http://127.0.0.1:{port}"
         return running[-1]
