@@ -192,9 +192,9 @@ def _shared_options(args: Namespace) -> list[str]:
 
 def _by_engine(args: Namespace, key: str | None) -> None:
     _check_installed(SERVER_MODULES)
-    from optimum_neuron.serve.listen import bind
+    from optimum_neuron.serve.listen import listen
 
-    with bind(args.host, args.port) as bound:
+    with listen(args.host, args.port) as listening:
         from optimum_neuron.serve.server import ServerOptions, serve
 
         options = ServerOptions(
@@ -207,4 +207,4 @@ def _by_engine(args: Namespace, key: str | None) -> None:
             rank_timeout=args.rank_timeout,
             otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
-        serve(options, bound)
+        serve(options, listening)
