@@ -15,6 +15,7 @@ from optimum_neuron.cli import add_option, add_rank_options, explain, reported_e
 
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
 DEFAULT_QUEUE = 128
+DEFAULT_DRAIN = 100.0
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
@@ -30,7 +31,7 @@ pip install 'optimum-neuron-runtime[serve]'.
 
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
 them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
-who are there finish, and refuses others (503); a second one ends at once."""
+who are there finish within --drain-timeout, and refuses others (503); a second one ends at once."""
 
 EXAMPLES = f"""\
 examples:
@@ -81,6 +82,14 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             type=int,
             metavar="REQUESTS",
             help=f"of the engine's server, how many requests may wait for a slot (default: {DEFAULT_QUEUE})",
+        )
+        add_option(
+            parser,
+            "--drain-timeout",
+            type=float,
+            metavar="SECONDS",
+            help="of the engine's server, from SIGTERM or Ctrl-C to the end of requests that have no answer "
+            f"(default: {DEFAULT_DRAIN:g})",
         )
         add_option(
             parser,
@@ -138,16 +147,21 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--data-parallel-size {args.data_parallel_size} must be at least 1")
     if args.max_queue is not None and args.max_queue < 0:
         raise ValueError(f"--max-queue {args.max_queue} must be at least 0, where nobody waits")
+    if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
+        raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
     for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
         if getattr(args, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
 
 def _check_backend(args: Namespace, backend: str) -> None:
-    if backend == "vllm" and args.max_queue is not None:
-        raise ValueError(
-            f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
-        )
+    for option in ("max_queue", "drain_timeout"):
+        value = getattr(args, option)
+        if backend == "vllm" and value is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value} is of the engine's server, and vLLM serves; leave it out, or add "
+                f"--backend engine"
+            )
     if backend == "engine" and args.data_parallel_size > 1:
         raise ValueError(
             f"--data-parallel-size {args.data_parallel_size} needs vLLM, and the engine serves, which is one server; use --backend "
@@ -202,6 +216,7 @@ def _by_engine(args: Namespace, key: str | None) -> None:
             name=args.served_model_name or str(args.artifact),
             api_key=key,
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
+            drain_timeout=DEFAULT_DRAIN if args.drain_timeout is None else args.drain_timeout,
             trust_remote_code=args.trust_remote_code,
             rank_python=args.rank_python,
             rank_timeout=args.rank_timeout,

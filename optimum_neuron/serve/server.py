@@ -27,6 +27,7 @@ class ServerOptions:
     Attributes:
         name: what requests call the model.
         max_queue: requests that may wait for a slot.
+        drain_timeout: seconds from a signal to the end of requests that have no answer.
         otlp_traces_endpoint: of the collector that gets spans; None: there is none.
     """
 
@@ -34,6 +35,7 @@ class ServerOptions:
     name: str
     api_key: str | None
     max_queue: int
+    drain_timeout: float
     trust_remote_code: bool
     rank_python: str | None
     rank_timeout: float | None
@@ -41,7 +43,7 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions, listening: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, then until the last request has its answer.
+    """Serves until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
 
     Args:
         listening: at the address; who connects before the model is loaded waits.
@@ -79,7 +81,7 @@ def _run(served: ServedModel, options: ServerOptions, listening: socket.socket, 
         f"{served.config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
     )
     try:
-        DrainingServer(server_config(app), gate).run(sockets=[listening])
+        DrainingServer(server_config(app), gate, options.drain_timeout, served.service.close).run(sockets=[listening])
     finally:
         encoder.close()
         if tracing is not None:

@@ -127,6 +127,7 @@ class Visit:
     """One HTTP request by hand, whose client reads what it wants and may go away.
 
     Attributes:
+        reads: cleared while the client reads nothing.
         status: of the response, once it has begun.
         events: data of its server-sent events.
     """
@@ -141,6 +142,8 @@ class Visit:
     def __post_init__(self) -> None:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._news = asyncio.Condition()
+        self.reads = asyncio.Event()
+        self.reads.set()
         self._incoming.put_nowait({"type": "http.request", "body": json.dumps(self.body).encode()})
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
@@ -154,6 +157,7 @@ class Visit:
         return re.findall(r"^data: (.*)\n\n", self.sent.decode(), re.MULTILINE)
 
     async def _send(self, message: Any) -> None:
+        await self.reads.wait()
         async with self._news:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
