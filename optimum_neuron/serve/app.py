@@ -68,10 +68,11 @@ class AnswerRoute:
             self._gate.check_open()
             with ExitStack() as admitted:
                 with Body(self._bodies) as body:
-                    form, asked = await self._read(await body.read(scope, receive))
+                    data = await body.read(scope, receive)
+                    form, asked = await self._read(data)
                     admission = admitted.enter_context(self._gate.admit(len(asked.prompts) * asked.n))
-                    prompts = await self._encoder.encode(asked)
-                asked = replace(asked, prompts=())  # which take memory
+                    prompts = await self._encoder.encode(asked, is_long=len(data) > SMALL_BODY)
+                data, asked = b"", replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
                 answer = Answer(
                     self._served,
@@ -212,7 +213,7 @@ def create_app(
         return await refused(
             request,
             ApiError(
-                f"{request.method} {request.url.path}: {error.detail}; the routes are {', '.join(paths)}",
+                f"{request.method} {request.scope['path']}: {error.detail}; the routes are {', '.join(paths)}",
                 status=error.status_code,
                 headers=error.headers,
             ),

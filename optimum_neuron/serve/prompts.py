@@ -18,8 +18,6 @@ from .fields import shown
 from .protocol import Asked, Conversation
 
 
-# Characters of a text that is short: its tokens are found within a step or two.
-_SHORT = 64 * 2**10
 T = TypeVar("T")
 
 
@@ -63,15 +61,22 @@ class PromptEncoder:
         """Return what other long work makes, in the thread of long texts."""
         return await self._long.run(work)
 
-    async def encode(self, asked: Asked) -> list[Sequence[int]]:
+    async def encode(self, asked: Asked, *, is_long: bool) -> list[Sequence[int]]:
         """The token ids of each prompt.
+
+        Args:
+            is_long: whether that may take long: nothing short waits for it.
 
         Raises:
             ApiError: a prompt is empty, does not fit beside the new tokens, or its chat template fails.
         """
         prompts: list[Sequence[int]] = []
         for prompt in asked.prompts:
-            ids = prompt if isinstance(prompt, list) else await self._encode(prompt)
+            ids = (
+                prompt
+                if isinstance(prompt, list)
+                else await self._encode(prompt, self._long if is_long else self._short)
+            )
             self._check(len(ids), asked)
             prompts.append(ids)
         return prompts
@@ -81,9 +86,8 @@ class PromptEncoder:
         self._short.close()
         self._long.close()
 
-    async def _encode(self, prompt: str | Conversation) -> Sequence[int]:
-        size = prompt.characters if isinstance(prompt, Conversation) else len(prompt)
-        self._check_size(size)
+    async def _encode(self, prompt: str | Conversation, lane: _Lane) -> Sequence[int]:
+        self._check_size(prompt.characters if isinstance(prompt, Conversation) else len(prompt))
         if isinstance(prompt, Conversation):
             if len(prompt.messages) > self._length:
                 raise self._too_long(f"{len(prompt.messages):,} messages")
@@ -92,7 +96,6 @@ class PromptEncoder:
                     f"chat_template_kwargs has {shown(name)}, which the server sets; leave it out",
                     param="chat_template_kwargs",
                 )
-        lane = self._short if size <= _SHORT else self._long
         return await lane.run(lambda: self._ids(prompt, lane.tokenizer))
 
     def _ids(self, prompt: str | Conversation, tokenizer: Any) -> Sequence[int]:

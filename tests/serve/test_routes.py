@@ -47,6 +47,7 @@ def test_a_healthy_server_says_so(app: App) -> None:
 def test_no_address_is_made_of_what_a_client_says(app: App) -> None:
     answer = app.request("GET", "/health/", host="elsewhere.example")
     assert answer.status_code == 404 and "elsewhere" not in answer.text + str(answer.headers)
+    assert app.request("GET", "/nowhere", host="[").status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,11 @@ def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyP
         return real(prompt, tokenizer)
 
     monkeypatch.setattr(app.encoder, "_ids", ids)
-    monkeypatch.setattr("optimum_neuron.serve.prompts._SHORT", 50)
+    # The size of a body decides; what it consists of does not.
+    monkeypatch.setattr("optimum_neuron.serve.app.SMALL_BODY", 200)
 
     async def main() -> None:
-        long, short = visit(app, "x" * 60, max_tokens=2), visit(app, "x" * 20, max_tokens=2)
+        long, short = visit(app, "x" * 60, max_tokens=2, user="u" * 100), visit(app, "x" * 20, max_tokens=2)
         await short.end()
         assert short.status == 200 and not long.task.done()
         may_go_on.set()
