@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,24 +22,24 @@ from starlette.types import Receive, Scope, Send
 from .answer import Answer
 from .bodies import HELD_BYTES, SMALL_BODY, Bodies, Body, read_object
 from .chat import ChatForm, read_chat
-from .choice import Piece
 from .completions import CompletionForm, read_completion
 from .errors import ApiError, ClientGoneError, failed
 from .gate import Gate
-from .http import EventSender, KeyCheck, error_response, json_response, to_json, watched
+from .http import EventSender, KeyCheck, error_response, json_response, watched
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
 from .protocol import Asked, Sizes, unknown_model
 from .served_model import ServedModel
 from .token_texts import TokenTexts
 from .tracing import Tracing
+from .writing import AnswerWriter, Form
 
 
 class Kind(NamedTuple):
     """A kind of request: how its body is read, and what its answers look like."""
 
     read: Callable[[Mapping[str, Any], Sizes], Asked]
-    form: ChatForm | CompletionForm
+    form: Form
 
 
 class AnswerRoute:
@@ -85,82 +85,23 @@ class AnswerRoute:
                     Headers(scope=scope),
                     self._tracing,
                 )
-                head = {"id": name, "created": int(time.time()), "model": self._served.name}
+                writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
                 async with watched(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
                     if asked.stream:
-                        await self._stream(form, asked, answer, pieces, head, EventSender(send))
+                        await writer.stream(pieces, EventSender(send), self._metrics.refused)
                         return
-                    whole = await self._whole(form, asked, answer, pieces, head)
+                    whole = await writer.whole(pieces)
             await json_response(whole)(scope, receive, send)
         except ClientGoneError:
             pass  # nobody reads what would be sent
 
-    async def _read(self, body: bytes) -> tuple[ChatForm | CompletionForm, Asked]:
-        def read() -> tuple[ChatForm | CompletionForm, Asked]:
+    async def _read(self, body: bytes) -> tuple[Form, Asked]:
+        def read() -> tuple[Form, Asked]:
             data = read_object(body)
             kind = self._kind_of(data)
             return kind.form, kind.read(data, self._served)
 
         return read() if len(body) <= SMALL_BODY else await self._encoder.run(read)
-
-    async def _whole(
-        self,
-        form: ChatForm | CompletionForm,
-        asked: Asked,
-        answer: Answer,
-        pieces: AsyncIterator[tuple[int, Piece]],
-        head: dict[str, Any],
-    ) -> dict[str, Any]:
-        texts: list[list[Piece]] = [[] for _ in range(len(answer))]
-        async for index, piece in pieces:
-            texts[index].append(piece)
-        choices = [form.whole(index, _joined(each), asked, answer.prompt(index)) for index, each in enumerate(texts)]
-        top = form.top(answer.prompt(0)) if asked.return_token_ids else {}
-        return {**head, "object": form.whole_object, "choices": choices, "usage": answer.usage, **top}
-
-    async def _stream(
-        self,
-        form: ChatForm | CompletionForm,
-        asked: Asked,
-        answer: Answer,
-        pieces: AsyncIterator[tuple[int, Piece]],
-        head: dict[str, Any],
-        sender: EventSender,
-    ) -> None:
-        head = {**head, "object": form.piece_object}
-
-        async def send(choices: list[dict[str, Any]], tokens: int) -> None:
-            usage = {"usage": answer.usage_after(tokens) if asked.continuous_usage else None}
-            top = form.top(answer.prompt(0)) if asked.return_token_ids and not sender.started else {}
-            for choice in choices:
-                await sender.event(
-                    to_json({**head, "choices": [choice], **(usage if asked.include_usage else {}), **top})
-                )
-                top = {}
-
-        try:
-            async for index, piece in pieces:
-                if not sender.started:
-                    for number in range(len(answer)):
-                        await send(form.begin(number), 0)
-                await send(form.piece(index, piece, asked, answer.prompt(index)), piece.tokens)
-            if asked.include_usage:
-                await sender.event(to_json({**head, "choices": [], "usage": answer.usage}))
-        except ApiError as error:
-            if not sender.started:
-                raise
-            self._metrics.refused(error.status)
-            await sender.event(to_json(error.body()))
-        await sender.end()
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    """One piece of all that a choice had."""
-    return pieces[-1]._replace(
-        text="".join(piece.text for piece in pieces),
-        told=tuple(token for piece in pieces for token in piece.told),
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-    )
 
 
 def create_app(

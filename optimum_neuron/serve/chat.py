@@ -90,27 +90,27 @@ class ChatForm:
         """Choices of the events before the first piece: who speaks."""
         return [_delta(index, {"role": "assistant", "content": ""})]
 
-    def piece(self, index: int, piece: Piece, asked: Asked, prompt: list[int]) -> list[dict[str, Any]]:
-        """Choices of the events that bring a piece, one each; the first has its token ids."""
+    def piece(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> list[dict[str, Any]]:
+        """Choices of the events that bring a piece, one each; where there is a prompt to tell, the first has token ids."""
         events = []
         if piece.text or piece.told:
-            events.append(_delta(index, {"content": piece.text}, self._logprobs(piece.told, asked.logprobs)))
+            events.append(_delta(index, {"content": piece.text}, self._logprobs(piece.told, logprobs)))
         if piece.finish_reason is not None:
             events.append(_delta(index, {}) | {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason})
-        if asked.return_token_ids:
+        if prompt is not None:
             events[0]["token_ids"] = piece.token_ids
         return events
 
-    def whole(self, index: int, piece: Piece, asked: Asked, prompt: list[int]) -> dict[str, Any]:
+    def whole(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
         """A choice that is sent at once."""
         choice = {
             "index": index,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._logprobs(piece.told, asked.logprobs),
+            "logprobs": self._logprobs(piece.told, logprobs),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        return choice | ({"token_ids": piece.token_ids} if asked.return_token_ids else {})
+        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
 
     def _logprobs(self, told: tuple[ToldToken, ...], count: int | None) -> dict[str, Any] | None:
         if count is None:

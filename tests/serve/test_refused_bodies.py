@@ -8,6 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from helpers import examples
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from served_app import CHAT, NAME, App
 
 
@@ -217,6 +220,23 @@ def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None
 def test_a_body_that_is_no_object_is_refused(app: App, body: bytes, status: int, words: str) -> None:
     answer = app.request("POST", "/v1/completions", body)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+TEXTS = st.text(st.characters(codec=None), max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(sorted({name for name, *_ in BOTH + CHATS} | {"chat_template_kwargs", "metadata"})) | TEXTS
+
+
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.dictionaries(NAMES, VALUES, max_size=3))
+def test_whatever_a_body_has_is_answered_or_refused_in_utf8(app: App, body: dict[str, Any]) -> None:
+    answer = app.chat(**{"max_tokens": 1} | body)
+    assert answer.status_code in (200, 400, 404, 429), answer.text
+    assert "stream" in body or json.loads(answer.content.decode("utf-8"))
 
 
 def test_the_client_raises_its_own_exceptions(app: App) -> None:

@@ -197,6 +197,16 @@ def test_bodies_find_room_until_their_tokens_are_known(
     run(main)
 
 
+def test_a_key_is_checked_before_a_body_is_read(start: Callable[..., App]) -> None:
+    async def main() -> None:
+        client = visit(start(api_key="secret"), "x")
+        client._incoming.get_nowait()
+        await client.end()
+        assert client.status == 401
+
+    run(main)
+
+
 def test_who_leaves_before_the_body_came_is_nobody(app: App) -> None:
     async def main() -> None:
         client = visit(app, "x")
