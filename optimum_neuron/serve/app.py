@@ -72,7 +72,7 @@ class AnswerRoute:
                     form, asked = await self._read(data)
                     admission = admitted.enter_context(self._gate.admit(len(asked.prompts) * asked.n))
                     prompts = await self._encoder.encode(asked, is_long=len(data) > SMALL_BODY)
-                data, asked = b"", replace(asked, prompts=())  # which take memory
+                data, asked = bytearray(), replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
                 answer = Answer(
                     self._served,
@@ -95,7 +95,7 @@ class AnswerRoute:
         except ClientGoneError:
             pass  # nobody reads what would be sent
 
-    async def _read(self, body: bytes) -> tuple[Form, Asked]:
+    async def _read(self, body: bytearray) -> tuple[Form, Asked]:
         def read() -> tuple[Form, Asked]:
             data = read_object(body)
             kind = self._kind_of(data)

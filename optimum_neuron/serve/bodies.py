@@ -48,7 +48,7 @@ class Body:
         self._bodies = bodies
         self._size = 0
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
+    async def read(self, scope: Scope, receive: Receive) -> bytearray:
         """Return all of it.
 
         Raises:
@@ -62,8 +62,8 @@ class Body:
         except asyncio.TimeoutError:
             raise ApiError(f"the body did not come within {BODY_SECONDS:g} s; send it faster", status=408) from None
 
-    async def _parts(self, receive: Receive) -> bytes:
-        parts, more = [], True
+    async def _parts(self, receive: Receive) -> bytearray:
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -72,8 +72,8 @@ class Body:
             self._check(self._size + len(part))
             self._bodies.held += len(part)
             self._size += len(part)
-            parts.append(part)
-        return b"".join(parts)
+            body += part
+        return body
 
     def _check(self, size: int) -> None:
         if size > LARGEST_BODY:
@@ -96,7 +96,7 @@ class Body:
         self._size = 0
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytearray) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:

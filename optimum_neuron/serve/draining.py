@@ -18,7 +18,7 @@ from .gate import Gate
 
 
 # Seconds that clients have to read what was generated for them, once the server ends.
-_LAST_READS = 10
+LAST_READS = 10
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
@@ -31,7 +31,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=_LAST_READS,
+        timeout_graceful_shutdown=LAST_READS,
     )
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import socket
 
 
-# Connections that wait while a model loads; the server's own number follows.
-_BACKLOG = 128
+# Connections that may wait while a model loads: as many as uvicorn takes afterwards.
+_BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,11 @@ class Server:
 
     def sockets(self) -> int:
         """How many sockets the process has."""
-        return sum("socket:" in os.readlink(each) for each in Path(f"/proc/{self.process.pid}/fd").iterdir())
+        count = 0
+        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                count += "socket:" in os.readlink(each)
+        return count
 
     def wait(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE
