@@ -141,10 +141,11 @@ def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.M
 
 
 def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go_on, real = threading.Event(), app.encoder._ids
+    begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._ids
 
     def ids(prompt: Any, tokenizer: Any) -> Any:
         if len(prompt) == 60:
+            begun.set()
             assert may_go_on.wait(PATIENCE)
         return real(prompt, tokenizer)
 
@@ -153,7 +154,9 @@ def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("optimum_neuron.serve.app.SMALL_BODY", 200)
 
     async def main() -> None:
-        long, short = visit(app, "x" * 60, max_tokens=2, user="u" * 100), visit(app, "x" * 20, max_tokens=2)
+        long = visit(app, "x" * 60, max_tokens=2, user="u" * 100)
+        await wait_for(begun.is_set)
+        short = visit(app, "x" * 20, max_tokens=2)
         await short.end()
         assert short.status == 200 and not long.task.done()
         may_go_on.set()
