@@ -7,23 +7,18 @@ import os
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.cli import add_named_model, add_option, add_rank_options, explain, reported_errors
 
 
-if TYPE_CHECKING:
-    from optimum_neuron.artifacts.artifact import Artifact
-
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
 DEFAULT_QUEUE = 128
+DEFAULT_DRAIN = 100.0
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
-# What its front imports, where there are several servers.
-FRONT_MODULES = (*SERVER_MODULES, "httpx2")
 
 DESCRIPTION = """\
 Serve an artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming; /health for
@@ -34,13 +29,9 @@ Where vLLM is installed it serves, with all that it can (tools, structured outpu
 same routes, in which every running request gets a token in every step. It needs
 pip install 'optimum-neuron-runtime[serve]'.
 
-With --data-parallel-size there are several servers behind one address, each a process of its own, on this machine or
-on the nodes of a Ray cluster. A request goes to the one that has the fewest, and to another one where its server dies
-before anything was answered. Servers that die are replaced, by Ray on the nodes that are left.
-
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
 them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
-who are there finish, and refuses others (503); a second one ends at once."""
+who are there finish within --drain-timeout, and refuses others (503); a second one ends at once."""
 
 EXAMPLES = f"""\
 examples:
@@ -51,8 +42,7 @@ examples:
   optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
   {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
-  optimum-cli neuron serve smollm2/ --data-parallel-size 2
-  RAY_ADDRESS=head:6379 optimum-cli neuron serve smollm2/ --data-parallel-size 8 --data-parallel-backend ray
+  optimum-cli neuron serve smollm2/ --backend vllm --data-parallel-size 2
 
 from Python:
   from openai import OpenAI
@@ -94,18 +84,19 @@ class NeuronServeCommand(BaseOptimumCLICommand):
         )
         add_option(
             parser,
+            "--drain-timeout",
+            type=float,
+            metavar="SECONDS",
+            help="of the engine's server, from SIGTERM or Ctrl-C to the end of requests that have no answer "
+            f"(default: {DEFAULT_DRAIN:g})",
+        )
+        add_option(
+            parser,
             "--data-parallel-size",
             type=int,
             default=1,
             metavar="REPLICAS",
-            help="servers behind one address, each with its own copy of the state and its own cores",
-        )
-        add_option(
-            parser,
-            "--data-parallel-backend",
-            choices=("mp", "ray"),
-            default="mp",
-            help="where they run: on this machine, or where the Ray cluster of RAY_ADDRESS has room",
+            help="of vLLM, engines behind one address, each with its own copy of the state and its own cores",
         )
         add_option(
             parser,
@@ -143,10 +134,7 @@ def _serve(args: Namespace) -> None:
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     _check_backend(args, backend)
     artifact = open_named(args)
-    if args.data_parallel_size > 1 or args.data_parallel_backend == "ray":
-        _by_replicas(args, key, backend, artifact)
-    else:
-        (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
+    (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
 
 
 def _check(args: Namespace) -> None:
@@ -156,15 +144,25 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--data-parallel-size {args.data_parallel_size} must be at least 1")
     if args.max_queue is not None and args.max_queue < 0:
         raise ValueError(f"--max-queue {args.max_queue} must be at least 0, where nobody waits")
+    if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
+        raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
     for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
         if getattr(args, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
 
 def _check_backend(args: Namespace, backend: str) -> None:
-    if backend == "vllm" and args.max_queue is not None:
+    for option in ("max_queue", "drain_timeout"):
+        value = getattr(args, option)
+        if backend == "vllm" and value is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value} is of the engine's server, and vLLM serves; leave it out, or add "
+                f"--backend engine"
+            )
+    if backend == "engine" and args.data_parallel_size > 1:
         raise ValueError(
-            f"--max-queue {args.max_queue} is of the engine's server, and vLLM serves; leave it out, or add --backend engine"
+            f"--data-parallel-size {args.data_parallel_size} needs vLLM, and the engine serves, which is one server; use --backend "
+            f"vllm, or start {args.data_parallel_size} servers and balance them, as deploy/kubernetes does"
         )
     if backend == "engine" and args.vllm_options:
         raise ValueError(
@@ -182,47 +180,6 @@ def _check_installed(modules: Sequence[str]) -> None:
         )
 
 
-def _by_replicas(args: Namespace, key: str | None, backend: str, artifact: Artifact) -> None:
-    _check_installed(FRONT_MODULES)
-    from optimum_neuron.config import NEURON_TARGETS
-    from optimum_neuron.serve.listen import bind
-
-    with bind(args.host, args.port) as bound:
-        from optimum_neuron.serve.replicas.front import serve_replicas
-        from optimum_neuron.serve.replicas.launcher import Launcher, ServerCommand
-        from optimum_neuron.serve.replicas.local import LocalLauncher
-
-        command = ServerCommand(
-            artifact=artifact.path.absolute(),
-            backend=backend,
-            name=args.served_model_name or str(Path(args.model)),
-            options=_options_of_each(args),
-            vllm_options=tuple(args.vllm_options or ()),
-            environment={} if key is None else {KEY_VARIABLE: key},
-            cores=artifact.config.tensor_parallel_size if artifact.target in NEURON_TARGETS else 0,
-        )
-        launcher: Launcher
-        if args.data_parallel_backend == "ray":
-            from optimum_neuron.serve.replicas.on_ray import RayLauncher
-
-            launcher = RayLauncher(command)
-        else:
-            launcher = LocalLauncher(command)
-        serve_replicas(launcher, args.data_parallel_size, command.name, bound)
-
-
-def _options_of_each(args: Namespace) -> tuple[str, ...]:
-    names = ("max_queue", "otlp_traces_endpoint", "rank_python", "rank_timeout")
-    given = {name: getattr(args, name) for name in names}
-    words = [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in ("--" + name.replace("_", "-"), f"{value:g}" if isinstance(value, float) else str(value))
-    ]
-    return (*words, *(["--trust-remote-code"] if args.trust_remote_code else []))
-
-
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
@@ -232,20 +189,23 @@ def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
-        options=[*_traces_option(args), *(args.vllm_options or ())],
+        options=[*_shared_options(args), *(args.vllm_options or ())],
     )
     become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
 
-def _traces_option(args: Namespace) -> list[str]:
-    return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+def _shared_options(args: Namespace) -> list[str]:
+    """Return those of this command's options that vLLM has, too."""
+    words = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+    size = args.data_parallel_size
+    return words if size == 1 else [*words, "--data-parallel-size", str(size)]
 
 
 def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
     _check_installed(SERVER_MODULES)
-    from optimum_neuron.serve.listen import bind
+    from optimum_neuron.serve.listen import listen
 
-    with bind(args.host, args.port) as bound:
+    with listen(args.host, args.port) as listening:
         from optimum_neuron.serve.server import ServerOptions, serve
 
         options = ServerOptions(
@@ -253,9 +213,10 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
             name=args.served_model_name or str(Path(args.model)),
             api_key=key,
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
+            drain_timeout=DEFAULT_DRAIN if args.drain_timeout is None else args.drain_timeout,
             trust_remote_code=args.trust_remote_code,
             rank_python=args.rank_python,
             rank_timeout=args.rank_timeout,
             otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
-        serve(options, bound)
+        serve(options, listening)

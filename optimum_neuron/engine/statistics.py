@@ -51,6 +51,7 @@ class Statistics:
         queue_seconds: from a request's arrival to its first step.
         first_token_seconds: from a request's arrival to its first token (TTFT).
         graphs: the use of each graph, by its name.
+        step_tokens: how many steps computed so many tokens of requests, by that number.
     """
 
     steps: int = 0
@@ -69,6 +70,7 @@ class Statistics:
     queue_seconds: Summary = field(default_factory=Summary)
     first_token_seconds: Summary = field(default_factory=Summary)
     graphs: dict[str, GraphUse] = field(default_factory=dict)
+    step_tokens: dict[int, int] = field(default_factory=dict)
 
     def count_step(self, step: Step) -> None:
         """Adds the rows of a step."""
@@ -88,6 +90,7 @@ class Statistics:
         use = self.graphs.get(graph.name)
         if use is None:
             use = self.graphs[graph.name] = GraphUse()
+        self.step_tokens[tokens] = self.step_tokens.get(tokens, 0) + 1
         use.runs += 1
         use.tokens += tokens
         use.padding += graph.tokens - tokens

@@ -24,12 +24,17 @@ from .tracing import Times, Tracing
 
 
 _SEEDS = 2**64
+# Pieces of text that wait for a client to read; the engine makes no more for it then.
+_MOST_UNREAD = 4096
 
 
 class Answer:
-    """`n` choices of each prompt, in the order of prompts.
+    """`n` choices of each prompt, in the order of prompts. Used by the event loop's thread alone.
+
+    A request leaves its admission in the moment in which the engine ends it, however slowly the client reads.
 
     Args:
+        admission: of its requests.
         name: begins the engine's names of its requests.
         arrived: `time.perf_counter()` when the HTTP request came.
         headers: of it.
@@ -43,6 +48,7 @@ class Answer:
         self,
         served: ServedModel,
         metrics: Metrics,
+        admission: Admission,
         asked: Asked,
         prompts: Sequence[Sequence[int]],
         name: str,
@@ -53,7 +59,9 @@ class Answer:
         self.prompt_tokens = sum(map(len, prompts))
         self._service, self._metrics = served.service, metrics
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[tuple[int, Item | ClientGoneError, float]] = asyncio.Queue()
+        self._admission = admission
+        self._open: set[int] = set()  # choices that the engine makes
+        self._pieces: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
         eos = frozenset() if asked.ignore_eos else served.eos_token_ids
         self._requests = [
             served.requests.make(
@@ -81,53 +89,62 @@ class Answer:
     @property
     def usage(self) -> dict[str, int]:
         """OpenAI's counts."""
-        generated = sum(choice.tokens for choice in self._choices)
+        return self.usage_after(sum(choice.tokens for choice in self._choices))
+
+    def usage_after(self, tokens: int) -> dict[str, int]:
+        """The counts after so many generated tokens."""
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self.prompt_tokens + generated,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
         }
+
+    def prompt(self, index: int) -> list[int]:
+        """The token ids of a choice's prompt."""
+        ids: list[int] = self._requests[index].prompt_token_ids.tolist()
+        return ids
 
     def give_up(self) -> None:
         """The client is gone."""
-        self._items.put_nowait((0, ClientGoneError(), time.perf_counter()))
+        self._end(ClientGoneError(), "abort")
 
-    async def pieces(self, admission: Admission) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """The number of a choice and its next piece, until all have ended. Closed before that, it ends them.
 
         Raises:
-            ApiError: the engine refused or failed.
+            ApiError: the engine refused or failed, or the client reads too slowly.
             ClientGoneError: after `give_up`.
         """
-        open_ones: set[int] = set()
-        reason = "abort"
         try:
             for index, request in enumerate(self._requests):
                 self._subscribe(index, request)
-                open_ones.add(index)
-            while open_ones:
-                index, item, now = await self._items.get()
-                if index not in open_ones and not isinstance(item, ClientGoneError):
-                    continue  # a stop string has ended it
-                piece = self._piece(index, self._token(item), now)
-                if piece.finish_reason is not None:
-                    open_ones.remove(index)
-                    admission.leave()
-                if not piece.is_empty:
-                    yield index, piece
+            while (item := await self._pieces.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
         except ApiError:
-            reason = "error"
+            self._stop("error")
             raise
         finally:
-            for index in open_ones:
-                self._service.abort(self._requests[index].request_id)
-                self._ended(index, reason, time.perf_counter())
+            self._stop("abort")
+
+    def _stop(self, reason: str) -> None:
+        """Ends the choices that the engine makes still."""
+        for index in self._open:
+            self._service.abort(self._requests[index].request_id)
+            self._ended(index, reason, time.perf_counter())
+        self._open.clear()
+        self._admission.close()
+
+    def _end(self, error: Exception, reason: str) -> None:
+        self._stop(reason)
+        self._pieces.put_nowait(error)
 
     def _ended(self, index: int, reason: str, now: float) -> None:
-        self._metrics.ended(reason, now - self._arrived)
+        request, times, tokens = self._requests[index], self._times[index], self._choices[index].tokens
+        self._metrics.ended(reason, len(request.prompt_token_ids), tokens, times, now)
         if self._tracing is not None:
-            tokens = self._choices[index].tokens
-            self._tracing.ended(self._headers, self._requests[index], self._n, self._times[index], tokens, reason)
+            self._tracing.ended(self._headers, request, self._n, times, tokens, reason)
 
     def _subscribe(self, index: int, request: Request) -> None:
         self._times[index].queued = time.perf_counter()
@@ -137,12 +154,33 @@ class Answer:
             raise ApiError(str(error)) from error
         except EngineStoppedError as error:
             raise failed(str(error), status=503, code="engine_stopped") from error
+        self._open.add(index)
 
     def _put(self, index: int, item: Item) -> None:
         """Called by the engine's thread."""
-        self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item, time.perf_counter()))
+        self._loop.call_soon_threadsafe(self._take, index, item, time.perf_counter())
 
-    def _token(self, item: Item | ClientGoneError) -> TokenEvent:
+    def _take(self, index: int, item: Item, now: float) -> None:
+        if index not in self._open:
+            return  # a stop string has ended it, or the client is gone
+        try:
+            piece = self._piece(index, self._token(item), now)
+        except Exception as error:  # whoever waits for pieces raises it
+            self._end(error, "error")
+            return
+        if piece.finish_reason is not None:
+            self._open.remove(index)
+            self._admission.leave()
+        if not piece.is_empty:
+            self._pieces.put_nowait((index, piece))
+        if not self._open:
+            self._pieces.put_nowait(None)
+        elif self._pieces.qsize() >= _MOST_UNREAD:
+            self._end(
+                ApiError(f"{_MOST_UNREAD:,} pieces of the answer are not read; read faster", status=408), "abort"
+            )
+
+    def _token(self, item: Item) -> TokenEvent:
         if isinstance(item, TokenEvent):
             return item
         if isinstance(item, RequestFailedError):

@@ -5,36 +5,49 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .answer import Answer
+from .bodies import HELD_BYTES, SMALL_BODY, Bodies, Body, read_object
 from .chat import ChatForm, read_chat
-from .choice import Piece
 from .completions import CompletionForm, read_completion
 from .errors import ApiError, ClientGoneError, failed
 from .gate import Gate
-from .http import EventSender, KeyCheck, error_response, read_object, to_json, watched
+from .http import EventSender, KeyCheck, error_response, json_response, watched
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
-from .protocol import Asked, unknown_model
+from .protocol import Asked, Sizes, unknown_model
 from .served_model import ServedModel
 from .token_texts import TokenTexts
 from .tracing import Tracing
+from .writing import AnswerWriter, Form
+
+
+class Kind(NamedTuple):
+    """A kind of request: how its body is read, and what its answers look like."""
+
+    read: Callable[[Mapping[str, Any], Sizes], Asked]
+    form: Form
 
 
 class AnswerRoute:
-    """A route that generates; an ASGI application of its own, as it has to see its client go away."""
+    """A route that generates; an ASGI application of its own, as it has to see its client go away.
+
+    Args:
+        kind_of: the kind of a body, into which it may write members that its clients need not send.
+    """
 
     def __init__(
         self,
@@ -42,97 +55,53 @@ class AnswerRoute:
         gate: Gate,
         metrics: Metrics,
         encoder: PromptEncoder,
-        read: Callable[[Mapping[str, Any], ServedModel], Asked],
-        form: ChatForm | CompletionForm,
+        bodies: Bodies,
+        kind_of: Callable[[dict[str, Any]], Kind],
         tracing: Tracing | None,
     ) -> None:
         self._served, self._gate, self._metrics, self._encoder = served, gate, metrics, encoder
-        self._read, self._form, self._tracing = read, form, tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.answer(scope, receive, send, time.perf_counter(), None)
-
-    async def answer(
-        self, scope: Scope, receive: Receive, send: Send, arrived: float, body: dict[str, Any] | None
-    ) -> None:
-        """Answers a request that came at `arrived`, and whose body somebody may have read already."""
-        try:
-            self._gate.check_open()
-            asked = self._read(await read_object(Request(scope, receive)) if body is None else body, self._served)
-            with self._gate.admit(len(asked.prompts) * asked.n) as admission:
-                prompts = await self._encoder.encode(asked)
-                name = f"{self._form.prefix}-{uuid.uuid4().hex}"
-                answer = Answer(
-                    self._served, self._metrics, asked, prompts, name, arrived, Headers(scope=scope), self._tracing
-                )
-                head = {"id": name, "created": int(time.time()), "model": self._served.name}
-                async with watched(receive, answer.give_up), aclosing(answer.pieces(admission)) as pieces:
-                    if asked.stream:
-                        await self._stream(asked, answer, pieces, head, EventSender(send))
-                        return
-                    body = await self._whole(asked, answer, pieces, head)
-            await Response(to_json(body), media_type="application/json")(scope, receive, send)
-        except ClientGoneError:
-            pass  # nobody reads what would be sent
-
-    async def _whole(
-        self, asked: Asked, answer: Answer, pieces: AsyncIterator[tuple[int, Piece]], head: dict[str, Any]
-    ) -> dict[str, Any]:
-        texts: list[list[Piece]] = [[] for _ in range(len(answer))]
-        async for index, piece in pieces:
-            texts[index].append(piece)
-        choices = [self._form.whole(index, _joined(each), asked.logprobs) for index, each in enumerate(texts)]
-        return {**head, "object": self._form.whole_object, "choices": choices, "usage": answer.usage}
-
-    async def _stream(
-        self,
-        asked: Asked,
-        answer: Answer,
-        pieces: AsyncIterator[tuple[int, Piece]],
-        head: dict[str, Any],
-        sender: EventSender,
-    ) -> None:
-        head = {**head, "object": self._form.piece_object}
-        usage = {"usage": None} if asked.include_usage else {}
-        try:
-            async for index, piece in pieces:
-                if not sender.started:
-                    for number in range(len(answer)):
-                        for choice in self._form.begin(number):
-                            await sender.event(to_json({**head, "choices": [choice], **usage}))
-                for choice in self._form.piece(index, piece, asked.logprobs):
-                    await sender.event(to_json({**head, "choices": [choice], **usage}))
-            if asked.include_usage:
-                await sender.event(to_json({**head, "choices": [], "usage": answer.usage}))
-        except ApiError as error:
-            if not sender.started:
-                raise
-            self._metrics.refused(error.status)
-            await sender.event(to_json(error.body()))
-        await sender.end()
-
-
-class InvocationRoute:
-    """SageMaker's one route: the body tells which of OpenAI's is meant, and need not name the model."""
-
-    def __init__(self, chat: AnswerRoute, completions: AnswerRoute, name: str) -> None:
-        self._chat, self._completions, self._name = chat, completions, name
+        self._bodies, self._kind_of, self._tracing = bodies, kind_of, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         try:
-            body = await read_object(Request(scope, receive))
+            self._gate.check_open()
+            with ExitStack() as admitted:
+                with Body(self._bodies) as body:
+                    data = await body.read(scope, receive)
+                    form, asked = await self._read(data)
+                    admission = admitted.enter_context(self._gate.admit(len(asked.prompts) * asked.n))
+                    prompts = await self._encoder.encode(asked, is_long=len(data) > SMALL_BODY)
+                data, asked = bytearray(), replace(asked, prompts=())  # which take memory
+                name = f"{form.prefix}-{uuid.uuid4().hex}"
+                answer = Answer(
+                    self._served,
+                    self._metrics,
+                    admission,
+                    asked,
+                    prompts,
+                    name,
+                    arrived,
+                    Headers(scope=scope),
+                    self._tracing,
+                )
+                writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
+                async with watched(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
+                    if asked.stream:
+                        await writer.stream(pieces, EventSender(send), self._metrics.refused)
+                        return
+                    whole = await writer.whole(pieces)
+            await json_response(whole)(scope, receive, send)
         except ClientGoneError:
-            return
-        if ("messages" in body) == ("prompt" in body):
-            raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
-        route = self._chat if "messages" in body else self._completions
-        await route.answer(scope, receive, send, arrived, {"model": self._name, **body})
+            pass  # nobody reads what would be sent
 
+    async def _read(self, body: bytearray) -> tuple[Form, Asked]:
+        def read() -> tuple[Form, Asked]:
+            data = read_object(body)
+            kind = self._kind_of(data)
+            return kind.form, kind.read(data, self._served)
 
-def _joined(pieces: list[Piece]) -> Piece:
-    told = tuple(token for piece in pieces for token in piece.told)
-    return pieces[-1]._replace(text="".join(piece.text for piece in pieces), told=told)
+        return read() if len(body) <= SMALL_BODY else await self._encoder.run(read)
 
 
 def create_app(
@@ -160,13 +129,13 @@ def create_app(
     }
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [entry]})
+        return json_response({"object": "list", "data": [entry]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != served.name:
             raise unknown_model(name, served)
-        return JSONResponse(entry)
+        return json_response(entry)
 
     async def health(request: Request) -> Response:
         gate.check_open()
@@ -185,7 +154,7 @@ def create_app(
         return await refused(
             request,
             ApiError(
-                f"{request.method} {request.url.path}: {error.detail}; the routes are {', '.join(paths)}",
+                f"{request.method} {request.scope['path']}: {error.detail}; the routes are {', '.join(paths)}",
                 status=error.status_code,
                 headers=error.headers,
             ),
@@ -194,21 +163,35 @@ def create_app(
     async def broken(request: Request, error: Exception) -> Response:  # its traceback is in the log
         return await refused(request, failed(f"the server failed ({type(error).__name__}); its log has more"))
 
-    chat = AnswerRoute(served, gate, metrics, encoder, read_chat, ChatForm(texts), tracing)
-    completions = AnswerRoute(served, gate, metrics, encoder, read_completion, CompletionForm(texts), tracing)
+    chat, completion = Kind(read_chat, ChatForm(texts)), Kind(read_completion, CompletionForm(texts))
+    bodies = Bodies(HELD_BYTES)
+
+    def answers(kind_of: Callable[[dict[str, Any]], Kind]) -> AnswerRoute:
+        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of, tracing)
+
+    def invoked(body: dict[str, Any]) -> Kind:
+        """SageMaker has one route: the body tells which of OpenAI's is meant, and need not name the model."""
+        if ("messages" in body) == ("prompt" in body):
+            raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
+        body.setdefault("model", served.name)
+        return chat if "messages" in body else completion
+
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", answers(lambda body: chat), methods=["POST"]),
+        Route("/v1/completions", answers(lambda body: completion), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/invocations", InvocationRoute(chat, completions, served.name), methods=["POST"]),
-        Route("/ping", health),
+        Route("/invocations", answers(invoked), methods=["POST"]),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/health", health),
         Route("/metrics", numbers),
     ]
     paths = [route.path for route in routes]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[] if api_key is None else [Middleware(KeyCheck, api_key, metrics.refused)],
         exception_handlers={ApiError: refused, HTTPException: no_route, Exception: broken},
     )
+    # The address of a redirection would be what the client's Host header says.
+    app.router.redirect_slashes = False
+    return app

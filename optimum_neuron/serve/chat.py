@@ -8,7 +8,8 @@ from typing import Any
 
 from .choice import Piece, ToldToken
 from .errors import ApiError
-from .fields import Fields, check_text, shown
+from .fields import Fields, wrong
+from .messages import read_messages
 from .protocol import MOST_TOP_LOGPROBS, Asked, Conversation, Sizes, check_model, read_common, read_limit
 from .token_texts import TokenTexts, finite
 
@@ -21,7 +22,7 @@ def read_chat(data: Mapping[str, Any], sizes: Sizes) -> Asked:
     """
     fields = Fields(data)
     check_model(fields, sizes)
-    messages = _messages(fields.any("messages"))
+    conversation = _conversation(fields)
     old, new = read_limit(fields, "max_tokens"), read_limit(fields, "max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise ApiError(
@@ -34,42 +35,43 @@ def read_chat(data: Mapping[str, Any], sizes: Sizes) -> Asked:
     return read_common(
         fields,
         sizes,
-        prompts=[Conversation(messages)],
+        prompts=[conversation],
         max_tokens=new if old is None else old,
         limit=limit,
         logprobs=(top or 0) if wanted else None,
     )
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ApiError(f"messages is {shown(value)}; give a list of at least one message", param="messages")
-    return [_message(each, f"messages[{number}]") for number, each in enumerate(value)]
+def _conversation(fields: Fields) -> Conversation:
+    """Read the messages and the values for the chat template.
 
-
-def _message(value: Any, place: str) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise ApiError(f"{place} is {shown(value)}; give an object with role and content", param="messages")
-    # What an answer is sent back with that has nothing of these.
-    left = {name: each for name, each in value.items() if each not in (None, [])}
-    message = {name: check_text(f"{place}.{name}", left.pop(name)) for name in ("role", "name") if name in left}
-    if "role" not in message:
-        raise ApiError(f"{place} has no role; give system, user or assistant", param="messages")
-    message["content"] = _content(left.pop("content", None), place)
-    for name in left:
-        raise ApiError(f"{place}.{name} is not supported; send text alone", param="messages")
-    return message
-
-
-def _content(value: Any, place: str) -> str:
-    """A text, or text parts, which become lines."""
-    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(
-                f"{place}.content has {shown(part)}; give a string, or parts of type 'text'", param="messages"
-            )
-    return "\n".join(check_text(f"{place}.content", part["text"]) for part in parts)
+    As vLLM 0.32 has it (entrypoints/openai/chat_completion/protocol.py), `reasoning_effort` decides `enable_thinking` too,
+    unless the request does.
+    """
+    messages, characters = read_messages(fields.any("messages"))
+    continues = fields.flag("continue_final_message")
+    begins = fields.any("add_generation_prompt")
+    if begins is not None and not isinstance(begins, bool):
+        raise wrong("add_generation_prompt", begins, "true or false")
+    if continues and begins:
+        raise ApiError(
+            "add_generation_prompt=true and continue_final_message=true contradict each other; give one of them",
+            param="continue_final_message",
+        )
+    options = fields.any("chat_template_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise wrong("chat_template_kwargs", options, "an object")
+    effort = fields.text("reasoning_effort")
+    if effort is not None and options.get("reasoning_effort", effort) != effort:
+        raise ApiError(
+            f"reasoning_effort={effort!r} and that of chat_template_kwargs differ; give one of them",
+            param="reasoning_effort",
+        )
+    if effort is not None:
+        options = {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
+    return Conversation(messages, characters, not continues if begins is None else begins, continues, options)
 
 
 class ChatForm:
@@ -80,28 +82,35 @@ class ChatForm:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
+    def top(self, prompt: list[int]) -> dict[str, Any]:
+        """Members of an answer that tells token ids, or of a stream's first event: all choices have one prompt."""
+        return {"prompt_token_ids": prompt}
+
     def begin(self, index: int) -> list[dict[str, Any]]:
         """Choices of the events before the first piece: who speaks."""
         return [_delta(index, {"role": "assistant", "content": ""})]
 
-    def piece(self, index: int, piece: Piece, logprobs: int | None) -> list[dict[str, Any]]:
-        """Choices of the events that bring a piece, one each."""
+    def piece(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> list[dict[str, Any]]:
+        """Choices of the events that bring a piece, one each; where there is a prompt to tell, the first has token ids."""
         events = []
         if piece.text or piece.told:
             events.append(_delta(index, {"content": piece.text}, self._logprobs(piece.told, logprobs)))
         if piece.finish_reason is not None:
             events.append(_delta(index, {}) | {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason})
+        if prompt is not None:
+            events[0]["token_ids"] = piece.token_ids
         return events
 
-    def whole(self, index: int, piece: Piece, logprobs: int | None) -> dict[str, Any]:
+    def whole(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
         """A choice that is sent at once."""
-        return {
+        choice = {
             "index": index,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
             "logprobs": self._logprobs(piece.told, logprobs),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
 
     def _logprobs(self, told: tuple[ToldToken, ...], count: int | None) -> dict[str, Any] | None:
         if count is None:

@@ -32,12 +32,27 @@ class ToldToken:
 
 
 class Piece(NamedTuple):
-    """What a client gets next: text, the tokens that it ends with, and why the choice ends where it does."""
+    """What a client gets next.
+
+    Attributes:
+        text: of the choice.
+        told: tokens whose log-probabilities are wanted, and that it ends with.
+        finish_reason, stop_reason: why the choice ends where it does.
+        token_ids: all that came since the last piece.
+        tokens: how many came since the first.
+    """
 
     text: str
     told: tuple[ToldToken, ...] = ()
     finish_reason: Ending | None = None
     stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    tokens: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the choice had none before."""
+        return self.tokens == len(self.token_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -66,12 +81,21 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._logprobs = logprobs
         self._told: deque[ToldToken] = deque()
+        self._ids: list[int] = []  # that no piece had
         self._made = 0  # characters that the detokenizer gave
         self._out = 0  # of these, what is out
 
     def take(self, event: TokenEvent) -> Piece:
         """The piece that follows from a token; it may be empty."""
         self.tokens += 1
+        self._ids.append(event.token_id)
+        piece = self._read(event)
+        if piece.is_empty:
+            return piece
+        token_ids, self._ids = tuple(self._ids), []
+        return piece._replace(token_ids=token_ids, tokens=self.tokens)
+
+    def _read(self, event: TokenEvent) -> Piece:
         ended = event.finish_reason is not None
         by_token = event.finish_reason == "stop"
         made = "" if by_token else self._detokenizer.push(event.token_id)

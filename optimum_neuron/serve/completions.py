@@ -54,23 +54,30 @@ class CompletionForm:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
+    def top(self, prompt: list[int]) -> dict[str, Any]:
+        """Members of an answer that tells token ids, those of its prompt: none, as each choice has one."""
+        return {}
+
     def begin(self, index: int) -> list[dict[str, Any]]:
         """Choices of the events before the first piece: none."""
         return []
 
-    def piece(self, index: int, piece: Piece, logprobs: int | None) -> list[dict[str, Any]]:
+    def piece(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> list[dict[str, Any]]:
         """Choices of the events that bring a piece, one each."""
-        return [self.whole(index, piece, logprobs)]
+        return [self.whole(index, piece, logprobs, prompt)]
 
-    def whole(self, index: int, piece: Piece, logprobs: int | None) -> dict[str, Any]:
+    def whole(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
         """A choice that is sent at once."""
-        return {
+        choice = {
             "index": index,
             "text": piece.text,
             "logprobs": None if logprobs is None else self._logprobs(piece.told),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+        if prompt is None:
+            return choice
+        return choice | {"token_ids": piece.token_ids, "prompt_token_ids": prompt if piece.is_first else None}
 
     def _logprobs(self, told: tuple[ToldToken, ...]) -> dict[str, Any]:
         names = [self._texts.text(each.token_id) for each in told]

@@ -1,49 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP server that ends when the last request has its answer."""
+"""An HTTP server that closes the connections of clients that let it wait, and ends when the last request has its answer."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from .connections import WatchedConnection
+from .gate import Gate
+
 
 # Seconds that clients have to read what was generated for them, once the server ends.
-_LAST_READS = 10
-
-
-class Draining(Protocol):
-    """Who counts the requests.
-
-    Attributes:
-        draining: set at a signal; nobody comes in any more.
-    """
-
-    draining: bool
-
-    @property
-    def live(self) -> int:
-        """Requests that did not end."""
+LAST_READS = 10
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
     """How applications are served."""
     return uvicorn.Config(
-        app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=_LAST_READS
+        app,
+        http=WatchedConnection,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=LAST_READS,
     )
 
 
 class DrainingServer(uvicorn.Server):
     """At a first SIGTERM or SIGINT it answers those whose requests run or wait, and refuses others until it ends; a second
-    one ends it at once."""
+    one ends it at once.
 
-    def __init__(self, config: uvicorn.Config, gate: Draining) -> None:
+    Args:
+        seconds: for those answers, from the first signal on.
+        stop: ends the requests that have no answer by then.
+    """
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, seconds: float, stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._gate = gate
+        self._gate, self._seconds, self._stop = gate, seconds, stop
+        self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at a signal."""
@@ -51,9 +55,23 @@ class DrainingServer(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self._gate.draining = True
-        sys.stderr.write(f"ending: {self._gate.live} requests get their answers first; a second signal ends at once\n")
+        self._deadline = time.monotonic() + self._seconds
+        sys.stderr.write(
+            f"ending: {self._gate.live} requests get their answers first, within {self._seconds:g} s; a second signal ends at once\n"
+        )
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        self.should_exit = self._gate.draining and not self._gate.live
+        if counter % 10 == 0:
+            self._close_late_ones()
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        if is_over and self._gate.live:
+            sys.stderr.write(f"ending: {self._gate.live} requests got no answer within {self._seconds:g} s\n")
+            await asyncio.to_thread(self._stop)
+        self.should_exit = self._gate.draining and (is_over or not self._gate.live)
         return await super().on_tick(counter)
+
+    def _close_late_ones(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, WatchedConnection) and connection.is_late:
+                connection.transport.abort()

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
+# Characters of a member's name that an answer repeats.
+_LONGEST = 100
+
+
 class ApiError(Exception):
     """Why a request gets no answer.
 
@@ -30,7 +34,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.param, self.code, self.kind = message, status, param, code, kind
+        self.message, self.status, self.code, self.kind = message, status, code, kind
+        self.param = param and param[:_LONGEST]
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:

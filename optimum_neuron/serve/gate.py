@@ -86,11 +86,15 @@ class Admission:
         self._gate.live -= 1
         self._gate.note(time.perf_counter() - self._start)
 
+    def close(self) -> None:
+        """All that are left leave."""
+        self._gate.live -= self._count
+        self._count = 0
+
     def __enter__(self) -> Admission:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._gate.live -= self._count
-        self._count = 0
+        self.close()

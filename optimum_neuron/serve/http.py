@@ -1,68 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP as this server needs it: bodies of limited size, a client that goes away, server-sent events, keys."""
+"""HTTP as this server needs it: answers as JSON, a client that goes away, server-sent events, keys."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError, ClientGoneError
-
-
-LARGEST_BODY = 16 * 2**20
-
-
-async def read_body(request: Request) -> bytes:
-    """All of a body.
-
-    Raises:
-        ApiError: it is too large.
-        ClientGoneError: the client closed its connection before its end.
-    """
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > LARGEST_BODY:
-                raise ApiError(f"the body has more than {LARGEST_BODY:,} bytes; send a shorter prompt", status=413)
-            parts.append(part)
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return b"".join(parts)
-
-
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        ApiError: it is none, or too large.
-        ClientGoneError: the client closed its connection before its end.
-    """
-    body = await read_body(request)
-    try:
-        data = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is no JSON ({str(error)[:100]}); send an object") from None
-    if not isinstance(data, dict):
-        raise ApiError(f"the body is a JSON {type(data).__name__}; send an object")
-    return data
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+from .errors import ApiError
 
 
 def to_json(data: Any) -> bytes:
-    """Compact JSON in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    """Return compact JSON in UTF-8. Half of a surrogate pair, which a client may have sent and UTF-8 lacks, becomes `?`."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
 
 
 @asynccontextmanager
@@ -106,9 +62,14 @@ class EventSender:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response that no text of a client makes fail."""
+    return Response(to_json(data), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
     """A refusal in OpenAI's form."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return json_response(error.body(), error.status, error.headers)
 
 
 class KeyCheck:

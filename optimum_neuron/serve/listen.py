@@ -6,24 +6,33 @@ from __future__ import annotations
 import socket
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address, and that nobody can connect to before it listens. Port 0 takes a free one.
+# Connections that may wait while a model loads: as many as uvicorn takes afterwards.
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at the address; port 0 takes a free one.
+
+    It listens at once, so that no other process takes the port while the model loads: Linux lets two sockets with SO_REUSEADDR
+    have one port until one of them listens. Who connects meanwhile waits for the server.
 
     Raises:
         OSError: the address cannot be had.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
+        listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise _refusal(host, port, error) from error
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        # Without it a server that starts again waits until the connections of the last one are forgotten.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
     except OSError as error:
-        bound.close()
+        listening.close()
         raise _refusal(host, port, error) from error
-    return bound
+    return listening
 
 
 def _refusal(host: str, port: int, error: OSError) -> OSError:

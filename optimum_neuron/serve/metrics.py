@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server tells Prometheus: names in the style of vLLM's, under a prefix of our own."""
+"""What a server tells Prometheus: vLLM's names and buckets (vllm/v1/metrics/loggers.py and buckets.py), under a prefix of our own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from .gate import Gate
 from .served_model import ServedModel
+from .tracing import Times, between
 
 
 PREFIX = "optimum_neuron:"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# Seconds: from a decode step of a small model to a prompt that waited for minutes.
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+# vLLM's buckets: seconds to a first token, between two tokens, and of a request's life; tokens of a step.
+_FIRST = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LIFE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_STEP = (1, *(2**power for power in range(3, 15)))
 _ENDINGS = ("stop", "length", "abort", "error")
 _LABEL = "model_name"
 
@@ -29,13 +37,23 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._name = served.name
 
-        def histogram(name: str, text: str) -> Histogram:
-            made = Histogram(PREFIX + name, text, [_LABEL], buckets=_SECONDS, registry=self._registry)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            made = Histogram(PREFIX + name, text, [_LABEL], buckets=buckets, registry=self._registry)
             return made.labels(served.name)
 
-        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
-        self._next = histogram("inter_token_latency_seconds", "Between two tokens of a request.")
-        self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST)
+        self._next = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _NEXT)
+        self._mean = histogram(
+            "request_time_per_output_token_seconds", "Of each request, the mean time to a further token.", _NEXT
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _LIFE)
+        self._queue = histogram("request_queue_time_seconds", "From the queue to a slot.", _LIFE)
+        self._prefill = histogram("request_prefill_time_seconds", "From a slot to the first token.", _LIFE)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", _LIFE)
+        self._inference = histogram("request_inference_time_seconds", "From a slot to the last token.", _LIFE)
+        lengths = _lengths(served.config.sequence_length)
+        self._prompt = histogram("request_prompt_tokens", "Of each request, tokens of its prompt.", lengths)
+        self._generated = histogram("request_generation_tokens", "Of each request, tokens that it got.", lengths)
         prompts = Counter(PREFIX + "prompt_tokens", "Tokens of prompts taken in.", [_LABEL], registry=self._registry)
         self._prompt_tokens = prompts.labels(served.name)
         ended = Counter(
@@ -59,10 +77,22 @@ class Metrics:
         """A request got another token."""
         self._next.observe(seconds)
 
-    def ended(self, reason: str, seconds: float) -> None:
-        """A request ended."""
+    def ended(self, reason: str, prompt_tokens: int, tokens: int, times: Times, now: float) -> None:
+        """A request ended; a time of it that never began is not counted."""
         self._ended[reason].inc()
-        self._whole.observe(seconds)
+        self._prompt.observe(prompt_tokens)
+        self._generated.observe(tokens)
+        decode = between(times.first, times.last)
+        for histogram, seconds in (
+            (self._whole, now - times.arrived),
+            (self._queue, between(times.queued, times.started)),
+            (self._prefill, between(times.started, times.first)),
+            (self._decode, decode),
+            (self._inference, between(times.started, times.last)),
+            (self._mean, decode / (tokens - 1) if decode is not None and tokens > 1 else None),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
 
     def refused(self, status: int) -> None:
         """An HTTP request got no answer."""
@@ -103,7 +133,18 @@ class EngineCollector(Collector):
             ("engine_steps", "Steps, each a run of a graph.", statistics.steps),
         ):
             yield _counter(counter, text, [_LABEL], [([name], value)])
+        yield self._steps()
         yield from self._graphs()
+
+    def _steps(self) -> Metric:
+        counts = self._served.service.engine.statistics.step_tokens.copy()  # at once: a step may add one
+        family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])
+        buckets = [
+            (floatToGoString(most), sum(runs for tokens, runs in counts.items() if tokens <= most))
+            for most in (*_STEP, math.inf)
+        ]
+        family.add_metric([self._served.name], buckets, sum(tokens * runs for tokens, runs in counts.items()))
+        return family
 
     def _graphs(self) -> Iterator[Metric]:
         labels = [_LABEL, "graph"]
@@ -126,6 +167,13 @@ class EngineCollector(Collector):
         for key, use in uses:
             share.add_metric(key, use.padding / max(use.padding + use.tokens, 1))
         yield share
+
+
+def _lengths(most: int) -> list[int]:
+    """Return 1, 2, 5, 10, ... up to a number of tokens."""
+    return [
+        each for power in range(len(str(most))) for each in (10**power, 2 * 10**power, 5 * 10**power) if each <= most
+    ]
 
 
 def _gauge(name: str, text: str, model: str, value: float) -> Metric:

@@ -22,11 +22,16 @@ _LARGEST = 2**31 - 1
 # Members that change nothing where they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],),
-    "length_penalty": (1,), "logit_bias": ({},), "metadata": ({},), "min_tokens": (0,), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "skip_special_tokens": (True,),
-    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
+    "length_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "presence_penalty": (0,), "priority": (0,), "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},), "skip_special_tokens": (True,), "suffix": ("",),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "cache_salt": (),
 }  # fmt: skip
+# Labels and hints, which change no answer of this server whatever they are.
+_HINTS = frozenset({
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "verbosity",
+})  # fmt: skip
 # Of the others, those that vLLM does with the same artifact.
 _OF_VLLM = (
     "best_of", "echo", "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "repetition_penalty",
@@ -55,9 +60,20 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for the chat template."""
+    """Messages for the chat template.
 
-    messages: list[dict[str, str]]
+    Attributes:
+        characters: of their texts.
+        begins_answer: whether the prompt ends with what begins an answer.
+        continues_last: whether the answer continues the last message.
+        options: further values that the template may read.
+    """
+
+    messages: list[dict[str, Any]]
+    characters: int
+    begins_answer: bool
+    continues_last: bool
+    options: Mapping[str, Any]
 
 
 # A text, token ids, or what a chat template makes a text of.
@@ -75,6 +91,8 @@ class Asked:
         sampling: keywords of `generate`; what they leave out follows the artifact's defaults.
         logprobs: how many of the most likely tokens are told of each; None: nothing is told.
         include_usage: whether a stream ends with the counts.
+        continuous_usage: whether each of its events has those so far.
+        return_token_ids: whether token ids are told, of the prompt and of each piece.
     """
 
     prompts: Sequence[Prompt]
@@ -89,6 +107,8 @@ class Asked:
     logprobs: int | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
 
 
 def check_model(fields: Fields, sizes: Sizes) -> None:
@@ -125,6 +145,7 @@ def read_common(
         ApiError: a member has a wrong value, or asks for what this server cannot do.
     """
     stream = fields.flag("stream")
+    include_usage, continuous_usage = _usage(fields, stream)
     asked = Asked(
         prompts=prompts,
         n=fields.whole("n", 1, MOST_CHOICES) or 1,
@@ -137,7 +158,9 @@ def read_common(
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
         stream=stream,
-        include_usage=_include_usage(fields, stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        return_token_ids=fields.flag("return_token_ids"),
     )
     _check_logprobs(logprobs, sizes.config)
     fields.text("user")  # a label, which changes no answer
@@ -173,21 +196,22 @@ def _stop_token_ids(fields: Fields, sizes: Sizes) -> frozenset[int]:
     return frozenset(check_token_id("stop_token_ids", each, sizes.vocab_size) for each in ids)
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Return whether a stream ends with the counts, and whether each event has them; as for vLLM, the second needs the first."""
     value = fields.any("stream_options")
     if value is None:
-        return False
+        return False, False
     if not isinstance(value, Mapping):
         raise wrong("stream_options", value, "an object")
     if not stream:
         raise ApiError("stream_options has no meaning without stream=true; leave it out", param="stream_options")
     options = Fields(value)
-    include = options.flag("include_usage")
+    include, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     if options.any("include_obfuscation"):
         raise ApiError("stream_options.include_obfuscation is not supported; leave it out", param="stream_options")
     for name in options.rest():
         raise ApiError(f"stream_options has no member {shown(name)}; leave it out", param="stream_options")
-    return include
+    return include, include and continuous
 
 
 def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
@@ -210,6 +234,8 @@ def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
 def _refuse(rest: Mapping[str, Any], n: int) -> None:
     """Refuses the first member that would change something."""
     for name, value in rest.items():
+        if name in _HINTS:
+            continue
         if name not in _NEUTRAL:
             raise ApiError(f"{shown(name)} is no member that this server knows; leave it out", param=name)
         if value in _NEUTRAL[name] or (name == "best_of" and value == n):

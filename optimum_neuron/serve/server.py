@@ -27,6 +27,7 @@ class ServerOptions:
     Attributes:
         name: what requests call the model.
         max_queue: requests that may wait for a slot.
+        drain_timeout: seconds from a signal to the end of requests that have no answer.
         otlp_traces_endpoint: of the collector that gets spans; None: there is none.
     """
 
@@ -34,17 +35,18 @@ class ServerOptions:
     name: str
     api_key: str | None
     max_queue: int
+    drain_timeout: float
     trust_remote_code: bool
     rank_python: str | None
     rank_timeout: float | None
     otlp_traces_endpoint: str | None
 
 
-def serve(options: ServerOptions, bound: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, then until the last request has its answer.
+def serve(options: ServerOptions, listening: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
 
     Args:
-        bound: has the address.
+        listening: at the address; who connects before the model is loaded waits.
 
     Raises:
         ValueError: the artifact has no tokenizer.
@@ -64,22 +66,22 @@ def serve(options: ServerOptions, bound: socket.socket) -> None:
     tokenizer = load_tokenizer(options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code)
     with model.serve() as service:
         served = ServedModel.of(model, service, tokenizer, options.name, time.perf_counter() - start)
-        _run(served, options, bound, tracing)
+        _run(served, options, listening, tracing)
 
 
-def _run(served: ServedModel, options: ServerOptions, bound: socket.socket, tracing: Tracing | None) -> None:
+def _run(served: ServedModel, options: ServerOptions, listening: socket.socket, tracing: Tracing | None) -> None:
     gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.is_closed)
     metrics = Metrics(served, gate)
     encoder = PromptEncoder(served.tokenizer, served.config)
     app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
-    host, port = bound.getsockname()[:2]
+    host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     sys.stderr.write(
         f"serving {served.name} at http://{where}:{port}/v1: {served.config.batch_size} requests of up to "
         f"{served.config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
     )
     try:
-        DrainingServer(server_config(app), gate).run(sockets=[bound])
+        DrainingServer(server_config(app), gate, options.drain_timeout, served.service.close).run(sockets=[listening])
     finally:
         encoder.close()
         if tracing is not None:

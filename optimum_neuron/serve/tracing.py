@@ -119,12 +119,12 @@ class Tracing:
             "gen_ai.response.finish_reasons": [reason],
             "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
             "gen_ai.usage.completion_tokens": tokens,
-            "gen_ai.latency.time_in_queue": _between(times.queued, times.started),
-            "gen_ai.latency.time_to_first_token": _between(times.arrived, times.first),
+            "gen_ai.latency.time_in_queue": between(times.queued, times.started),
+            "gen_ai.latency.time_to_first_token": between(times.arrived, times.first),
             "gen_ai.latency.e2e": now - times.arrived,
-            "gen_ai.latency.time_in_model_prefill": _between(times.started, times.first),
-            "gen_ai.latency.time_in_model_decode": _between(times.first, times.last),
-            "gen_ai.latency.time_in_model_inference": _between(times.started, times.last),
+            "gen_ai.latency.time_in_model_prefill": between(times.started, times.first),
+            "gen_ai.latency.time_in_model_decode": between(times.first, times.last),
+            "gen_ai.latency.time_in_model_inference": between(times.started, times.last),
         }
 
     def close(self) -> None:
@@ -134,5 +134,6 @@ class Tracing:
         thread.join(_LAST_SPANS)
 
 
-def _between(start: float | None, end: float | None) -> float | None:
+def between(start: float | None, end: float | None) -> float | None:
+    """Return the seconds from one time to another; None where one of them never came."""
     return None if start is None or end is None else end - start

@@ -46,7 +46,6 @@ NOT_RUN = {
     "--verify": "executes HLO, which needs torch-xla; tests/targets/neuron/certificate does",
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tune has some",
-    "ray start": "starts a cluster; tests/vllm/test_ray_replicas.py has one of two nodes",
     "optimum-cli neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/test_first_use.py does it with tiny checkpoints",
     "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",

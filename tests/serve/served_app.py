@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -126,6 +127,7 @@ class Visit:
     """One HTTP request by hand, whose client reads what it wants and may go away.
 
     Attributes:
+        reads: cleared while the client reads nothing.
         status: of the response, once it has begun.
         events: data of its server-sent events.
     """
@@ -140,6 +142,8 @@ class Visit:
     def __post_init__(self) -> None:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._news = asyncio.Condition()
+        self.reads = asyncio.Event()
+        self.reads.set()
         self._incoming.put_nowait({"type": "http.request", "body": json.dumps(self.body).encode()})
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
@@ -153,6 +157,7 @@ class Visit:
         return re.findall(r"^data: (.*)\n\n", self.sent.decode(), re.MULTILINE)
 
     async def _send(self, message: Any) -> None:
+        await self.reads.wait()
         async with self._news:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
@@ -172,6 +177,13 @@ class Visit:
 
     async def end(self) -> None:
         await asyncio.wait_for(self.task, PATIENCE)
+
+
+def free_port() -> int:
+    """A port of the loopback at which nothing listens just now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:

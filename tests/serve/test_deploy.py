@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from optimum.commands.register.neuron_serve import KEY_VARIABLE, NeuronServeCommand
+from optimum.commands.register.neuron_serve import DEFAULT_DRAIN, KEY_VARIABLE, NeuronServeCommand
 from prometheus_client.parser import text_string_to_metric_families
 from served_app import App
+
+from optimum_neuron.serve.draining import LAST_READS
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +143,11 @@ def test_kubernetes_starts_asks_and_ends_servers_as_they_are(app: App) -> None:
     assert container["resources"]["limits"]["aws.amazon.com/neuron"] == "1"
     # Time to be forgotten by the Service, and then for the last answers.
     command = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[0] == "sleep" and int(command[1]) + 60 < template["spec"]["terminationGracePeriodSeconds"]
+    assert command[0] == "sleep"
+    assert int(command[1]) + DEFAULT_DRAIN + LAST_READS < template["spec"]["terminationGracePeriodSeconds"]
+    assert (
+        int(read("compose.yaml")["services"]["server"]["stop_grace_period"].rstrip("s")) > DEFAULT_DRAIN + LAST_READS
+    )
     labels = template["metadata"]["labels"]
     (service,) = found["Service"]["spec"]["ports"]
     assert found["Service"]["spec"]["selector"] == labels and service["targetPort"] == port["name"]

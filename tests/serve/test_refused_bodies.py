@@ -8,6 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from helpers import examples
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from served_app import CHAT, NAME, App
 
 
@@ -46,9 +49,12 @@ BOTH = [
     ("logit_bias", {"5": 1}, "logit_bias={'5': 1} is not supported"),
     ("min_tokens", 3, "min_tokens=3 is not supported"),
     ("best_of", 2, "best_of=2 is not supported"),
-    ("service_tier", "flex", "service_tier='flex' is not supported; leave it out"),
+    ("priority", 3, "priority=3 is not supported; leave it out"),
+    ("cache_salt", "x", "cache_salt='x' is not supported; leave it out"),
+    ("return_token_ids", "yes", "return_token_ids is 'yes'; give true or false"),
     ("zebra", 1, "'zebra' is no member that this server knows"),
     ("x" * 500, 1, "is no member that this server knows"),
+    ("\ud800", 1, "'\\ud800' is no member that this server knows"),
     ("model", "other", "the model 'other' does not exist; this server has 'tiny'"),
     ("model", None, "the request names no model; this server has 'tiny'"),
     ("model", 7, "model is 7; give a string"),
@@ -71,8 +77,22 @@ CHATS = [
     (
         "messages",
         [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
-        "messages[0].tool_calls is not supported",
+        "messages[0].tool_calls has {}; give calls with function.name and function.arguments",
     ),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}],
+        "messages[0].tool_calls arguments has '[1'; give a JSON object",
+    ),
+    ("messages", [{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
+    ("messages", [{"role": "assistant"}], "messages[0].content has"),
+    ("messages", [{"role": "user", "content": "Hi", "\ud800": 1}], "messages[0].? is not supported"),
+    (
+        "messages",
+        [{"role": "user", "content": "x" * 10**6}],
+        "the prompt has 1,000,000 characters, which no 64 tokens",
+    ),
+    ("messages", [{"role": "user", "content": "x"}] * 65, "the prompt has 65 messages, and the model's length is 64"),
     ("messages", [{"role": "user", "content": "x" * 200}], "the prompt has 218 tokens, and the model's length is 64"),
     ("max_completion_tokens", 60, "max_completion_tokens=60 do not fit"),
     ("logprobs", 3, "logprobs is 3; give true or false"),
@@ -81,7 +101,21 @@ CHATS = [
     ("tool_choice", "required", "tool_choice='required' is not supported"),
     ("response_format", {"type": "json_object"}, "response_format={'type': 'json_object'} is not supported"),
     ("prompt", "Hi", "'prompt' is no member"),
-    ("reasoning_effort", "low", "'reasoning_effort' is no member"),
+    ("reasoning_effort", 5, "reasoning_effort is 5; give a string"),
+    ("add_generation_prompt", 1, "add_generation_prompt is 1; give true or false"),
+    ("chat_template_kwargs", [], "chat_template_kwargs is []; give an object"),
+    *[
+        ("chat_template_kwargs", {name: "x"}, f"chat_template_kwargs has '{name}', which the server sets")
+        for name in (
+            "messages",
+            "conversation",
+            "chat_template",
+            "tools",
+            "tokenize",
+            "add_generation_prompt",
+            "bos_token",
+        )
+    ],
 ]
 COMPLETIONS = [
     ("prompt", None, "prompt is None"),
@@ -135,6 +169,14 @@ def test_a_wrong_request_is_refused_in_one_sentence(app: App, route: str, name: 
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage is 1"),
         ({"logprobs": True, "top_logprobs": 4}, "and this artifact tells 3; ask for fewer, or export it with --top-logprobs 4"),
         ({"n": 12, "max_tokens": 2}, "the request has 12 prompts and choices"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt=true and continue_final_message=true contradict each other",
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort='low' and that of chat_template_kwargs differ",
+        ),
     ],
 )  # fmt: skip
 def test_members_that_contradict_each_other_are_refused(app: App, options: dict[str, Any], words: str) -> None:
@@ -145,9 +187,10 @@ def test_members_that_contradict_each_other_are_refused(app: App, options: dict[
 def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None:
     neutral = {
         "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "tools": [], "tool_choice": "none", "n": 1,
-        "response_format": {"type": "text"}, "user": "me", "store": False, "metadata": {}, "seed": None, "stop": None,
-        "parallel_tool_calls": True, "service_tier": "auto", "repetition_penalty": 1.0, "stop_token_ids": [],
-        "zebra": None, "max_tokens": 3.0, "max_completion_tokens": 3,
+        "response_format": {"type": "text"}, "seed": None, "stop": None, "parallel_tool_calls": True,
+        "repetition_penalty": 1.0, "stop_token_ids": [], "zebra": None, "max_tokens": 3.0, "max_completion_tokens": 3,
+        "priority": 0, "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "verbosity": "low",
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "prediction": {"type": "content"},
     }  # fmt: skip
     assert app.chat(**neutral).json()["usage"]["completion_tokens"] == 3
     assert (
@@ -169,6 +212,7 @@ def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None
         (b'{"temperature": Infinity}', 400, "Infinity is no number of JSON"),
         (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is no JSON"),
         (b"[" * 100_000, 400, "the body is no JSON"),
+        (b"{" + b'"zebra": 1, ' * 100_000 + b'"model": "tiny", "prompt": "Hi"}', 400, "'zebra' is no member"),
         (b" " * (16 * 2**20 + 1), 413, "the body has more than 16,777,216 bytes"),
     ],
     ids=lambda value: str(value)[:20],
@@ -176,6 +220,23 @@ def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None
 def test_a_body_that_is_no_object_is_refused(app: App, body: bytes, status: int, words: str) -> None:
     answer = app.request("POST", "/v1/completions", body)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+TEXTS = st.text(st.characters(codec=None), max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(sorted({name for name, *_ in BOTH + CHATS} | {"chat_template_kwargs", "metadata"})) | TEXTS
+
+
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.dictionaries(NAMES, VALUES, max_size=3))
+def test_whatever_a_body_has_is_answered_or_refused_in_utf8(app: App, body: dict[str, Any]) -> None:
+    answer = app.chat(**{"max_tokens": 1} | body)
+    assert answer.status_code in (200, 400, 404, 429), answer.text
+    assert "stream" in body or json.loads(answer.content.decode("utf-8"))
 
 
 def test_the_client_raises_its_own_exceptions(app: App) -> None:

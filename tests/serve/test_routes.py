@@ -39,9 +39,15 @@ def test_what_is_no_route_is_told_in_openais_form(app: App, method: str, path: s
 
 
 def test_a_healthy_server_says_so(app: App) -> None:
-    for path in ("/health", "/ping"):
-        answer = app.request("GET", path)
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        answer = app.request(method, path)
         assert answer.status_code == 200 and answer.text == ""
+
+
+def test_no_address_is_made_of_what_a_client_says(app: App) -> None:
+    answer = app.request("GET", "/health/", host="elsewhere.example")
+    assert answer.status_code == 404 and "elsewhere" not in answer.text + str(answer.headers)
+    assert app.request("GET", "/nowhere", host="[").status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,14 @@ import os
 import socket
 import subprocess
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from optimum.commands import optimum_cli
-from optimum.commands.register.neuron_serve import NeuronServeCommand
 
 from optimum_neuron.serve import vllm_server
-from optimum_neuron.serve.replicas import front
-from optimum_neuron.serve.replicas.launcher import ServerCommand
-from optimum_neuron.serve.replicas.local import LocalLauncher
 
 
 class BecameError(Exception):
@@ -81,7 +76,7 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         "--trust-remote-code",
     ]
     ranks = ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"]
-    traces = ["--otlp-traces-endpoint", "http://c"]
+    traces = ["--otlp-traces-endpoint", "http://c", "--data-parallel-size", "2"]
     words, environment = became(
         artifact, *options, *ranks, *traces, "--vllm-options", "--max-model-len", "32", "--port", "10"
     )
@@ -102,7 +97,10 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--api-key", ""], "--api-key is empty"),
         (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
         (["--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
-        (["--data-parallel-size", "2", "--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM"),
+        (
+            ["--data-parallel-size", "2"],
+            "--data-parallel-size 2 needs vLLM, and the engine serves, which is one server; use --backend vllm",
+        ),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
         (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
@@ -131,60 +129,6 @@ def test_a_missing_package_is_named_with_what_brings_it(
     monkeypatch.setattr(module, "SERVER_MODULES", ("starlette", "no_such_package"))
     line = refusal(monkeypatch, capsys, artifact, "--backend", "engine")
     assert "the server needs no_such_package: pip install 'optimum-neuron-runtime[serve]'" in line
-
-
-@pytest.fixture
-def fronted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServerCommand, int, str]]:
-    """What the front was to keep: its servers' command, their number and the model's name."""
-    served: list[Any] = []
-    monkeypatch.setattr(front, "serve_replicas", lambda launcher, *rest: served.append((launcher, rest)))
-
-    def run(*words: str | Path) -> tuple[ServerCommand, int, str]:
-        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", *map(str, words), "--port", "0"])
-        optimum_cli.main()
-        (launcher, (count, name, _)) = served.pop()
-        assert isinstance(launcher, LocalLauncher)
-        return launcher._command, count, name
-
-    return run
-
-
-def test_several_servers_get_the_options_of_one_and_a_key_that_is_not_shown(
-    artifact: Path, fronted: Callable[..., tuple[ServerCommand, int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_server, "has_vllm", lambda: False)
-    monkeypatch.chdir(artifact.parent)
-    options = [
-        "--max-queue",
-        "5",
-        "--rank-python",
-        "/py",
-        "--rank-timeout",
-        "7.5",
-        "--otlp-traces-endpoint",
-        "http://c",
-    ]
-    more = ["--data-parallel-size", "3", "--trust-remote-code", "--api-key", "secret"]
-    command, count, name = fronted(artifact.name, *options, *more)
-    assert (count, name, command.backend, command.cores) == (3, artifact.name, "engine", 0)
-    words = command.words("::1", 9)
-    assert dict(command.environment) == {"OPTIMUM_NEURON_API_KEY": "secret"} and "secret" not in words
-    # Read as the server will, wherever it is started.
-    parser = ArgumentParser()
-    NeuronServeCommand.parse_args(parser)
-    args = parser.parse_args(words[5:])
-    assert Path(args.model) == artifact and (args.host, args.port, args.served_model_name) == ("::1", 9, artifact.name)
-    assert (args.max_queue, args.rank_python, args.rank_timeout, args.trust_remote_code) == (5, "/py", 7.5, True)
-    assert args.otlp_traces_endpoint == "http://c" and args.data_parallel_size == 1
-
-
-def test_ray_is_asked_for_only_where_it_is_wanted(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(vllm_server, "has_vllm", lambda: False)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    line = refusal(monkeypatch, capsys, artifact, "--data-parallel-backend", "ray", "--port", "0")
-    assert "--data-parallel-backend ray needs Ray: pip install 'optimum-neuron-runtime[ray]'" in line
 
 
 def test_an_address_in_use_is_told(

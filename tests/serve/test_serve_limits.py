@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from served_app import CHAT, NAME, App, Visit, wait_for
+from served_app import CHAT, NAME, PATIENCE, App, Visit, wait_for
 
 from optimum_neuron.engine.engine import Engine
 
@@ -105,6 +105,109 @@ def test_a_client_that_goes_away_frees_its_slot_and_others_keep_their_tokens(app
     assert app.metric("request_success_total", finished_reason="abort") == SLOTS + 2
     assert app.metric("num_requests_running") == app.metric("num_requests_waiting") == 0
     assert app.metric("generation_tokens_total") < 50 * (SLOTS + 2)
+
+
+def test_a_client_that_does_not_read_keeps_no_place_once_the_engine_is_done(app: App) -> None:
+    async def main() -> None:
+        client = visit(app, "Hi", n=2)
+        client.reads.clear()
+        await wait_for(lambda: app.gate.live == 2)
+        await wait_for(lambda: app.gate.live == 0)
+        assert not client.task.done()
+        client.reads.set()
+        await client.end()
+        assert client.status == 200 and client.events[-1] == "[DONE]"
+
+    run(main)
+    assert app.metric("request_success_total", finished_reason="length") == 2
+
+
+def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimum_neuron.serve.answer._MOST_UNREAD", 5)
+
+    async def main() -> None:
+        client = visit(app, "Hi")
+        client.reads.clear()
+        await wait_for(lambda: app.gate.live == 1)
+        await wait_for(lambda: app.gate.live == 0)
+        client.reads.set()
+        await client.end()
+        *pieces, error, done = client.events
+        assert len(pieces) < 10 and done == "[DONE]"
+        assert "5 pieces of the answer are not read" in json.loads(error)["error"]["message"]
+
+    run(main)
+    assert app.metric("request_success_total", finished_reason="abort") == 1
+
+
+def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._ids
+
+    def ids(prompt: Any, tokenizer: Any) -> Any:
+        if len(prompt) == 60:
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
+        return real(prompt, tokenizer)
+
+    monkeypatch.setattr(app.encoder, "_ids", ids)
+    # The size of a body decides; what it consists of does not.
+    monkeypatch.setattr("optimum_neuron.serve.app.SMALL_BODY", 200)
+
+    async def main() -> None:
+        long = visit(app, "x" * 60, max_tokens=2, user="u" * 100)
+        await wait_for(begun.is_set)
+        short = visit(app, "x" * 20, max_tokens=2)
+        await short.end()
+        assert short.status == 200 and not long.task.done()
+        may_go_on.set()
+        await long.end()
+        assert long.status == 200
+
+    run(main)
+
+
+def test_bodies_find_room_until_their_tokens_are_known(
+    start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimum_neuron.serve.app.HELD_BYTES", 4000)
+    monkeypatch.setattr("optimum_neuron.serve.bodies.SMALL_BODY", 500)
+    app = start()
+
+    async def main() -> None:
+        large = {"user": "x" * 2000}
+        with held_engine(app, monkeypatch) as may_run:
+            first = visit(app, "a", **large)
+            await wait_for(lambda: app.gate.live == 1)
+            # Those that wait for a token hold no bytes; those that still come do.
+            unfinished = visit(app, "b", **large)
+            message = unfinished._incoming.get_nowait()
+            unfinished._incoming.put_nowait(message | {"more_body": True})
+            refused = visit(app, "c", **large)
+            await refused.end()
+            assert refused.status == 503 and json.loads(refused.sent)["error"]["code"] == "too_many_bytes"
+            assert int(refused.headers["retry-after"]) >= 1
+            small = visit(app, "d")
+            await wait_for(lambda: app.gate.live == 2)
+            unfinished.leave()
+            await unfinished.end()
+            again = visit(app, "e", **large)
+            await wait_for(lambda: app.gate.live == 3)
+            may_run.set()
+            for client in (first, small, again):
+                await client.end()
+                assert client.status == 200
+
+    run(main)
+
+
+def test_a_key_is_checked_before_a_body_is_read(start: Callable[..., App]) -> None:
+    async def main() -> None:
+        client = visit(start(api_key="secret"), "x")
+        client._incoming.get_nowait()
+        await client.end()
+        assert client.status == 401
+
+    run(main)
 
 
 def test_who_leaves_before_the_body_came_is_nobody(app: App) -> None:

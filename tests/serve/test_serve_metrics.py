@@ -34,6 +34,13 @@ def test_tokens_hits_runs_and_times_are_counted(app: App) -> None:
     )
     assert app.metric("time_to_first_token_seconds_count") == app.metric("e2e_request_latency_seconds_count") == 2
     assert app.metric("inter_token_latency_seconds_count") == 8
+    assert app.metric("request_prompt_tokens_sum") == 2 * prompt and app.metric("request_generation_tokens_sum") == 10
+    spans = {
+        name: app.metric(f"request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")
+    }
+    assert all(seconds > 0 for seconds in spans.values())
+    assert spans["inference"] == pytest.approx(spans["prefill"] + spans["decode"])
+    assert app.metric("request_time_per_output_token_seconds_sum") == pytest.approx(spans["decode"] / 4)
     assert 0 < app.metric("inter_token_latency_seconds_sum") < app.metric("e2e_request_latency_seconds_sum")
     assert app.metric("request_success_total", finished_reason="length") == 2
     assert app.metric("model_load_seconds") == 1.5 and app.metric("num_preemptions_total") == 0
@@ -45,6 +52,10 @@ def test_tokens_hits_runs_and_times_are_counted(app: App) -> None:
         share = padding / (tokens + padding) if use.runs else 0
         assert app.metric("graph_padding_share", graph=name) == pytest.approx(share)
     assert sum(use.runs for use in uses.values()) == app.metric("engine_steps_total") > 0
+    assert app.metric("iteration_tokens_total_count") == app.metric("engine_steps_total")
+    assert app.metric("iteration_tokens_total_sum") == sum(use.tokens for use in uses.values())
+    assert app.metric("iteration_tokens_total_bucket", le="1.0") == app.service.engine.statistics.step_tokens[1] > 0
+    assert app.metric("request_prompt_tokens_bucket", le="50.0") == 2  # up to the model's length
 
 
 def test_running_and_waiting_requests_are_told_apart(

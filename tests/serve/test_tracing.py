@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from otlp_collector import Collector, told
-from served_app import NAME, App
+from served_app import NAME, App, free_port
 
 from optimum_neuron.serve import tracing
-from optimum_neuron.serve.replicas.launcher import free_port
 from optimum_neuron.serve.tracing import PROTOCOL_VARIABLE, Tracing
 
 
@@ -98,7 +97,7 @@ def test_a_collector_that_is_not_there_costs_a_request_nothing(
 ) -> None:
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
     monkeypatch.setattr(tracing, "_LAST_SPANS", 0.1)
-    traced = Tracing(f"http://127.0.0.1:{free_port('127.0.0.1')}/v1/traces", NAME)
+    traced = Tracing(f"http://127.0.0.1:{free_port()}/v1/traces", NAME)
     assert start(tracing=traced).complete("Hi", max_tokens=2).status_code == 200
     begin = time.monotonic()
     traced.close()

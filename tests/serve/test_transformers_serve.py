@@ -12,13 +12,12 @@ import httpx2
 import openai
 import pytest
 from helpers import LENGTH
-from served_app import CHAT, PATIENCE, App
+from served_app import CHAT, PATIENCE, App, free_port
 from transformers import AutoTokenizer
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager, utils
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.serve.replicas.launcher import free_port
 from optimum_neuron.serve.transformers_serve import NeuronModelManager, take_over
 
 
@@ -35,7 +34,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     running = []
 
     def start(model: Path, **options: Any) -> Any:
-        port = free_port("127.0.0.1")
+        port = free_port()
         running.append(Serve(str(model), host="127.0.0.1", port=port, non_blocking=True, device="cpu", **options))
         running[-1].url = f"http://127.0.0.1:{port}"
         return running[-1]

@@ -105,26 +105,17 @@ def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
     return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES))
 
 
-def replica_cores(replica: int, world_size: int) -> str | None:
-    """The cores of a replica, of those that this process may see: the ones behind those of the replicas before it on this machine.
-
-    None: the first ones, which a process takes by itself.
+def take_replica_cores(replica: int, world_size: int) -> None:
+    """Makes the process of a replica take its own cores: the ones behind those of the replicas before it on this machine.
 
     Raises:
         RuntimeError: fewer are visible.
     """
     if replica == 0 and VISIBLE_CORES not in os.environ:
-        return None
+        return  # the first ones, which a process takes by itself
     last = (replica + 1) * world_size
     visible = _take_cores(None, last, os.environ.get(VISIBLE_CORES))
-    return ",".join(str(core) for core in visible[replica * world_size : last])
-
-
-def take_replica_cores(replica: int, world_size: int) -> None:
-    """Makes the process of a replica take its own cores."""
-    cores = replica_cores(replica, world_size)
-    if cores is not None:
-        os.environ[VISIBLE_CORES] = cores
+    os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
 
 
 def _take_cores(present: int | None, world_size: int, visible: str | None) -> list[int]:

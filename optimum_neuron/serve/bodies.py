@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests: how large one may be, how many bytes of all are held at once, how long one may take to come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import TracebackType
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from .errors import ApiError, ClientGoneError, failed
+
+
+LARGEST_BODY = 16 * 2**20
+# A body up to this size is read where it comes, and finds room where larger ones do not.
+SMALL_BODY = 64 * 2**10
+HELD_BYTES = 4 * LARGEST_BODY
+# Seconds for a whole body to come.
+BODY_SECONDS = 60.0
+# Of what is held, the share that larger bodies may take.
+_SHARE_OF_LARGE = 0.75
+_WAIT = 5
+
+
+class Bodies:
+    """A count of the bytes of all bodies that came and did not become token ids yet.
+
+    Args:
+        most: of these bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.held = 0
+        self._most = most
+
+    def room(self, size: int) -> int:
+        """Return the bytes that a body of this size finds."""
+        return int(self._most * (1.0 if size <= SMALL_BODY else _SHARE_OF_LARGE)) - self.held
+
+
+class Body:
+    """The bytes of one body, counted while its context is open."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    async def read(self, scope: Scope, receive: Receive) -> bytearray:
+        """Return all of it.
+
+        Raises:
+            ApiError: it is too large, comes too slowly, or other bodies leave no room for it.
+            ClientGoneError: the client closed its connection before its end.
+        """
+        told = Headers(scope=scope).get("content-length", "")
+        self._check(int(told) if told.isdecimal() else 0)
+        try:
+            return await asyncio.wait_for(self._parts(receive), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError(f"the body did not come within {BODY_SECONDS:g} s; send it faster", status=408) from None
+
+    async def _parts(self, receive: Receive) -> bytearray:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            self._check(self._size + len(part))
+            self._bodies.held += len(part)
+            self._size += len(part)
+            body += part
+        return body
+
+    def _check(self, size: int) -> None:
+        if size > LARGEST_BODY:
+            raise ApiError(f"the body has more than {LARGEST_BODY:,} bytes; send a shorter prompt", status=413)
+        if size - self._size > self._bodies.room(size):
+            raise failed(
+                f"the server holds {self._bodies.held:,} bytes of other requests; try again in {_WAIT} s",
+                status=503,
+                code="too_many_bytes",
+                headers={"Retry-After": str(_WAIT)},
+            )
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bodies.held -= self._size
+        self._size = 0
+
+
+def read_object(body: bytearray) -> dict[str, Any]:
+    """Return the JSON object of a body.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        data = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is no JSON ({str(error)[:100]}); send an object") from None
+    if not isinstance(data, dict):
+        raise ApiError(f"the body is a JSON {type(data).__name__}; send an object")
+    return data
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What real clients send beside OpenAI's first members: templates' arguments, earlier calls of tools, counts, token ids, hints."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from served_app import CHAT, NAME, App
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.x }}]{% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined %}<{{ enable_thinking }}>{% endif %}{{ reasoning_effort or '' }}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}
+
+
+@pytest.fixture
+def templated(start: Callable[..., App], tokenizer: Any) -> App:
+    """An application with a template that shows what reaches it."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATE
+    return start(tokenizer=own)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "u:Hi;A:"),
+        ({"chat_template_kwargs": {"enable_thinking": False, "unknown": 1}}, "u:Hi;<False>A:"),
+        ({"reasoning_effort": "low"}, "u:Hi;<True>lowA:"),
+        ({"reasoning_effort": "none"}, "u:Hi;<False>noneA:"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "u:Hi;<False>highA:"),
+        ({"add_generation_prompt": False}, "u:Hi;"),
+        ({"continue_final_message": True}, "u:Hi"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "u:Hi;a:[f 3];A:"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 4}}}]}]},
+            "a:[f 4];A:",
+        ),
+        ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "ok"}]}, "t:ok;A:"),
+        ({"messages": [{"role": "assistant", "content": None, "reasoning_content": "so"}]}, "a:(so);A:"),
+        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "so", "refusal": None}]}, "a:x(so);A:"),
+    ],
+)  # fmt: skip
+def test_what_a_template_may_read_reaches_it(templated: App, options: dict[str, Any], text: str) -> None:
+    answer = templated.chat(max_tokens=1, return_token_ids=True, **options)
+    assert answer.status_code == 200, answer.text
+    assert templated.served.tokenizer.decode(answer.json()["prompt_token_ids"]) == text
+
+
+def test_what_no_utf8_has_within_a_templates_argument_is_refused(templated: App) -> None:
+    answer = templated.chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": "\ud800"})
+    assert answer.status_code == 400 and "chat template refuses" in answer.json()["error"]["message"]
+
+
+# What these programs send, as facts: guidellm 0.3, langchain-openai, litellm, and the SDK of OpenAI with all of its hints.
+BODIES: dict[str, dict[str, Any]] = {
+    "guidellm": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "stream": True, "stop": None,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True,
+        "max_completion_tokens": 4, "max_tokens": 4,
+    },
+    "langchain": {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 1, "temperature": 0.7},
+    "litellm": {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.2, "max_tokens": 4, "user": "u", "metadata": {}},
+    "openai": {
+        "messages": CHAT, "max_completion_tokens": 4, "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "service_tier": "priority",
+        "store": True, "verbosity": "low",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", BODIES)
+def test_the_body_of_a_real_client_is_answered(app: App, client: str) -> None:
+    answer = app.chat(**BODIES[client])
+    assert answer.status_code == 200, answer.text
+
+
+def test_each_event_has_the_counts_so_far_where_they_are_asked_for(app: App) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = app.chat(max_tokens=12, temperature=0, stream=True, stream_options=options)
+    *events, last = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts[0] == 0 and counts[-1] == 12 and counts == sorted(counts) and len(set(counts)) > 5
+    assert last["choices"] == [] and last["usage"] == events[-1]["usage"]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
+    alone = app.chat(max_tokens=2, stream=True, stream_options={"continuous_usage_stats": True})
+    assert '"usage"' not in alone.text  # as for vLLM
+
+
+def test_token_ids_are_those_of_the_engine(app: App) -> None:
+    prompt = [5, 6, 7]
+    expected = app.tokens(prompt, 12)
+    options = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    whole = app.complete(prompt, **options).json()["choices"][0]
+    assert whole["token_ids"] == expected and whole["prompt_token_ids"] == prompt
+    streamed = app.complete(prompt, stream=True, **options).text
+    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in streamed.split("\n\n")[:-2]]
+    assert [token for choice in choices for token in choice["token_ids"]] == expected
+    assert choices[0]["prompt_token_ids"] == prompt and all(each["prompt_token_ids"] is None for each in choices[1:])
+
+
+def test_token_ids_of_a_chat_are_told_whole_and_in_pieces(app: App) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> list[Any]:
+        options: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 9, "n": 2}
+        extra = {"return_token_ids": True}
+        whole = await client.chat.completions.create(**options, extra_body=extra)
+        stream = await client.chat.completions.create(**options, stream=True, extra_body=extra)
+        return [whole, *[event async for event in stream]]
+
+    whole, first, *events = app.asked(ask)
+    assert whole.prompt_token_ids == first.prompt_token_ids and whole.prompt_token_ids
+    assert not any(hasattr(event, "prompt_token_ids") for event in events)
+    for index in (0, 1):
+        mine = [event.choices[0] for event in events if event.choices[0].index == index]
+        told = [token for choice in mine for token in getattr(choice, "token_ids", [])]
+        assert told == whole.choices[index].token_ids and len(told) == 9
