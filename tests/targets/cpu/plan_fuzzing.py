@@ -73,10 +73,15 @@ def sanitized(chosen: InstructionSet) -> InstructionSet:
 
 
 def sanitizer() -> str | None:
-    """The library that has to be in a process before the kernels are; None where the compiler has none."""
-    command = [native_build.compiler() or "g++", "-print-file-name=libasan.so"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return str(Path(found).resolve()) if Path(found).is_absolute() else None
+    """The libraries that have to be in a process before all others; None where the compiler has no sanitizer.
+
+    libstdc++ among them: the sanitizer looks once for how exceptions are thrown.
+    """
+    paths = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        command = [native_build.compiler() or "g++", f"-print-file-name={name}"]
+        paths.append(Path(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()))
+    return " ".join(str(each.resolve()) for each in paths) if all(each.is_absolute() for each in paths) else None
 
 
 def make_artifacts(folder: Path, names: list[str]) -> None:
