@@ -31,8 +31,10 @@ from ..cache.store import CompileCache
 from . import library
 from .layout import use_natural_layout
 from .operators import OPS
+from .plan.effects import check_plan
 from .plan.live import leave_out_dead
 from .plan.lower import lower
+from .plan.values import dtype_name
 from .plan_file import Facts, write_plan
 from .plan_keys import plan_keys
 
@@ -85,9 +87,10 @@ def _compile(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob
         program = export_layers_once(model, states, spec, OPS)
         plan, constants = lower(program)
         plan = leave_out_dead(plan, spec.tokens, _by_token(spec, job.model.vocab_size))
+        known: dict[str, Tensor] = {**program.state_dict, **program.constants, **constants}
+        check_plan(plan, {name: dtype_name(each.dtype) for name, each in known.items()})  # as who loads it will
     except Exception as error:  # of whatever the model's code does
         raise RuntimeError(f"graph {spec.name} could not be compiled: {type(error).__name__}: {error}") from error
-    known: dict[str, Tensor] = {**program.state_dict, **program.constants}
     used = {buffer.name for buffer in plan.buffers if buffer.kind == "tensor"}
     tensors = {name: known[name] for name in sorted(used)}
     write_plan(scratch / (spec.name + PLAN_SUFFIX), plan, spec, Facts.of(job.config, job.model), tensors)

@@ -21,7 +21,7 @@ from .plan.encode import encode
 from .plan.program import Plan, TorchCall
 from .plan.states import steps_for_states
 from .plan.step_names import step_name
-from .torch_call import bind_call
+from .torch_call import bind_call, run_once
 
 
 class BoundPlan:
@@ -58,7 +58,7 @@ class BoundPlan:
         if not self._handle:
             raise PlanError("its steps cannot be read")
         for step in plan.once:
-            bind_call(step, self._memory)(1)
+            run_once(step, self._memory)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

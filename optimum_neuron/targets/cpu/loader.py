@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from .executable import BoundPlan, CpuExecutable
 from .layout import use_natural_layout
 from .live_tokens import LiveTokens
 from .memory import allocate_arena
+from .plan.effects import check_plan
 from .plan.program import Plan
 from .plan.short_scales import short_scales
+from .plan.values import dtype_name
 from .plan_file import Facts, OldPlanError, read_plan
 
 
@@ -99,19 +101,23 @@ def _bind(artifact: Artifact, find: _Find) -> CpuExecutable:
     states = allocate_states(artifact.states())
     shared = read_weights(artifact) | states
     plans: dict[str, Plan] = {}
+    constants: dict[str, dict[str, Tensor]] = {}
     for spec in artifact.graphs:
         path = find(spec.name + PLAN_SUFFIX)
         with _naming(path):
-            plans[spec.name] = read_plan(path, spec, facts, shared)
+            plan = plans[spec.name] = read_plan(path, spec, facts, shared)
+        own = _constants(find(spec.name + CONSTANTS_SUFFIX), shared) if _has_constants(plan) else {}
+        with _naming(path):
+            check_plan(plan, {name: dtype_name(each.dtype) for name, each in (shared | own).items()})
+        constants[spec.name] = own
     with _naming(artifact.path):
         arena = allocate_arena(list(plans.values()))
         short = short_scales(plans.values(), shared)
     bound = {}
     for spec in artifact.graphs:
-        plan = plans[spec.name]
-        own = _constants(find(spec.name + CONSTANTS_SUFFIX)) if _has_constants(plan) else {}
+        tensors = shared | constants[spec.name]
         with _naming(find(spec.name + PLAN_SUFFIX)):
-            bound_plan = BoundPlan(plan, spec, artifact.model.vocab_size, shared | own, arena, short)
+            bound_plan = BoundPlan(plans[spec.name], spec, artifact.model.vocab_size, tensors, arena, short)
         bound[spec.name] = bound_plan, LiveTokens(spec)
     return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
 
@@ -120,9 +126,11 @@ def _has_constants(plan: Plan) -> bool:
     return any(buffer.kind == "constant" for buffer in plan.buffers)
 
 
-def _constants(path: Path) -> dict[str, Tensor]:
+def _constants(path: Path, others: Collection[str]) -> dict[str, Tensor]:
     with _naming(path):
-        stored_tensors(path)
+        names = stored_tensors(path).keys() & set(others)
+        if names:
+            raise ValueError(f"it holds {min(names)}, which is no constant of a graph")
         tensors: dict[str, Tensor] = load_file(path)
     return tensors
 

@@ -29,10 +29,12 @@ from ...config import NeuronConfig
 from ...graphs.model_spec import ModelSpec
 from ...graphs.spec import GraphSpec
 from .plan import program
+from .plan.access import ALL_SIZES
 from .plan.program import Plan
 
 
 FORMAT = 9
+_NUMBERS = ("inf", "-inf", "nan")  # which JSON has no other way to say
 _FILE = record(
     {
         "format": whole(1),
@@ -109,7 +111,10 @@ def read_plan(path: Path, spec: GraphSpec, facts: Facts, tensors: Mapping[str, T
                 f"it was compiled for {name} as {known['dtype']} {known['shape']}, and the artifact has {own['dtype']} "
                 f"{own['shape']}"
             )
-    plan: Plan = _build(Plan, found["plan"])
+    try:
+        plan: Plan = _build(Plan, found["plan"])
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     for buffer in plan.buffers:
         if buffer.kind == "tensor" and buffer.name not in found["tensors"]:
             raise ValueError(f"it uses {shown(buffer.name)}, of which it says nothing")
@@ -139,11 +144,11 @@ def _build(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: it is of another type.
     """
+    origin, arguments, is_step = _form(kind)
     if kind is Any:
         return _argument(value)
-    if kind is program.Step or kind in get_args(program.Step):
+    if is_step:
         return _build_step(kind, value)
-    origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _build_one_of(arguments, value)
     if origin is Literal:
@@ -151,9 +156,12 @@ def _build(kind: Any, value: Any) -> Any:
     elif origin is tuple:
         fits = isinstance(value, list)
         built = tuple(_build(arguments[0], each) for each in value) if fits else None
-    elif origin in (list, dict):
-        fits = isinstance(value, origin)
-        built = _argument(value)
+    elif origin is list:
+        fits = isinstance(value, list)
+        built = [_argument(each) for each in value] if fits else None
+    elif origin is dict:
+        fits = isinstance(value, dict)
+        built = {name: _argument(each) for name, each in value.items()} if fits else None
     elif is_dataclass(kind):
         fits, built = _build_members(kind, value)
     elif kind is float:
@@ -164,6 +172,12 @@ def _build(kind: Any, value: Any) -> Any:
     if not fits:
         raise ValueError(f"it has {shown(value)} where {getattr(kind, '__name__', kind)} belongs")
     return built
+
+
+@cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """What a type is made of, and whether it is a step's."""
+    return get_origin(kind), get_args(kind), kind is program.Step or kind in get_args(program.Step)
 
 
 @cache
@@ -194,8 +208,8 @@ def _build_members(make: Any, value: Any) -> tuple[bool, Any]:
 def _build_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
     if value is None and type(None) in kinds:
         return None
-    if isinstance(value, str) and str not in kinds and float in kinds:  # JSON has no other way to say infinity
-        if value not in ("inf", "-inf", "nan"):
+    if isinstance(value, str) and str not in kinds and float in kinds:
+        if value not in _NUMBERS:
             raise ValueError(f"it has {shown(value)} where a number belongs")
         return float(value)
     for kind in (int, float):
@@ -211,6 +225,14 @@ def _argument(value: Any) -> Any:
     """An argument of a call of torch, in which tensors are operands."""
     if isinstance(value, list):
         return [_argument(each) for each in value]
-    if isinstance(value, dict) and value.keys() == {"tensor"}:
-        return {"tensor": _build(program.Operand, value["tensor"])}
-    return {name: _argument(each) for name, each in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    kind, inner = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if kind == "tensor":
+        return {"tensor": _build(program.Operand, inner)}
+    fits = (kind == "dtype" and isinstance(inner, str) and inner in ALL_SIZES) or (
+        kind == "number" and inner in _NUMBERS
+    )
+    if not fits:
+        raise ValueError(f"it has {shown(value)} where an argument belongs")
+    return value

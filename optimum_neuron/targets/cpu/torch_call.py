@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...artifacts.weights import check_bytes
+from ...errors import first_line
 from .memory import PlanMemory
-from .plan.access import PlanError
-from .plan.operators import resolve
+from .plan.access import PlanError, require
+from .plan.effects import writes_in_place
+from .plan.operators import check_arguments, resolve
 from .plan.program import Operand, TorchCall
 from .plan.row_calls import row_operands
 
@@ -20,19 +24,19 @@ def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
     """What makes a call, given how many of the graph's tokens are live.
 
     Raises:
-        PlanError: the call fails, or its results do not fit their places.
-        ValueError: a plan may not make it.
+        PlanError: a plan may not make the call, the call fails, or its results do not fit their places.
     """
     operator = resolve(step.operator)
     arguments = [_argument(each, memory) for each in step.arguments]
     keywords = {name: _argument(each, memory) for name, each in step.keywords.items()}
     outputs = [None if each is None else memory.tensor(each) for each in step.outputs]
-    _check_call(operator, arguments, keywords, outputs)
+    check_arguments(step.operator, arguments, keywords)
+    _check_call(step, operator, arguments, keywords, outputs)
 
     @torch.no_grad()
     def run(arguments: list[Any], outputs: Sequence[Tensor | None]) -> None:
         results = operator(*arguments, **keywords)
-        for output, result in zip(outputs, (results,) if isinstance(results, Tensor) else results, strict=False):
+        for output, result in zip(outputs, _tensors(results), strict=False):
             if output is not None:
                 output.copy_(result)
 
@@ -64,17 +68,65 @@ def _operand(argument: Any) -> Operand | None:
     return argument.get("tensor") if isinstance(argument, dict) else None
 
 
+def run_once(step: TorchCall, memory: PlanMemory) -> None:
+    """Makes a call when its plan is loaded.
+
+    Raises:
+        PlanError: as `bind_call`, or the call fails on what it is given.
+    """
+    call = bind_call(step, memory)
+    try:
+        call(1)
+    except (RuntimeError, IndexError) as error:
+        raise PlanError(f"its call of {step.operator} fails: {first_line(error)}") from error
+
+
 def _check_call(
-    operator: Any, arguments: list[Any], keywords: dict[str, Any], outputs: Sequence[Tensor | None]
+    step: TorchCall,
+    operator: Any,
+    arguments: list[Any],
+    keywords: dict[str, Any],
+    outputs: Sequence[Tensor | None],
 ) -> None:
     """Raises PlanError where a call's results do not fit their places, found by shapes alone."""
     try:
-        results = operator(*_without_memory(arguments), **_without_memory(keywords))
+        results = _tensors(operator(*_without_memory(arguments), **_without_memory(keywords)))
     except Exception as error:  # of whatever arguments it was given
-        raise PlanError(f"its call of {operator} fails: {error}") from error
-    for output, result in zip(outputs, (results,) if isinstance(results, Tensor) else results, strict=False):
+        raise PlanError(f"its call of {step.operator} fails: {first_line(error)}") from error
+    require(all(isinstance(each, Tensor) for each in results), f"its call of {step.operator} gives no tensor")
+    known = list(_held([arguments, keywords]))
+    check_bytes(sum(each.numel() * each.itemsize for each in (*known, *results)) + _work(step, known, results))
+    if writes_in_place(step):
+        return
+    require(
+        len(results) == len(outputs), f"its call of {step.operator} gives {len(results)} results, not {len(outputs)}"
+    )
+    for output, result in zip(outputs, results, strict=True):
         if output is not None and (output.shape != result.shape or output.dtype != result.dtype):
-            raise PlanError(f"its call of {operator} gives {result.dtype} {list(result.shape)}, which has no place")
+            raise PlanError(
+                f"its call of {step.operator} gives {result.dtype} {list(result.shape)}, which has no place"
+            )
+
+
+def _work(step: TorchCall, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Bytes at most of what torch may copy of a product's operands: of each batch its own."""
+    if not step.operator.startswith("aten.matmul") or len(operands) != 2:
+        return 0
+    batches = math.prod(results[0].shape[:-2])
+    return batches * sum(math.prod(each.shape[-2:]) * each.itemsize for each in operands)
+
+
+def _tensors(results: Any) -> Sequence[Tensor]:
+    return results if isinstance(results, list | tuple) else (results,)
+
+
+def _held(value: Any) -> Iterator[Tensor]:
+    """All tensors among arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _held(each)
 
 
 def _argument(value: Any, memory: PlanMemory) -> Any:

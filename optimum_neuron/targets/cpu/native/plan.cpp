@@ -91,14 +91,14 @@ bool run(Pool& pool, const Memory& memory, const SelectStep& step, int64_t token
   return selectRows(pool, call);
 }
 
-bool run(Pool&, const Memory& memory, const WriteStep& step, int64_t tokens, int64_t of) {
+bool run(Pool& pool, const Memory& memory, const WriteStep& step, int64_t tokens, int64_t of) {
   WriteCall call = step.call;
   call.cache = memory.at(step.cache);
   call.states = memory.at(step.states);
   call.numbers = memory.as<const int32_t>(step.blocks);
   call.columns = memory.as<const int32_t>(step.columns);
   call.tokens = call.tokens / of * tokens;
-  return writeCache(call);
+  return writeCache(pool, call);
 }
 
 bool run(Pool& pool, const Memory& memory, const WriteCodesStep& step, int64_t tokens, int64_t of) {

@@ -21,8 +21,11 @@ bool select(Pool& pool, const SelectCall& call) {
   const int64_t each = call.bytes >= kGrainBytes ? 1 : kGrainBytes / call.bytes;
   pool.run((copies + each - 1) / each, [&](int64_t task, int) {
     for (int64_t i = task * each; i < copies && i < (task + 1) * each; ++i) {
-      const int64_t from = i / call.count * call.size + row(i % call.count);
-      std::memcpy(call.to + i * call.bytes, call.from + from * call.bytes, call.bytes);
+      const int64_t number = row(i % call.count);
+      if (number >= 0 && number < call.size) {  // checked where it is used, too: what was copied may lie over it
+        const int64_t from = i / call.count * call.size + number;
+        std::memcpy(call.to + i * call.bytes, call.from + from * call.bytes, call.bytes);
+      }
     }
   });
   return true;
@@ -34,20 +37,16 @@ bool selectRows(Pool& pool, const SelectCall& call) {
   return call.indexType == Type::kInt32 ? select<int32_t>(pool, call) : select<int64_t>(pool, call);
 }
 
-bool writeCache(const WriteCall& call) {
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    if (call.numbers[t] < 0 || call.numbers[t] >= call.blocks || call.columns[t] < 0 || call.columns[t] >= call.length) {
-      return false;
-    }
-  }
-  for (int64_t t = 0; t < call.tokens; ++t) {
+bool writeCache(Pool& pool, const WriteCall& call) {
+  const int64_t* places = placesOf(pool, call);
+  for (int64_t t = 0; places && t < call.tokens; ++t) {
     for (int64_t head = 0; head < call.heads; ++head) {
-      const int64_t place = (call.numbers[t] * call.heads + head) * call.length + call.columns[t];
+      const int64_t place = places[t] + head * call.length;
       std::memcpy(
           call.cache + place * call.bytes, call.states + t * call.tokenStride + head * call.headStride, call.bytes);
     }
   }
-  return true;
+  return places != nullptr;
 }
 
 }  // namespace step

@@ -32,7 +32,22 @@ struct WriteCall {
 };
 
 // False: a block or column is outside of the cache, and nothing was written.
-bool writeCache(const WriteCall& call);
+bool writeCache(Pool& pool, const WriteCall& call);
+
+// Where each token's first head lies in a cache, in columns; null where a block or column is outside of it. Each index is read once: what
+// is written then can change no place.
+template <class Call>
+const int64_t* placesOf(Pool& pool, const Call& call) {
+  auto* places = static_cast<int64_t*>(pool.shared(call.tokens * sizeof(int64_t)));
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    const int64_t block = call.numbers[t], column = call.columns[t];
+    if (block < 0 || block >= call.blocks || column < 0 || column >= call.length) {
+      return nullptr;
+    }
+    places[t] = block * call.heads * call.length + column;
+  }
+  return places;
+}
 
 // The same of a cache of codes, whose scales are [blocks, heads, columns].
 struct WriteCodesCall {

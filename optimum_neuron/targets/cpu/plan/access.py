@@ -13,8 +13,19 @@ from .program import Buffer, Operand
 # As in native/kernels.h.
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
-# What calls of torch and quantized weights have beside them.
-_OTHER_SIZES = {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+# Beside those, what calls of torch and quantized weights have.
+ALL_SIZES = SIZES | {
+    "complex64": 8,
+    "complex128": 16,
+    "float64": 8,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+}
+
+
+_LARGEST = 1 << 48
 
 
 class PlanError(ValueError):
@@ -27,16 +38,31 @@ def require(holds: bool, otherwise: str) -> None:
         raise PlanError(otherwise)
 
 
+def check_size(number: int) -> None:
+    """Raises PlanError where a number of bytes or elements is none that native code can count."""
+    require(0 <= number <= _LARGEST, f"it has the size {number}, which is not within 0 and {_LARGEST}")
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element; raises PlanError for a type that plans do not have."""
+    size = ALL_SIZES.get(dtype)
+    if size is None:
+        raise PlanError(f"it uses the type {dtype}")
+    return size
+
+
 def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
     """Raises PlanError where an operand leaves its buffer."""
     if not 0 <= operand.buffer < len(buffers):
         raise PlanError(f"it has {len(buffers)} buffers, and uses number {operand.buffer}")
-    size = SIZES.get(operand.dtype) or _OTHER_SIZES.get(operand.dtype)
-    if size is None:
-        raise PlanError(f"it uses the type {operand.dtype}")
-    require(len(operand.shape) == len(operand.strides), "it has an operand with fewer strides than dimensions")
-    require(all(size >= 0 for size in operand.shape), "it has an operand of negative size")
-    require(operand.offset >= 0 and all(stride >= 0 for stride in operand.strides), "it counts backwards")
+    size = item_size(operand.dtype)
+    if len(operand.shape) != len(operand.strides):
+        raise PlanError(f"it has an operand of {len(operand.shape)} dimensions with {len(operand.strides)} strides")
+    numbers = (operand.offset, *operand.shape, *operand.strides)
+    if min(numbers) < 0 or max(numbers) > _LARGEST:
+        raise PlanError(
+            f"it has an operand of shape {list(operand.shape)} at {operand.offset}, by {list(operand.strides)}"
+        )
     if 0 in operand.shape:
         return
     reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
-
 from torch import Tensor
 
 from .builder import PlanBuilder
+from .effects import operands_of
 from .in_place import replaceable
-from .program import Buffer, Operand, Plan, Step, TorchCall
+from .program import Buffer, Plan, Step, TorchCall
 
 
 _ALIGNMENT = 64
@@ -74,18 +71,3 @@ def _left_behind(builder: PlanBuilder, index: int, first: dict[int, int], last: 
 
 def buffers_of(step: Step) -> set[int]:
     return {each.buffer for each in operands_of(step)}
-
-
-def operands_of(value: Any) -> Iterator[Operand]:
-    """Every operand in a step."""
-    if isinstance(value, Operand):
-        yield value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from operands_of(getattr(value, field.name))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from operands_of(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from operands_of(each)

@@ -235,7 +235,13 @@ class _Encoder:
         require(query.dtype in _FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
         rows, heads, tokens, dim = query.shape
         blocks, kv_heads, columns, _ = keys.shape
-        fits = heads % kv_heads == 0 and dim % _HEAD_DIM_STEP == 0 and dim <= _MAX_HEAD_DIM and query.strides[3] == 1
+        fits = (
+            kv_heads > 0
+            and heads % kv_heads == 0
+            and dim % _HEAD_DIM_STEP == 0
+            and dim <= _MAX_HEAD_DIM
+            and query.strides[3] == 1
+        )
         require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
         require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
         table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
@@ -300,8 +306,8 @@ class _Encoder:
         tokens = states.shape[0]
         fits = states.shape[1:] == (heads, dim) and (states.strides[2] == 1 or dim == 1)
         require(fits, f"it writes {list(states.shape)} to a cache {list(cache.shape)}")
-        size = SIZES[cache.dtype]
         yield from self._contiguous(cache, cache.dtype, cache.shape)
+        size = SIZES[cache.dtype]
         yield from self._place(states)
         for indices in (step.blocks, step.columns):
             yield from self._contiguous(indices, "int32", (tokens,))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .access import SIZES
-from .arena import operands_of
+from .effects import operands_of
 from .program import (
     Attend,
     Buffer,

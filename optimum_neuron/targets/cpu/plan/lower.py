@@ -36,7 +36,7 @@ from .elementwise import lower_elementwise
 from .fusion import REGISTER_DTYPES, Pending
 from .head_linears import split_heads
 from .pointwise import ALIASES, CONVERSIONS, FILLED, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
-from .program import Plan, TorchCall
+from .program import STATES, Plan, TorchCall
 from .quantized_calls import lower_quantized_experts, lower_quantized_linear
 from .rotations import find_rotations, lower_rotation
 from .torch_calls import copy_by_torch, lower_torch_call, writes
@@ -131,7 +131,7 @@ def _add_inputs(builder: PlanBuilder, program: ExportedProgram) -> set[Node]:
             memory = builder.memory("tensor", spec.target, _bytes(fake))
             layout = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
             builder.values[node] = Stored(memory, layout)
-            if not spec.target.startswith("kv_cache."):
+            if not spec.target.startswith(STATES):
                 fixed.add(node)
         elif spec.target is not None:  # what torch.export lifted out of the model's code
             builder.values[node] = Known(program.constants[spec.target])

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 
 BufferKind = Literal["input", "output", "tensor", "constant", "kept", "arena"]
+# How the names of states begin: of an artifact's tensors, steps write to these alone.
+STATES = "kv_cache."
 # The operators of a Map, numbered as in native/map.h.
 OPS = [
     "load",

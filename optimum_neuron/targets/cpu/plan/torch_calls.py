@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+from .access import PlanError
 from .builder import PlanBuilder, arguments
-from .operators import resolve
+from .operators import OPERATORS, check_arguments
 from .pointwise import CONVERSIONS, aten
 from .program import Operand, TorchCall
 from .values import dtype_name, operand
@@ -26,9 +28,20 @@ def writes(node: Node) -> bool:
 
 
 def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
-    """A node as a call of torch's operator, whose results are copied to buffers of the plan."""
+    """A node as a call of torch's operator, whose results are copied to buffers of the plan.
+
+    Raises:
+        PlanError: no plan may call the operator.
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
-    resolve(str(node.target))
+    if node.target not in CONVERSIONS:  # which become one operator of the list
+        name = str(node.target)
+        if name not in OPERATORS:
+            raise PlanError(
+                f"it calls {name}, which is not in the closed list of operators that an artifact of the cpu target may call "
+                f"(targets/cpu/plan/operators.py); export with target='eager'"
+            )
+        check_arguments(name, *map_arg((list(arguments(node)), dict(node.kwargs)), builder.fake))
     if writes(node):
         builder.close_all()
         target = builder.stored(arguments(node)[0])

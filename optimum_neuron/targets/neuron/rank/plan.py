@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -13,7 +15,12 @@ import numpy as np
 # Inputs and outputs have so many places, which steps take in turn: one step is told while another runs.
 HALVES = 2
 # Types that numpy lacks travel as integers of their size: bytes are copied, and nothing here computes with them.
-_CARRIERS = {"bfloat16": "int16"}
+_CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "int8"}
+DTYPES = (
+    *_CARRIERS, "float16", "float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+RUNTIMES = ("nrtpy", "libtorch-neuronx-lite", "neuronx-distributed")
+_MOST, _LARGEST = 1 << 16, 1 << 48  # ranks, and bytes
 
 
 def carrier(dtype: str) -> np.dtype[Any]:
@@ -40,7 +47,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * carrier(self.dtype).itemsize
+        return _bytes(self.shape, self.dtype)
 
     def view(self, memory: np.ndarray) -> np.ndarray:
         """This input or output in half of the memory that all processes map, an array of bytes."""
@@ -107,17 +114,84 @@ class RankPlan:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RankPlan:
-        graphs = {
-            name: Graph(graph["neff"], _tensors(graph["inputs"]), _tensors(graph["outputs"]))
-            for name, graph in data["graphs"].items()
-        }
-        weights = tuple(
-            tuple(Weight(**each | {"names": tuple(each["names"]), "shape": tuple(each["shape"])}) for each in of_rank)
-            for of_rank in data["weights"]
+    def from_dict(cls, data: object) -> RankPlan:
+        """Raises ValueError where `data` is no plan, or one of its fields contradicts another."""
+        plan: RankPlan = _build(cls, data)
+        _require(plan.runtime in RUNTIMES, f"it names the runtime {plan.runtime!r:.60}")
+        ranks = set(plan.ranks) & set(range(max(0, min(plan.world_size, _MOST))))
+        fits = 0 < len(ranks) == len(plan.ranks) == len(plan.weights)
+        _require(fits, f"it has weights of {len(plan.weights)} ranks for {list(plan.ranks)[:9]} of {plan.world_size}")
+        _require(0 < plan.memory <= _LARGEST, f"it maps {plan.memory} bytes")
+        states = plan.states()
+        for weights in plan.weights:
+            known = {name: (each.shape, each.dtype) for each in weights for name in each.names}
+            for weight in weights:
+                _check_file(weight.path, _bytes(weight.shape, weight.dtype), weight.offset)
+                _require(len(weight.names) > 0, f"it has a weight at {weight.offset} without a name")
+            for graph in plan.graphs.values():
+                _check_graph(graph, plan.memory, known, states)
+        return plan
+
+
+_Known = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def _check_graph(graph: Graph, memory: int, weights: _Known, states: Mapping[str, Tensor]) -> None:
+    _check_file(graph.neff, 0, 0)
+    given = {each.name: each for each in graph.inputs}
+    _require(len(given) == len(graph.inputs), "two parameters have one name")
+    for tensor in (*graph.inputs, *graph.outputs):
+        is_input, size = given.get(tensor.name) is tensor, tensor.nbytes
+        roles = ("input", "state", "weight") if is_input else ("output",)
+        _require(tensor.role in roles, f"{tensor.name} has the role {tensor.role!r:.60}")
+        of = given.get(tensor.alias_of) if tensor.alias_of is not None else None
+        same = of is not None and (of.role, of.shape, of.dtype) == ("state", tensor.shape, tensor.dtype)
+        _require(
+            tensor.alias_of is None or (same and not is_input),
+            f"{tensor.name} is no new value of {tensor.alias_of!r:.60}",
         )
-        return cls(data["runtime"], tuple(data["ranks"]), data["world_size"], data["memory"], weights, graphs)
+        shared = tensor.role == "input" or (tensor.role == "output" and tensor.alias_of is None)
+        place = -1 if tensor.place is None else tensor.place
+        fits = place % 8 == 0 and 0 <= place <= place + size <= memory if shared else tensor.place is None
+        _require(fits, f"{tensor.name} of {size} bytes lies at {tensor.place} of {memory}")
+        form = (tensor.shape, tensor.dtype)
+        _require(tensor.role != "weight" or weights.get(tensor.name) == form, f"no file has {tensor.name} of {form}")
+        known = states.get(tensor.name)
+        other = tensor.role == "state" and (known is None or (known.shape, known.dtype) != form)
+        _require(not other, f"graphs have {tensor.name} of several sizes")
 
 
-def _tensors(data: list[dict[str, Any]]) -> tuple[Tensor, ...]:
-    return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in data)
+def _check_file(path: str, size: int, offset: int) -> None:
+    """Whether a file has some bytes: a plan names files in full, as its maker found them."""
+    has = os.path.getsize(path) if os.path.isabs(path) and os.path.isfile(path) else -1
+    _require(0 <= offset <= offset + size <= has, f"{path!r:.200} has no {size} bytes at {offset}")
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    _require(dtype in DTYPES, f"it has the type {dtype!r:.60}")
+    _require(all(0 <= each <= _LARGEST for each in shape), f"it has the shape {list(shape)[:9]}")
+    return math.prod(shape) * carrier(dtype).itemsize
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """A value of a type, from the JSON that it travels as."""
+    origin, of = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        fits = isinstance(value, dict) and value.keys() == hints.keys()
+        if fits:
+            return kind(**{name: _build(each, value[name]) for name, each in hints.items()})
+    elif origin is tuple and isinstance(value, list | tuple):
+        return tuple(_build(of[0], each) for each in value)
+    elif origin is dict and isinstance(value, dict):
+        return {name: _build(of[1], each) for name, each in value.items()}
+    elif type(None) in of:
+        return None if value is None else _build(of[0], value)
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"it has {value!r:.60} where {getattr(kind, '__name__', kind)} belongs")

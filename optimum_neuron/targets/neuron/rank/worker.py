@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .failures import RankError
+from .failures import RankError, doing
 from .packages import RUNTIME_PACKAGES, installed_version, package_problem
 from .wire import Channel
 
@@ -65,13 +65,14 @@ def _serve(channel: Channel, memory: int) -> None:
         channel.send(answer, result)
 
 
-def _load(data: dict[str, Any], memory: int) -> Any:
+def _load(data: object, memory: int) -> Any:
     import numpy as np
 
     from .core import CoreGraphs, Device
     from .plan import HALVES, RankPlan
 
-    plan = RankPlan.from_dict(data)
+    with doing("reading what to load"):
+        plan = RankPlan.from_dict(data)
     shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
     device: Device
     if plan.runtime == "nrtpy":
