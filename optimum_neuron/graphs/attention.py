@@ -29,6 +29,9 @@ from .own_scores import BiasMask
 MASKED = -1e9
 MASKED_HALF = -3e4  # float16 ends at -65504
 
+# A sink follows whole vectors: in whichever context, the sum of a softmax has it at the same place.
+_VECTOR = 16
+
 # From a call, a row group, and the layer's cached keys and values to `[rows, tokens, heads, value_dim]`.
 CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Stored, Stored], Tensor]
 # The same of decode rows, from the cache as it was before the step and the rows' own `[rows, kv_heads, dim]` key and value, not yet rounded.
@@ -256,6 +259,9 @@ def _explicit(
     if call.sinks is None:
         weights = torch.softmax(scores, dim=-1)
         return weighted_sum(weights.flatten(2, 3), values, torch.float32).to(query.dtype)
+    columns = scores.shape[-1]
+    if columns % _VECTOR:
+        scores = nn.functional.pad(scores, (0, -columns % _VECTOR), value=MASKED)
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
-    weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :columns]
     return weighted_sum(weights.flatten(2, 3), values, torch.float32).to(query.dtype)

@@ -48,8 +48,13 @@ PROMPT = 121
 
 
 @cache
+def spec_of(kind: str) -> ModelSpec:
+    return inspect_model(model(kind))
+
+
+@cache
 def runner(kind: str, **changes: Any) -> GraphRunner:
-    return eager_runner(model(kind), tiny_config(**changes))
+    return eager_runner(model(kind), tiny_config(**changes), spec=spec_of(kind))
 
 
 @cache
@@ -81,26 +86,24 @@ def test_logits_are_transformers_behind_prompts_longer_than_a_block(kind: str) -
     assert float(exact.std()) > 100 * noise
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.full] * (kind not in ("gated delta", "state space"))) for kind in CONFIGS],
-)
-def test_no_cut_or_neighbor_changes_a_bit(kind: str) -> None:
-    steps = runner(kind, prefill_chunk_size=8, ctx_batch_size=2)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> None:
     text, other = random_tokens(21, seed=2), random_tokens(60, seed=3)
-    steps.reset_all()
-    expected = prefill_pieces(steps, 1, text, [16, 5])
-    after = decode_tokens(steps, {1: 7})[1][1].clone()
 
     @examples(20)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
+    @given(st.integers(2, 17), st.data())
+    def check(size: int, data: st.DataObject) -> None:
+        steps = runner(kind, prefill_chunk_size=size, ctx_batch_size=2)
+        steps.reset_all()
+        whole = [size] * (len(text) // size)
+        expected = prefill_pieces(steps, 1, text, [*whole, len(text) - sum(whole)][: -(-len(text) // size)])
+        after = decode_tokens(steps, {1: 7})[1][1].clone()
         steps.reset_all()
         slot, neighbor = data.draw(st.permutations(range(3)))[:2]
-        steps.prefill([Chunk(neighbor, other[:5])])
+        steps.prefill([Chunk(neighbor, other[: min(5, size)])])
         done, at, logits = 0, 5, torch.empty(0)
         while done < len(text):
-            count = min(data.draw(st.integers(1, 8)), len(text) - done)
+            count = min(data.draw(st.integers(1, size)), len(text) - done)
             chunks = [Chunk(slot, text[done : done + count])]
             if data.draw(st.booleans()):
                 output = steps.step(chunks, decode_rows(steps, {neighbor: int(other[at])}))
@@ -108,8 +111,7 @@ def test_no_cut_or_neighbor_changes_a_bit(kind: str) -> None:
                 output = steps.prefill([*chunks, Chunk(neighbor, other[at : at + 1])])
             assert output.chunk_logits is not None
             logits, done, at = output.chunk_logits[0].clone(), done + count, at + 1
-        if steps.config.mixed_step:
-            assert torch.equal(decode_tokens(steps, {slot: 7})[1][slot], after)
+        assert torch.equal(decode_tokens(steps, {slot: 7})[1][slot], after)
         assert torch.equal(logits, expected)
 
     check()

@@ -27,7 +27,6 @@ from helpers import (
     read_states,
 )
 from torch import Tensor
-from torch.nn import functional
 
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
 from optimum_neuron.artifacts.user_cache import cache_folder
@@ -37,7 +36,6 @@ from optimum_neuron.targets import get_target, resolve_target
 from optimum_neuron.targets.cache.entries import RECORD
 from optimum_neuron.targets.cpu import compiler, loader, native_build
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
-from optimum_neuron.targets.eager import _EqualRows
 
 
 pytestmark = pytest.mark.slow
@@ -276,12 +274,3 @@ def test_auto_is_the_cpu_and_unknown_targets_are_refused() -> None:
     assert resolve_target("auto") == "cpu" and resolve_target("eager") == "eager"
     with pytest.raises(ValueError, match=r"target='gpu' is not known; choose one of cpu, eager"):
         get_target("gpu")
-
-
-@pytest.mark.parametrize("function", [torch.sigmoid, functional.silu, functional.gelu, functional.softplus])
-def test_eager_activations_round_alike_wherever_a_number_stands(function: Callable[[Tensor], Tensor]) -> None:
-    numbers = torch.randn(4096) * 3
-    with _EqualRows():
-        expected = function(numbers)
-        for count in range(4, 132, 4):
-            assert torch.equal(function(numbers[:count].clone()), expected[:count])
