@@ -101,6 +101,14 @@ class KeepsStates(Protocol):
 
 
 @runtime_checkable
+class HoldsStates(Protocol):
+    """An executable with its states in memory of this process, which the system gives page by page as they are first written."""
+
+    def touch_states(self) -> None:
+        """Take all memory of the states now, so that a slot's first request need not wait for it."""
+
+
+@runtime_checkable
 class HasOtherGraphs(Protocol):
     """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots and state apart from them."""
 
