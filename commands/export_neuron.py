@@ -14,7 +14,7 @@ from optimum.commands.export.base import ExportCommand
 
 from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors, size_list
 from optimum_neuron.config import (
-    ACTIVATIONS,
+    ACTIVATION_CHOICES,
     DTYPES,
     KERNEL_TARGETS,
     KERNELS,
@@ -134,9 +134,10 @@ def add_graph_options(parser: ArgumentParser) -> None:
     add_option(
         add_quantization_options(parser),
         "--activations",
-        choices=ACTIVATIONS,
-        help="round activations to int8, too, where they meet weights of int8 or int4: each token's by blocks of 64 inputs, with a scale each; "
-        "less exact, for the host CPU (default: activations stay as they are)",
+        choices=ACTIVATION_CHOICES,
+        default=NeuronConfig.activations,
+        help="round activations to int8 where they meet weights of int8 or int4, with a scale for each token and block of 64 inputs: less "
+        "exact, for the host CPU; auto rounds them if that is faster on this CPU, none keeps them",
     )
     _add_target_options(parser)
 

@@ -22,7 +22,7 @@ from .artifacts.manifest import describe_graph
 from .artifacts.quantization import write_formats
 from .artifacts.weights import named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
-from .checkpoints.activations import check_activations, round_activations
+from .checkpoints.activations import round_activations, settle_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.calibration import Calibration, read_calibration
 from .checkpoints.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from .checkpoints.writable import WritableWhereWritten
-from .config import HLO_TARGETS, NeuronConfig
+from .config import ACTIVATIONS, HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import (
     check_blocks,
@@ -145,7 +145,7 @@ def export_model(
         _warn_of_host_sampling(loaded, config)
         with tensors_in_files():
             quantize(loaded, config, calibration)
-        check_activations(loaded, config)
+        config = settle_activations(loaded, config, by_default=target.rounds_activations())
         with progress.stage("Checking that step graphs compute what the model does"), giving_back():
             spec = _inspect(loaded, config)
         # Behind the check: of activations that differ in a last bit, codes can be others.
@@ -225,7 +225,11 @@ def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: 
             f"{checkpoint.source} is quantized, and quantization={config.quantization!r} would round its weights once more; leave it out to "
             f"keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
         )
-    if config.activations is not None and config.quantization is None and (dequantize or not checkpoint.is_quantized):
+    if (
+        config.activations in ACTIVATIONS
+        and config.quantization is None
+        and (dequantize or not checkpoint.is_quantized)
+    ):
         raise ValueError(
             f"activations={config.activations!r} meets weights of int8 or int4, and {checkpoint.source} is exported with plain ones; give "
             f"--quantization int8 (quantization='int8') as well, or leave activations out"

@@ -140,6 +140,9 @@ class Target(Protocol):
     def check(self, config: NeuronConfig) -> None:
         """Raises before anything is written where this machine cannot compile `config` for this target."""
 
+    def rounds_activations(self) -> bool:
+        """Return whether codes meet activations of int8 faster than plain ones here, so that an export rounds them by default."""
+
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         """Writes what `load` wants of the model itself, its weights above all, into an artifact's folder.
 
