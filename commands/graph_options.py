@@ -9,7 +9,7 @@ from typing import Any
 
 from optimum_neuron.cli import add_option, size_list
 from optimum_neuron.config import (
-    ACTIVATIONS,
+    ACTIVATION_CHOICES,
     DTYPES,
     KERNEL_TARGETS,
     KERNELS,
@@ -118,9 +118,9 @@ _CODES: _Options = {
 }
 _ACTIVATIONS: _Options = {
     "--activations": (
-        {"choices": ACTIVATIONS},
-        "round activations to int8, too, where they meet weights of int8 or int4: faster, and less exact, on the host CPU (default: they stay "
-        "as they are)",
+        {"choices": ACTIVATION_CHOICES},
+        "round activations to int8 where they meet weights of int8 or int4, which is less exact: auto rounds them for the host CPU if it "
+        "computes that faster, none keeps them",
     ),
 }
 _SAMPLING: _Options = {

@@ -23,6 +23,8 @@ TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
 KV_CACHE_DTYPES = ("int8", "fp8")
 # Codes that activations are rounded to before they meet quantized weights.
 ACTIVATIONS = ("int8",)
+# Choices for them: "auto" stands for the faster of the others on the machine that exports, "none" for activations as they are.
+ACTIVATION_CHOICES = ("auto", "none", *ACTIVATIONS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Targets whose kernels take the states of recurrences on token by token; the others compute in blocks.
 WALKING_TARGETS: tuple[str, ...] = ("cpu",)
@@ -97,9 +99,9 @@ class NeuronConfig:
         quantization_zero_point: values of a group of int4 are spread between its least and its largest, and not around zero.
         quantization_exclude: patterns of names of linear layers that stay as they are, as in `fnmatch`. Default: routers, and what
             decides how fast a recurrence forgets or which keys are selected; of int4, the head becomes int8.
-        activations: "int8": layers and experts whose weights are codes of int8 or int4 multiply with activations that are rounded to int8, each
-            token's by blocks of 64 inputs with a scale each: faster, and less exact; of the cpu and eager targets. Default: activations stay as
-            they are.
+        activations: "int8": layers and experts with weights of int8 or int4 codes multiply with activations rounded to int8. Each token's
+            activations have a scale for each block of 64 inputs. This is less exact, and needs the cpu or eager target. "none", or None:
+            activations stay as they are. "auto": the cpu target rounds them if that is faster on the CPU that exports, and no other does.
         tensor_parallel_size: devices that share one copy of the model.
         float32_reduce: devices add their partial sums in float32, whatever `dtype` is: one rounding, twice the bytes.
         long_frequencies: of a model whose rotary frequencies change where a text grows long (LongRoPE), all texts get those of long
@@ -134,7 +136,7 @@ class NeuronConfig:
     quantization_group_size: int | None = None
     quantization_zero_point: bool = False
     quantization_exclude: tuple[str, ...] | None = None
-    activations: str | None = None
+    activations: str | None = "auto"
     tensor_parallel_size: int = 1
     float32_reduce: bool = False
     long_frequencies: bool = False
@@ -198,7 +200,11 @@ class NeuronConfig:
     def _check_activations(self) -> None:
         if self.activations is None:
             return
-        check.choice("activations", self.activations, ACTIVATIONS)
+        check.choice("activations", self.activations, ACTIVATION_CHOICES)
+        if self.activations == "none":
+            object.__setattr__(self, "activations", None)
+        if self.activations not in ACTIVATIONS:
+            return
         if self.target in HLO_TARGETS:
             raise ValueError(
                 f"activations={self.activations!r} is of target='cpu' and 'eager', and target={self.target!r} has no product of whole numbers; "

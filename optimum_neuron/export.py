@@ -24,7 +24,7 @@ from .artifacts.quantization import write_formats
 from .artifacts.signpost import write_signpost
 from .artifacts.weights import check_memory, named_tensors
 from .artifacts.writer import check_output, unfinished_bytes, write_artifact
-from .checkpoints.activations import check_activations, round_activations
+from .checkpoints.activations import round_activations, settle_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.calibration import Calibration, read_calibration
 from .checkpoints.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from .checkpoints.quantized import DEQUANTIZE, KEEP
 from .checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from .checkpoints.tokenizer import fit_tokenizer
 from .checkpoints.writable import WritableWhereWritten
-from .config import HLO_TARGETS, NeuronConfig
+from .config import ACTIVATIONS, HLO_TARGETS, NeuronConfig
 from .graphs.checks.fixed_shapes import check_fixed_shapes
 from .graphs.checks.inspect import (
     check_blocks,
@@ -153,7 +153,7 @@ def export_model(
         check_every_step_has_a_graph(config, graphs)
         with tensors_in_files():
             quantize(loaded, config, calibration)
-        check_activations(loaded, config)
+        config = settle_activations(loaded, config, by_default=target.rounds_activations())
         with progress.stage("Checking that step graphs compute what the model does"), giving_back():
             spec = _inspect(loaded, config)
         if config.target in ("cpu", "eager"):  # which run here, and a device has memory of its own
@@ -243,7 +243,11 @@ def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: 
             checkpoint.source,
             config.quantization,
         )
-    if config.activations is not None and config.quantization is None and (dequantize or not checkpoint.is_quantized):
+    if (
+        config.activations in ACTIVATIONS
+        and config.quantization is None
+        and (dequantize or not checkpoint.is_quantized)
+    ):
         raise ValueError(
             f"activations={config.activations!r} meets weights of int8 or int4, and {checkpoint.source} is exported with plain ones; give "
             f"--quantization int8 (quantization='int8') as well, or leave activations out"

@@ -85,7 +85,7 @@ def test_defaults_are_complete() -> None:
         "quantization_group_size": None,
         "quantization_zero_point": False,
         "quantization_exclude": None,
-        "activations": None,
+        "activations": "auto",
         "tensor_parallel_size": 1,
         "float32_reduce": False,
         "long_frequencies": False,

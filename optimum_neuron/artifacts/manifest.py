@@ -100,10 +100,10 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
                 f"tied_weights has {shown(alias)} tied to {shown(stored)}, which is itself tied to another"
             )
     config, model = config_of(manifest), ModelSpec.from_dict(manifest["model"])
-    if config.target != manifest["target"] or config.dtype == "auto":
+    if config.target != manifest["target"] or "auto" in (config.dtype, config.activations):
         raise ValueError(
-            f"its config has target={config.target!r} and dtype={config.dtype!r}, where the artifact's target "
-            f"{manifest['target']!r} and a type belong"
+            f"its config has target={config.target!r}, dtype={config.dtype!r} and activations={config.activations!r}, where the "
+            f"artifact's target {manifest['target']!r}, a type and a choice belong"
         )
     ranks = sum(PurePosixPath(name).parts[0] == "weights" for name in manifest["files"])
     if ranks != config.tensor_parallel_size:
@@ -117,8 +117,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 def config_of(manifest: Mapping[str, Any]) -> NeuronConfig:
     """Raises TypeError or ValueError where the config of a manifest is none."""
     config = {name: value for name, value in manifest["config"].items() if name != _EARLIER_OPTION}
-    # An artifact that does not mention mixed steps was made without them; the default of a new export is another.
-    return NeuronConfig.from_dict({"mixed_step": False} | config)
+    # An artifact that does not mention an option was made without it; the default of a new export is another.
+    return NeuronConfig.from_dict({"mixed_step": False, "activations": None} | config)
 
 
 def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:

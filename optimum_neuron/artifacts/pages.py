@@ -31,6 +31,11 @@ def zeroed(size: int) -> mmap.mmap:
     return memory
 
 
+def touch(tensor: torch.Tensor) -> None:
+    """Have the system give all pages of a contiguous tensor's memory, whose values stay."""
+    tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].add_(0)
+
+
 def never_filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that take no memory, and that nobody can write to: the process that does is ended by the system."""
     size = math.prod(shape) * dtype.itemsize

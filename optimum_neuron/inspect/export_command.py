@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
@@ -64,7 +65,9 @@ def named(source: str) -> str:
 
 def needed_options(config: NeuronConfig) -> dict[str, Any]:
     """The options of which a config follows; those that do not follow from the others."""
-    options = config.to_dict()
+    if config.quantization is None or config.target != "cpu":
+        config = dataclasses.replace(config, activations=config.activations or "auto")
+    options = config.to_dict() | {"activations": config.activations or "none"}
     for name in config.option_names():
         fewer = {other: value for other, value in options.items() if other != name}
         if name not in ("target", "dtype", "batch_size", "sequence_length") and _makes(fewer, config):

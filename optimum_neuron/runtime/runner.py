@@ -19,7 +19,7 @@ from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.model_spec import ModelSpec
 from ..graphs.spec import LOGPROBS, GraphKind, GraphSpec
-from ..targets import AheadExecutable, Executable, HasOtherGraphs, RunsForStates
+from ..targets import AheadExecutable, Executable, HasOtherGraphs, HoldsStates, RunsForStates
 from .block_tables import BlockTables
 from .kept_states import KeptStates
 from .process import OwnProcess
@@ -183,9 +183,10 @@ class GraphRunner:
         self.kept.keep(slot, int(self.lengths[slot]), snapshot)
 
     def warm_up(self) -> None:
-        """Runs every graph with idle rows, the first time that it is called: the first run of a graph is slow.
+        """Take the memory of all states and run every graph with idle rows, the first time that it is called.
 
-        So are the first of those that only some requests need: samplers, log-probabilities, copies of slots.
+        Else the first request of each slot waits for memory, and the first run of a graph is slow. So are the first of those that only
+        some requests need: samplers, log-probabilities, copies of slots.
         """
         self.process.check()
         if self._warm:
@@ -193,6 +194,8 @@ class GraphRunner:
         self._warm = True
         others = self.executable.idle_inputs() if isinstance(self.executable, HasOtherGraphs) else {}
         with progress.stage("Warming up", len(self._graphs) + len(others)) as advance:
+            if isinstance(self.executable, HoldsStates):
+                self.executable.touch_states()
             for name, step in self._graphs.items():
                 step.fill((), None, (), self._lengths)
                 self.executable.run(name, step.inputs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..artifacts.artifact import Artifact
 from ..graphs.family import rows_needed
 from ..graphs.spec import GraphSpec
-from ..targets import Executable, HasOtherGraphs, KeepsStates, RunsForStates, TellsOperators
+from ..targets import Executable, HasOtherGraphs, HoldsStates, KeepsStates, RunsForStates, TellsOperators
 from .profile import Profile
 from .runner import GraphRunner
 from .step_tensors import Chunk, DecodeRows, StepOutput
@@ -73,6 +73,10 @@ class TracedExecutable:
             began = self._trace.span("operators", operator, began)
 
         return executable.run_by_operators(graph, inputs, ended, outputs=outputs)
+
+    def touch_states(self) -> None:
+        if isinstance(self._executable, HoldsStates):
+            self._executable.touch_states()
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         return self._executable.idle_inputs() if isinstance(self._executable, HasOtherGraphs) else {}

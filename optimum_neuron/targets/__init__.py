@@ -101,6 +101,14 @@ class KeepsStates(Protocol):
 
 
 @runtime_checkable
+class HoldsStates(Protocol):
+    """An executable with its states in memory of this process, which the system gives page by page as they are first written."""
+
+    def touch_states(self) -> None:
+        """Take all memory of the states now, so that a slot's first request need not wait for it."""
+
+
+@runtime_checkable
 class HasOtherGraphs(Protocol):
     """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots and state apart from them."""
 
@@ -131,6 +139,9 @@ class Target(Protocol):
 
     def check(self, config: NeuronConfig) -> None:
         """Raises before anything is written where this machine cannot compile `config` for this target."""
+
+    def rounds_activations(self) -> bool:
+        """Return whether codes meet activations of int8 faster than plain ones here, so that an export rounds them by default."""
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         """Writes what `load` wants of the model itself, its weights above all, into an artifact's folder.

@@ -68,6 +68,9 @@ class EagerTarget:
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
 
+    def rounds_activations(self) -> bool:
+        return False
+
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         return write_weights(named_tensors(model), folder)
 

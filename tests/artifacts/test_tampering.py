@@ -92,9 +92,9 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no type": (
         lambda m: m["config"].pop("dtype"),
-        r"has .*dtype='auto', where the artifact's target 'eager' and a type belong",
+        r"has .*dtype='auto' .*, where the artifact's target 'eager', a type and a choice belong",
     ),
-    "another target": (lambda m: m.update(target="cpu"), r"has target='eager' .*, where the artifact's target 'cpu'"),
+    "another target": (lambda m: m.update(target="cpu"), r"has target='eager', .*, where the artifact's target 'cpu'"),
     "ranks": (
         lambda m: m["config"].update(tensor_parallel_size=2**30),
         r"lists 1 files of weights, and has tensor_par",

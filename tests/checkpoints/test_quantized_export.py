@@ -26,7 +26,14 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 
 
-SIZES = {"batch_size": 3, "sequence_length": 96, "prefill_chunk_size": 16, "output_logits": True, "dtype": "float32"}
+SIZES = {
+    "batch_size": 3,
+    "sequence_length": 96,
+    "prefill_chunk_size": 16,
+    "output_logits": True,
+    "dtype": "float32",
+    "activations": "none",
+}
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from quantized_files import dequantized_model, quantize_to_fp8
 from torch import Tensor, nn
 
 from optimum_neuron import NeuronModelForCausalLM, export
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 from optimum_neuron.graphs.experts import dequantized_experts
@@ -31,6 +32,8 @@ from optimum_neuron.graphs.quantized.weight import QuantizedWeight
 from optimum_neuron.hub.card import make_card
 from optimum_neuron.inspect.collect import collect
 from optimum_neuron.inspect.html import render
+from optimum_neuron.targets import cpu
+from optimum_neuron.targets.cpu.host import instruction_set
 
 
 TARGETS = ("eager", "cpu")
@@ -156,6 +159,57 @@ def test_inspect_and_the_card_tell_which_weights_meet_rounded_activations(mixed:
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "faster", "asked", "rounded"),
+    [
+        ("cpu", True, "auto", "int8"),
+        ("cpu", True, "none", None),
+        ("cpu", True, None, None),
+        ("cpu", False, "auto", None),
+        ("eager", True, "auto", None),
+    ],
+)  # fmt: skip
+def test_by_default_the_cpu_target_rounds_activations_where_that_is_faster(
+    target: str,
+    faster: bool,
+    asked: str | None,
+    rounded: str | None,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cpu, "instruction_set", lambda: replace(instruction_set(), rounded_is_faster=faster))
+    with caplog.at_level(logging.WARNING):
+        folder = export_tiny(tiny_checkpoint, tmp_path / "out", target=target, quantization="int8", activations=asked)
+    artifact = Artifact.open(folder)
+    assert artifact.config.activations == rounded
+    assert {form.get("activations") for form in _forms(folder).values()} == {rounded}
+    assert ("--activations none" in caplog.text) == (rounded is not None)
+    command = collect(artifact).command
+    assert ("--activations none" in command) == (target == "cpu" and rounded is None)
+    assert ("--activations int8" in command) == (rounded is not None)
+
+
+def test_plain_weights_and_other_codes_keep_their_activations_by_default(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "instruction_set", lambda: replace(instruction_set(), rounded_is_faster=True))
+    for quantization in (None, "fp8"):
+        options = {"quantization": quantization, "activations": "auto", "target": "cpu"}
+        folder = export_tiny(tiny_checkpoint, tmp_path / str(quantization), **options)
+        assert Artifact.open(folder).config.activations is None
+
+
+def test_a_manifest_whose_activations_are_left_open_is_refused(mixed: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(mixed("eager"), tmp_path / "artifact"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest["config"]["activations"] = "auto"
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=r"activations='auto', where .* a choice belong"):
+        Artifact.open(folder)
+
+
 def test_layers_of_other_codes_are_counted(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,7 +221,7 @@ def test_layers_of_other_codes_are_counted(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"activations": "int4", "quantization": "int8"}, "activations='int4' is not known; choose one of int8"),
+        ({"activations": "int4", "quantization": "int8"}, "activations='int4' is not known; choose one of auto, none, int8"),
         ({"activations": "int8"}, "is exported with plain ones; give --quantization int8"),
         ({"activations": "int8", "quantization": "fp8"}, "quantization='fp8' makes none; use quantization='int8' or 'int4'"),
         *(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...artifacts.quantization import write_formats
 from ...artifacts.skeleton import empty_model
 from ...artifacts.user_cache import cache_folder, cache_root
-from ...checkpoints.activations import check_activations, round_activations
+from ...checkpoints.activations import round_activations, settle_activations
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
 from ...checkpoints.quantize import make_room_as_quantized
@@ -91,7 +91,7 @@ def lookup(
             "and what the cache has is used"
         )
     checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    found = _keys(checkpoint, config, target)
+    found = _keys(checkpoint, config, target, rounded=target.rounds_activations())
     shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
     return [
         Found(graph, key, _here(found, key), None if shared is None else _shared(found, key, shared))
@@ -99,7 +99,7 @@ def lookup(
     ]
 
 
-def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> CacheKeys:
+def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, rounded: bool) -> CacheKeys:
     if checkpoint.gguf_file is not None:
         raise ValueError(
             f"{checkpoint.source} has its config in one file with its weights, which are not read here; export it, and what the "
@@ -124,7 +124,7 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs) -> 
         model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
         _check_ties(checkpoint, model)
         make_room_as_quantized(model, config)
-        check_activations(model, config)
+        config = settle_activations(model, config, by_default=rounded)
         round_activations(model, config)
         write_formats(weight_formats(model), folder)
         config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))

@@ -22,6 +22,7 @@ from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..threads import fit_threads
 from . import library, plan_keys
 from .compiler import CACHE_KIND, PLAN_SUFFIX, compile_graphs
+from .host import instruction_set
 from .layout import use_natural_layout
 from .loader import load_executable
 
@@ -33,6 +34,9 @@ class CpuTarget:
         check_one_device(config)
         library.load()
         CompileCache(CACHE_KIND)
+
+    def rounds_activations(self) -> bool:
+        return instruction_set().rounded_is_faster
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         use_natural_layout(model)

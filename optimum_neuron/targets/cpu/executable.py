@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...artifacts.pages import touch
 from ...graphs.slot_copies import SlotCopies
 from ...graphs.spec import GraphSpec
 from . import library
@@ -157,6 +158,7 @@ class CpuExecutable:
     ) -> None:
         self._plans = plans
         self._states = states
+        self._snapshots = snapshots
         self._copies = SlotCopies(states, snapshots)
         self._running = threading.Lock()  # they share their arena
 
@@ -185,6 +187,10 @@ class CpuExecutable:
 
     def restore_state(self, snapshot: int, slot: int) -> None:
         self._copies.restore(snapshot, slot)
+
+    def touch_states(self) -> None:
+        for memory in (*self._states.values(), *self._snapshots.values()):
+            touch(memory)
 
     def read_state(self, name: str) -> Tensor:
         return self._states[name].clone()

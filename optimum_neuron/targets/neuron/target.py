@@ -63,6 +63,9 @@ class NeuronTarget:
 
             CompileCache(CACHE_KIND)
 
+    def rounds_activations(self) -> bool:
+        return False
+
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         from .lowering.rank_model import trace_first
         from .sharding import write_sharded_weights

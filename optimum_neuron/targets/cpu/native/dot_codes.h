@@ -19,19 +19,13 @@ constexpr int32_t kDotOffset = 128;
 constexpr int32_t kDotOffset = 0;
 #endif
 
-#if defined(__x86_64__) && !defined(STEP_VNNI)
+#if defined(__x86_64__) && !defined(STEP_AVX512) && !defined(STEP_AVX2)
 // The bytes of 16 bits as two numbers of 16 bits, even ones and odd ones: products of pairs are summed in 32 bits.
 typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
 INLINE ShortVec evenBytes(BitVec v) { return (ShortVec)v << 8 >> 8; }
 INLINE ShortVec oddBytes(BitVec v) { return (ShortVec)v >> 8; }
 INLINE IntVec multiplyPairs(ShortVec a, ShortVec b) {
-#if defined(STEP_AVX512)
-  return (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(STEP_AVX2)
-  return (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
   return (IntVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#endif
 }
 INLINE IntVec dotPairs(IntVec sum, BitVec w, BitVec x) {
   return sum + multiplyPairs(evenBytes(w), evenBytes(x)) + multiplyPairs(oddBytes(w), oddBytes(x));
@@ -44,14 +38,11 @@ INLINE IntVec dotCodes(IntVec sum, BitVec w, BitVec x) {
 #if defined(STEP_VNNI)
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(STEP_AVX512)
-  if constexpr (Wide) {
-    return dotPairs(sum, w, x);
-  } else {
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
-    return sum + (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-  }
-#elif defined(STEP_AVX2)
   // A pair's sum fits 16 bits: 2 * 128 * 127.
+  const __m512i own = (__m512i)x, size = Wide ? _mm512_abs_epi8((__m512i)w) : (__m512i)w;
+  const __m512i signs = Wide ? _mm512_mask_sub_epi8(own, _mm512_movepi8_mask((__m512i)w), __m512i{}, own) : own;
+  return sum + (IntVec)_mm512_madd_epi16(_mm512_maddubs_epi16(size, signs), _mm512_set1_epi16(1));
+#elif defined(STEP_AVX2)
   const __m256i size = Wide ? _mm256_abs_epi8((__m256i)w) : (__m256i)w;
   const __m256i signs = Wide ? _mm256_sign_epi8((__m256i)x, (__m256i)w) : (__m256i)x;
   return sum + (IntVec)_mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), _mm256_set1_epi16(1));
