@@ -68,6 +68,9 @@ class NeuronPlatform(Platform):
     def manual_seed_all(cls, seed: int) -> None:
         """Nothing to seed: random numbers are drawn on the host."""
 
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     @classmethod
     def is_pin_memory_available(cls) -> bool:
         return False
