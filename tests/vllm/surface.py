@@ -200,6 +200,11 @@ class Surface:
                 there = self._vllm.module(source)
                 if self._vllm.module(full) is None and (there is None or not there.binds(name)):
                     yield f"{module.name} imports {full}, which is not there"
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    used = self._vllm.module(module.imports.get(node.value.id, ""))
+                    if used is not None and not used.binds(node.attr):
+                        yield f"{module.name} takes {node.attr} of {used.name}, which has none"
 
     def _subclasses(self) -> list[Class]:
         found = [self.find(f"{module.name}.{name}") for module in self._plugin.modules() for name in module.classes]

@@ -75,6 +75,12 @@ def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with
             "prompt_logprobs_of",
             "the argument prompt_logprobs_dict, which it does not take",
         ),
+        (
+            "vllm/transformers_utils/config.py",
+            "_CONFIG_REGISTRY",
+            "_CONFIGS",
+            "patches takes _CONFIG_REGISTRY of vllm.transformers_utils.config, which has none",
+        ),
         ("vllm/v1/request.py", r"\bskip_reading_prefix_cache\b", "reads", "Request has no skip_reading_prefix_cache"),
     ],
 )
