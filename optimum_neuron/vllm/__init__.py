@@ -22,9 +22,6 @@ def general_plugin() -> None:
     from .activation import PLUGIN_NAME
 
     if current_platform.device_name == PLUGIN_NAME:
-        from .engine_args import watch_engine_args
-        from .models import register_architectures, restore_configs
+        from .patches import patch_process
 
-        register_architectures()
-        restore_configs()
-        watch_engine_args()
+        patch_process()

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from ..engine.slots import SlotTable
 from .block_snapshots import BlockSnapshots
+from .scheduler_hooks import HookedScheduler
 
 
 class CacheRoom(Protocol):
@@ -38,7 +38,7 @@ class BlockRoom:
 
     reuses = False  # vLLM's prefix cache tells
 
-    def __init__(self, scheduler: Scheduler, snapshots: BlockSnapshots | None) -> None:
+    def __init__(self, scheduler: HookedScheduler, snapshots: BlockSnapshots | None) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
         self._snapshots = snapshots
@@ -69,7 +69,7 @@ class BlockRoom:
             not request.is_prefill_chunk and request.num_computed_tokens % scheduler.block_size == 0
             for request in scheduler.running
         )
-        kept = scheduler._inflight_prefill_reserved_blocks() + manager.watermark_blocks
+        kept = scheduler.reserved_blocks() + manager.watermark_blocks
         return manager.block_pool.get_num_free_blocks() - grown - kept
 
     def _cached(self, request: Request) -> tuple[Sequence[Any], int]:

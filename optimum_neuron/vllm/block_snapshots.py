@@ -68,6 +68,10 @@ class BlockSnapshots:
             places.append((start // self._interval + 1) * self._interval)
         return min((place for place in places if start < place < length), default=0)
 
+    def clear(self) -> None:
+        """Forget all snapshots, as vLLM forgets all blocks."""
+        self._table.clear()
+
     def plan(self, scheduler_output: Any, requests: Mapping[str, Request]) -> StepPlan:
         """What a step restores and keeps; to be called once for each step, in their order: the next one finds what this one keeps.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -34,12 +35,9 @@ def given() -> Given:
     return _given.get() or Given()
 
 
-def watch_engine_args() -> None:
-    """Has `EngineArgs` tell what it was given, and refuses what vLLM would refuse with another remedy than ours.
-
-    To be called once in a process, as vLLM calls its plugins, before it makes a configuration.
-    """
-    make = EngineArgs.create_engine_config
+def watched(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `EngineArgs.create_engine_config` as one that notes what it was given, and refuses what vLLM would refuse with another
+    remedy than ours."""
 
     @functools.wraps(make)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
@@ -58,4 +56,4 @@ def watch_engine_args() -> None:
         finally:
             _given.reset(before)
 
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config

@@ -19,13 +19,16 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 
+# Tokens of a request that vLLM may drop: those of the steps that async scheduling has on their way at once.
+MOST_DROPPED = 2
+
+
 class HostRequest:
     """A request as vLLM's sampler knows it. Its generator is used by no other and only where it gets a token."""
 
-    def __init__(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, output_token_ids: list[int]
-    ) -> None:
+    def __init__(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         generator = None
+        self._states: dict[int, Tensor] = {}  # of the generator, before each of the last tokens
         if params.sampling_type == SamplingType.RANDOM_SEED:
             generator = torch.Generator().manual_seed(params.seed)
         self.state = CachedRequestState(
@@ -36,8 +39,31 @@ class HostRequest:
             generator=generator,
             block_ids=([],),
             num_computed_tokens=0,
-            output_token_ids=output_token_ids,
+            output_token_ids=[],
         )
+
+    def before_token(self) -> None:
+        """Note the random numbers that the next token is drawn with."""
+        if self.state.generator is not None:
+            chosen = len(self.state.output_token_ids)
+            self._states[chosen] = self.state.generator.get_state()
+            self._states.pop(chosen - MOST_DROPPED, None)
+
+    def rewind(self, kept: int) -> None:
+        """Forget all tokens but the first `kept`: the next one is drawn with the random numbers of the first that is forgotten.
+
+        Raises:
+            RuntimeError: vLLM drops more tokens than can be on their way.
+        """
+        chosen = self.state.output_token_ids
+        if self.state.generator is not None and kept < len(chosen):
+            if kept not in self._states:
+                raise RuntimeError(
+                    f"vLLM drops {len(chosen) - kept} tokens of request {self.state.req_id}, and {MOST_DROPPED} may be on their "
+                    f"way; this is a fault of the plugin"
+                )
+            self.state.generator.set_state(self._states[kept])
+        del chosen[kept:]
 
 
 class HostSampler:
@@ -87,6 +113,8 @@ class HostSampler:
         """
         logits = self._arrange(requests, logits)
         batch = self._batch
+        for request in requests:
+            request.before_token()
         if grammar is not None:
             apply_grammar_bitmask(scheduler_output, grammar, batch, logits)
         output = self._sampler(logits, batch.sampling_metadata)

@@ -54,10 +54,12 @@ class ModelRunner:
     Args:
         runner: the graphs and slots.
         model: the sizes of the model.
+
+    Attributes:
+        is_loaded: whether there are graphs to run.
     """
 
     def __init__(self, runner: GraphRunner, model: ModelSpec, vllm_config: VllmConfig) -> None:
-        self.runner = runner
         self._sizes = runner.config
         self._sampler = HostSampler(vllm_config, self._sizes.batch_size, model.vocab_size)
         told = vllm_config.model_config.logprobs_mode == RAW_LOGPROBS
@@ -68,9 +70,23 @@ class ModelRunner:
             mode=vllm_config.model_config.logprobs_mode,
             vocab_size=model.vocab_size,
         )
+        self._computed: _Computed | None = None
+        self.load(runner)
+
+    def load(self, runner: GraphRunner) -> None:
+        """Take graphs that were loaded, whose rows are all free."""
+        self.runner = runner
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)
-        self._computed: _Computed | None = None
+
+        self.is_loaded = True
+
+    def unload(self) -> None:
+        """Let go of the graphs and of all rows, while no request runs. Requests stay, and with them their random numbers."""
+        if self.is_loaded:
+            self.is_loaded = False
+            self._requests.leave_rows()
+            del self.runner, self._rows, self._cache
 
     def execute(self, scheduler_output: Any) -> None:
         """Runs a step; `sample` then hands out its tokens. Where the device runs ahead, it need not have ended.

@@ -24,11 +24,6 @@ if TYPE_CHECKING:  # vLLM imports its platform while it imports its configuratio
 # A forked child of a process that has used OpenMP threads waits for ever in its first parallel region.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
-if not torch.accelerator.is_available():
-    # vLLM empties the accelerator's caches when an engine ends, and torch raises where there is none.
-    torch.accelerator.empty_cache = lambda: None
-    torch.accelerator.empty_host_cache = lambda: None
-
 
 class NeuronPlatform(Platform):
     """Tensors that vLLM touches are on the host, for Neuron targets too: the graphs own the device."""
@@ -67,6 +62,9 @@ class NeuronPlatform(Platform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         """Nothing to seed: random numbers are drawn on the host."""
+
+    def is_sleep_mode_available(self) -> bool:
+        return True
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

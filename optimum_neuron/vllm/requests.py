@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,6 @@ class SlotRequest:
     host: HostRequest | None = None
     logprobs: bool = False
     prompt_scores: PromptScores | None = None
-    output_token_ids: list[int] = field(default_factory=list)
 
     @property
     def on_host(self) -> bool:
@@ -61,9 +60,11 @@ class SlotRequest:
                 they are to be chosen again, with the same random numbers.
         """
         self.prefill_token_ids = np.asarray(token_ids, dtype=np.int32)
-        del self.output_token_ids[len(token_ids) - len(self.prompt_token_ids) :]
+        kept = len(token_ids) - len(self.prompt_token_ids)
         if self.uniforms is not None:
-            self.uniforms.rewind(len(token_ids) - len(self.prompt_token_ids))
+            self.uniforms.rewind(kept)
+        if self.host is not None:
+            self.host.rewind(kept)
 
 
 class RequestTable:
@@ -103,6 +104,11 @@ class RequestTable:
             state.slot = known.slot
         return state
 
+    def leave_rows(self) -> None:
+        """Takes the rows of all requests."""
+        for state in self._states.values():
+            state.slot = NO_ROW
+
     def get(self, request_id: str) -> SlotRequest | None:
         """A request; None where it is finished, or never got here."""
         return self._states.get(request_id)
@@ -118,7 +124,7 @@ class RequestTable:
         if params.prompt_logprobs is not None:
             state.prompt_scores = PromptScores(prompt, params.prompt_logprobs, self._mode, self._vocab_size)
         if self._all_on_host or host_reason(params, self._config) is not None:
-            state.host = HostRequest(new.req_id, prompt, params, state.output_token_ids)
+            state.host = HostRequest(new.req_id, prompt, params)
             return state
         state.sampling, state.logprobs = on_device_params(params), params.logprobs is not None
         if state.sampling.temperature > 0:

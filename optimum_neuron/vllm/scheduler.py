@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -25,11 +23,12 @@ from ..engine.scheduler import WAITING_WINDOW
 from .block_room import BlockRoom, CacheRoom
 from .block_snapshots import BlockSnapshots
 from .prompt_planner import PromptPlanner
+from .scheduler_hooks import HookedScheduler, OfferedQueue
 from .settings import chunk_tokens, find_served
 from .slot_connector import SlotConnector
 
 
-class SlotScheduler(Scheduler):
+class SlotScheduler(HookedScheduler):
     """vLLM's own, for slots and for what rows keep beside blocks.
 
     It counts what prompts reuse of slots where it counts the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
@@ -51,19 +50,19 @@ class SlotScheduler(Scheduler):
             output.kv_connector_metadata = self._snapshots.plan(output, self.requests)
         return output
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        """What of its prefix cache vLLM takes for a request."""
-        blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        if self._snapshots is not None:
-            tokens = self._snapshots.start(request, tokens)
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, tokens)
-        return blocks, tokens, boundary, diverged
+    def prompt_start(self, request: Request, cached: int) -> int:
+        return cached if self._snapshots is None else self._snapshots.start(request, cached)
 
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """The last that vLLM asks before it gives a request tokens of a step."""
-        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        cut = 0 if self._snapshots is None else self._snapshots.next_cut(request, num_computed_tokens)
-        return min(tokens, cut - num_computed_tokens) if cut else tokens
+    def most_tokens(self, request: Request, start: int, tokens: int) -> int:
+        cut = 0 if self._snapshots is None else self._snapshots.next_cut(request, start)
+        return min(tokens, cut - start) if cut else tokens
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget snapshots with the blocks that they belong to."""
+        done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if done and self._snapshots is not None:
+            self._snapshots.clear()
+        return done
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
@@ -80,8 +79,12 @@ class AsyncSlotScheduler(SlotScheduler, AsyncScheduler):
 class StepScheduler(SlotScheduler):
     """Steps have a token for every request that decodes, and for prompts what the planner gives them.
 
-    All else is vLLM's: who decodes, who waits and in which order, who gets blocks, who gives them back.
+    All else is vLLM's: who decodes, who waits and in which order, who gets blocks, who gives them back. Who is not planned does not start.
     """
+
+    waiting: OfferedQueue
+    kv_holding_waiting: OfferedQueue
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,9 +93,11 @@ class StepScheduler(SlotScheduler):
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
         self._chunk_tokens = chunk_tokens(self._sizes)
-        self._most: int = self.max_num_scheduled_tokens
+        self._most = self.max_num_scheduled_tokens
         self._planned: dict[str, int] = {}
         self._was_refused = False
+        self.waiting = OfferedQueue(self.waiting)
+        self.kv_holding_waiting = OfferedQueue(self.kv_holding_waiting)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         decodes = sum(not request.is_prefill_chunk for request in self.running)
@@ -106,6 +111,9 @@ class StepScheduler(SlotScheduler):
     def _schedule(self, decodes: int, planned: dict[str, int], throttle_prefills: bool) -> SchedulerOutput:
         """A step of vLLM's own making, of so many decodes and of these tokens of prompts."""
         self._planned = planned
+        waiting = [self.requests[name] for name in planned if self.requests[name].status != RequestStatus.RUNNING]
+        self.kv_holding_waiting.offer(request for request in waiting if request.num_computed_tokens)
+        self.waiting.offer(request for request in waiting if not request.num_computed_tokens)
         self.max_num_scheduled_tokens = decodes + sum(planned.values())
         return super().schedule(throttle_prefills)
 
@@ -123,7 +131,8 @@ class StepScheduler(SlotScheduler):
             return {}
         slots, most = self._room.table(places), self._tokens_per_prompt()
         cuts = {} if self._snapshots is None else self._cuts(self._snapshots, prompts, cached)
-        return self._planner.plan(prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first)
+        planned = self._planner.plan(prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first)
+        return {name: planned[name] for request in prompts if (name := request.request_id) in planned}
 
     @staticmethod
     def _cuts(snapshots: BlockSnapshots, prompts: Sequence[Request], cached: Mapping[str, int]) -> dict[str, int]:
@@ -139,21 +148,12 @@ class StepScheduler(SlotScheduler):
     def _ready(self) -> tuple[list[Request], Mapping[str, int]]:
         """The first of those that wait, in vLLM's order: sessions, which hold a part of the cache, before all others; and how many
         tokens of them vLLM has cached."""
-        sessions = [request for request in self.kv_holding_waiting if self._is_ready(request)]
+        sessions = [request for request in self.kv_holding_waiting if self.may_start(request)]
         if sessions or self.pause_state != PauseState.UNPAUSED:
             return sessions, {}
-        ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self._is_ready(request)]
+        ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self.may_start(request)]
         cached = self._room.admissible(ready)
         return ready[: len(cached)], cached
-
-    def _is_ready(self, request: Request) -> bool:
-        """Whether vLLM would start a request: it asks the same before it does."""
-        stale = request.num_stale_output_tokens and not request.drop_stale_output
-        return super()._handle_blocked_waiting_request(request) and not stale
-
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """What vLLM asks before it starts a request: nobody starts who is not planned."""
-        return super()._handle_blocked_waiting_request(request) and request.request_id in self._planned
 
     def _tokens_per_prompt(self) -> int:
         """What vLLM cuts prompts to, as it counts."""
@@ -165,9 +165,9 @@ class StepScheduler(SlotScheduler):
             threshold = max(threshold, self.scheduler_config.max_num_batched_tokens // count)
         return threshold
 
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+    def most_tokens(self, request: Request, start: int, tokens: int) -> int:
         """A prompt gets what was planned."""
-        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        tokens = super().most_tokens(request, start, tokens)
         if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
             return tokens
         return min(tokens, self._planned.get(request.request_id, 0))

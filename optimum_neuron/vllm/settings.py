@@ -282,8 +282,9 @@ def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
     has_blocks = artifact.config.kv_block_size is not None
     cache.enable_prefix_caching = reuses and has_blocks
     if reuses and not has_blocks:
+        # A consumer's blocks are freed a step late, for loads that come from elsewhere at any time. Copies of slots are parts of steps.
         vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
+            kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_producer"
         )
 
 

@@ -17,20 +17,28 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from ..artifacts.artifact import Artifact
+from ..artifacts.artifact import Artifact, ArtifactError
 from ..config import NEURON_TARGETS
 from ..graphs.state_sizes import byte_count
 from ..runtime.runner import GraphRunner
 from ..targets import get_target
 from .model_runner import ModelRunner
+from .refused_calls import refuse_calls
 from .settings import find_served
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
-class _Later(AsyncModelRunnerOutput):
+class _StepOutput(AsyncModelRunnerOutput):
     """A step's output while the step still runs."""
+
+    def get_kv_connector_output(self) -> None:
+        """Nothing of a step that failed: the connector has no side here. vLLM 0.33 demands the method, 0.32 does not call it."""
+
+
+class _Later(_StepOutput):
+    """Where the device does not run ahead."""
 
     def __init__(self, output: Future[ModelRunnerOutput]) -> None:
         self._output = output
@@ -39,7 +47,7 @@ class _Later(AsyncModelRunnerOutput):
         return self._output.result()
 
 
-class _Behind(AsyncModelRunnerOutput):
+class _Behind(_StepOutput):
     """A step's output where the device runs ahead: read when vLLM asks for it, which it does once the next step is started.
 
     Args:
@@ -54,6 +62,7 @@ class _Behind(AsyncModelRunnerOutput):
         return self._thread.submit(_inferring, self._sampled.result()).result()
 
 
+@refuse_calls
 class NeuronWorker(WorkerBase):
     """One worker per engine, whatever number of devices the artifact takes.
 
@@ -89,16 +98,19 @@ class NeuronWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         artifact = self._artifact
+        self.model_runner: ModelRunner | None = ModelRunner(self._load(), artifact.model, self.vllm_config)
+        if self.scheduler_config.async_scheduling:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
+        logger.info("serving %s: %d graphs for %s", artifact.path, len(artifact.graphs), artifact.target)
+
+    def _load(self) -> GraphRunner:
+        artifact = self._artifact
         executable = get_target(artifact.target).load(
             artifact,
             trust_native_code=self._served.trust_native_code,
             trust_remote_code=self.model_config.trust_remote_code,
         )
-        runner = GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
-        self.model_runner: ModelRunner | None = ModelRunner(runner, artifact.model, self.vllm_config)
-        if self.scheduler_config.async_scheduling:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
-        logger.info("serving %s: %d graphs for %s", artifact.path, len(artifact.graphs), artifact.target)
+        return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
 
     def get_model(self) -> nn.Module:
         """A module without parameters: vLLM looks through a model's modules when it ends."""
@@ -185,8 +197,55 @@ class NeuronWorker(WorkerBase):
     def list_loras(self) -> set[int]:
         return set()
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
-        raise ValueError("the worker has no profiler; run the artifact under one by itself")
+    def synchronize_device(self) -> None:
+        """Wait for the steps that were handed over: a pause is complete where none runs."""
+        if self._thread is not None:
+            self._thread.submit(_nothing).result()
+
+    def reset_encoder_cache(self) -> None:
+        """Nothing to forget: there is no encoder."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Let go of weights, cache and devices. Loading brings the same weights back, so that both levels of vLLM are one.
+
+        vLLM has preempted or ended all requests before, and forgotten what the cache holds. Without its artifact the worker keeps
+        all, and sleeps no less.
+        """
+        self.synchronize_device()
+        assert self.model_runner is not None
+        try:
+            same = Artifact.open(self._artifact.path).manifest == self._artifact.manifest
+        except (FileNotFoundError, ArtifactError):
+            same = False
+        if not same:
+            logger.warning("%s is no longer what was loaded: its memory is kept during the sleep", self._artifact.path)
+            return
+        self.model_runner.unload()
+        gc.collect()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Load the artifact again. Weights and cache come together, whichever of them `tags` asks for first.
+
+        Raises:
+            FileNotFoundError, ArtifactError: the artifact went away meanwhile. The engine sleeps on.
+        """
+        assert self.model_runner is not None
+        if not self.model_runner.is_loaded:
+            self.model_runner.load(self._load())
+            self.compile_or_warm_up_model()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Let go of the cache, whose graphs go with it."""
+        self.sleep()
+
+    def reload_weights(self) -> None:
+        """Nothing to read: an artifact's weights do not change, and `wake_up` has read them."""
+
+    def checkpoint_prepare(self) -> None:
+        """Nothing to close: one worker has no connections to others."""
+
+    def checkpoint_restore(self) -> None:
+        """Nothing to open again."""
 
     def shutdown(self) -> None:
         """Ends the step that runs, and lets go of graphs, weights and devices."""
@@ -194,6 +253,10 @@ class NeuronWorker(WorkerBase):
             self._thread.shutdown(cancel_futures=True)
         self.model_runner = None
         gc.collect()
+
+
+def _nothing() -> None:
+    """What a thread runs when all before it has ended."""
 
 
 @torch.inference_mode()

@@ -13,6 +13,14 @@ from vllm import LLM, SamplingParams
 
 
 NEW = 12
+# Requests that differ in who chooses their tokens and how.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_k": 40, "seed": 1},  # drawn by the graphs
+    {"temperature": 0.9, "top_k": 1000, "repetition_penalty": 1.1, "seed": 2},  # drawn by vLLM's sampler
+    {"temperature": 1.2, "presence_penalty": 0.5, "logprobs": 2, "seed": 3},
+    {"repetition_penalty": 1.3, "min_tokens": 4},
+]
 
 
 def random_prompt(length: int, seed: int = 0, vocab: int = 49000) -> list[int]:

@@ -185,3 +185,19 @@ def check_progress(engine: Served) -> None:
             left[name] -= count if left[name] > 0 else 0
             tokens[name] -= left[name] <= 0
     assert not any(left.values()) and not any(tokens.values())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_who_waits_for_a_slot_waits_in_vllms_order_and_for_capacity(serve: Callable[[str], Served], name: str) -> None:
+    engine = serve(name)
+    names = [f"r{number}" for number in range(16)]
+    for number, each in enumerate(names):
+        engine.add(each, random_prompt(4 + number, number), 6)
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert not engine.scheduler.deferred_waiting
+        waiting = [request.request_id for request in engine.scheduler.waiting]
+        assert waiting == [each for each in names if each in waiting]
+        assert len(engine.scheduler.waiting) == len(waiting) == engine.scheduler.get_request_counts()[1]
+    assert list(engine.first_steps()) == names
+    engine.check_answers()

@@ -219,13 +219,15 @@ def test_a_repeated_prompt_is_counted_as_cached_but_for_its_last_token(text_serv
 
 
 def test_metrics_count_running_and_waiting_requests_by_slots(text_server: Server) -> None:
-    running: list[float] = []
+    running, deferred = [0.0], [0.0]
     with ThreadPoolExecutor(SLOTS + 2) as threads:
         answers = [threads.submit(complete, text_server, f"Number {index}", 150) for index in range(SLOTS + 2)]
         while not all(answer.done() for answer in answers):
             waiting = text_server.metric("num_requests_waiting")
             running.append(text_server.metric("num_requests_running") if waiting else 0)
+            deferred.append(text_server.metric("num_requests_waiting_by_reason", reason="deferred"))
     assert max(running) == SLOTS
+    assert max(deferred) == 0  # who waits for a slot waits for capacity
     text_server.wait_idle()
 
 

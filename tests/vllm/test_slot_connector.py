@@ -230,9 +230,9 @@ def test_requests_preempted_by_a_reset_come_back_exact(
     for index in range(5):
         engine.add(f"r{index}", PREFIX[: 20 + index] + other(index), 12)
     preempted = set()
-    for step in range(60):
+    for step in range(120):
         engine.step()
-        if step % 9 == 5:
+        if step % 14 == 5:
             running = [request.request_id for request in engine.scheduler.running]
             engine.reset(forget)
             preempted.update(running)

@@ -38,6 +38,9 @@ SWAPPED = [
 ALIKE: list[tuple[str, Any]] = [
     action for own in (3, 4, 5, 6, 7) for action in (("add", (0, 40, own, 3, {})), ("step", 12))
 ]
+# Who is preempted goes on behind its own prompt, of which the arrival of another one made vLLM's connector take note.
+RESUMED: list[tuple[str, Any]] = [("add", (0, 40, 3, 12, {})), ("step", 5), ("add", (1, 20, 1, 9, {})), ("step", 2)]
+RESUMED.append(("reset", False))
 # Artifacts and engine options, by what is special about them.
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one row": ({}, {}),
@@ -104,6 +107,7 @@ def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
         @given(actions=workloads(shared=50, own=20, new_tokens=12, steps=5, aborted=30, most=30))
         @example(actions=SWAPPED)
         @example(actions=ALIKE)
+        @example(actions=RESUMED)
         def serve(actions: list[tuple[str, Any]]) -> None:
             nonlocal hits
             engine = Served(config, ahead=ahead)

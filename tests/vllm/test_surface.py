@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own sources against what the plugin takes of them: names, signatures, abstract methods, and calls of workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from surface import ROOT, Sources, Surface, installed, rpc_names
+
+from optimum_neuron.vllm.refused_calls import REFUSED_CALLS
+from optimum_neuron.vllm.worker import NeuronWorker
+
+
+SCHEDULER, OUTPUTS, EXECUTOR = (
+    f"vllm/v1/{name}.py" for name in ("core/sched/scheduler", "outputs", "executor/abstract")
+)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Sources:
+    return installed()
+
+
+def test_the_installed_vllm_is_as_the_plugin_takes_it(vllm: Sources) -> None:
+    assert Surface(vllm).problems() == []
+
+
+def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with_a_reason(vllm: Sources) -> None:
+    called = rpc_names(vllm)
+    assert {"reset_encoder_cache", "sleep", "wake_up", "discard", "synchronize_device", "update_weights"} <= called
+    assert all(callable(getattr(NeuronWorker, name)) for name in REFUSED_CALLS)
+    for name in REFUSED_CALLS:
+        with pytest.raises(ValueError, match=rf"^{name} is not supported: \S.*; \S|^{name} is not supported: \S"):
+            getattr(NeuronWorker, name)(None)
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "told"),
+    [
+        (
+            OUTPUTS,
+            "    @abstractmethod\n    def get_output(",
+            "    @abstractmethod\n    def get_more(self):\n        pass\n\n    @abstractmethod\n    def get_output(",
+            "_Later lacks the abstract method get_more",
+        ),
+        (
+            SCHEDULER,
+            r"def _reserve_prefill_lookahead\(\s+self,",
+            "def _reserve_prefill_lookahead(self, reason,",
+            "HookedScheduler._reserve_prefill_lookahead does not take what vLLM gives it: num_new_tokens",
+        ),
+        (
+            SCHEDULER,
+            "_inflight_prefill_reserved_blocks",
+            "_reserved",
+            "takes _inflight_prefill_reserved_blocks of vLLM's class, which has none",
+        ),
+        (
+            EXECUTOR,
+            r'collective_rpc\("reset_mm_cache"\)',
+            'collective_rpc("paint_green")',
+            "vLLM calls paint_green of its workers: implement it, or refuse it with a reason",
+        ),
+        (
+            OUTPUTS,
+            "class LogprobsLists",
+            "class Logprobs",
+            "imports vllm.v1.outputs.LogprobsLists, which is not there",
+        ),
+        (
+            OUTPUTS,
+            "prompt_logprobs_dict",
+            "prompt_logprobs_of",
+            "the argument prompt_logprobs_dict, which it does not take",
+        ),
+        (
+            "vllm/transformers_utils/config.py",
+            "_CONFIG_REGISTRY",
+            "_CONFIGS",
+            "patches takes _CONFIG_REGISTRY of vllm.transformers_utils.config, which has none",
+        ),
+        ("vllm/v1/request.py", r"\bskip_reading_prefix_cache\b", "reads", "Request has no skip_reading_prefix_cache"),
+    ],
+)
+def test_what_another_version_of_vllm_changes_is_told(vllm: Sources, path: str, old: str, new: str, told: str) -> None:
+    change: Callable[[str], str] = lambda text: re.sub(old if "\\" in old else re.escape(old), new, text)  # noqa: E731
+    assert any(told in problem for problem in Surface(vllm.changed(path, change)).problems())
+
+
+def test_a_method_that_the_plugin_forgets_is_told(vllm: Sources) -> None:
+    plugin = Sources.of_folder(ROOT, "optimum_neuron/vllm")
+    forgetful = plugin.changed("optimum_neuron/vllm/worker.py", lambda text: text.replace("def sleep(", "def doze("))
+    assert (
+        "vLLM calls sleep of its workers: implement it, or refuse it with a reason"
+        in Surface(vllm, forgetful).problems()
+    )
