@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from .artifacts.manifest import describe_graph
 from .artifacts.quantization import write_formats
 from .artifacts.signpost import write_signpost
 from .artifacts.weights import check_memory, named_tensors
-from .artifacts.writer import check_output, unfinished_bytes, write_artifact
+from .artifacts.writer import check_output, write_artifact
 from .checkpoints.activations import round_activations, settle_activations
 from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.calibration import Calibration, read_calibration
@@ -55,7 +53,6 @@ from .graphs.state_specs import snapshot_specs, state_specs
 from .runtime import golden
 from .runtime.defaults import follow_defaults
 from .targets import CompileJob, Target, get_target, resolve_target
-from .targets.cpu.host import instruction_set
 from .targets.threads import fit_threads
 from .version import __version__
 
@@ -144,9 +141,8 @@ def export_model(
     calibration = (
         None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
     )
-    source = _source(checkpoint, adapters, config, calibration)
     folder = next(parent for parent in output.parents if parent.is_dir())
-    check_disk(folder, expected_bytes(checkpoint, config) - unfinished_bytes(output, source))
+    check_disk(folder, expected_bytes(checkpoint, config))
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
         loaded, config = _load(checkpoint, adapters, config)
         graphs = graph_specs(config)
@@ -160,7 +156,7 @@ def export_model(
             check_memory((*state_specs(config, spec), *snapshot_specs(config, spec)))
         # Behind the check: of activations that differ in a last bit, codes can be others.
         round_activations(loaded, config)
-        check_disk(folder, written_bytes(named_tensors(loaded)) - unfinished_bytes(output, source))
+        check_disk(folder, written_bytes(named_tensors(loaded)))
         return _write(
             checkpoint,
             adapters,
@@ -172,24 +168,8 @@ def export_model(
             output,
             certificate,
             overwrite,
-            source,
             calibration,
         )
-
-
-def _source(
-    checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig, calibration: Calibration | None
-) -> str:
-    """A digest of all that decides on an artifact's weights, of files by what the system says of them."""
-    document = {
-        "config": config.to_dict(),
-        "checkpoint": checkpoint.identity(),
-        "adapters": [adapter.record() for adapter in adapters],
-        "versions": _versions(),
-    }
-    if calibration is not None:  # on another CPU a run has other bits, and scales would be of other codes
-        document["calibration"] = [calibration.sha256, instruction_set().name]
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _load(
@@ -266,10 +246,9 @@ def _write(
     output: Path,
     certificate: bool,
     overwrite: bool,
-    source: str,
     calibration: Calibration | None,
 ) -> Path:
-    with write_artifact(output, overwrite=overwrite, source=source) as writer:
+    with write_artifact(output, overwrite=overwrite) as writer:
         checkpoint.write_verbatim(model, writer.path, adapters)
         fit_tokenizer(writer.path, config.sequence_length)
         write_formats(weight_formats(model), writer.path)

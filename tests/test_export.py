@@ -27,7 +27,7 @@ from helpers import (
     tiny_config,
 )
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig, T5Config
 
 import optimum_neuron.export
@@ -228,83 +228,25 @@ def test_a_disk_that_fills_up_leaves_nothing_and_is_one_sentence(
     assert names(output.parent) == []
 
 
-def leave_killed(monkeypatch: pytest.MonkeyPatch, output: Path, export: Callable[[], object], *, after: int) -> None:
-    """Leaves what an export leaves that is killed before it writes one more tensor than `after`, each of them noted."""
-    work, tensor_bytes, written = output.with_name(".artifact.partial"), weight_file.tensor_bytes, itertools.count()
+def test_a_killed_export_is_made_again_to_the_same_bytes(
+    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = folder_bytes(export_tiny(tiny_checkpoint, output.with_name("other")))
+    work, write, written = output.with_name(".artifact.partial"), weight_file.tensor_bytes, itertools.count()
 
     def die(tensor: torch.Tensor) -> memoryview:
-        if next(written) == after:
+        if next(written) == 5:
             shutil.copytree(work, output.with_name("left"))
             raise KeyboardInterrupt
-        return tensor_bytes(tensor)
+        return write(tensor)
 
     with monkeypatch.context() as context:
-        context.setattr(weight_file, "_BETWEEN_NOTES", 1)
         context.setattr(weight_file, "tensor_bytes", die)
         with pytest.raises(KeyboardInterrupt):
-            export()
+            export_tiny(tiny_checkpoint, output)
     output.with_name("left").rename(work)
-
-
-def written_anew(monkeypatch: pytest.MonkeyPatch, export: Callable[[], object]) -> int:
-    """How many tensors an export writes."""
-    tensor_bytes, count = weight_file.tensor_bytes, itertools.count()
-
-    def note(tensor: torch.Tensor) -> memoryview:
-        next(count)
-        return tensor_bytes(tensor)
-
-    with monkeypatch.context() as context:
-        context.setattr(weight_file, "tensor_bytes", note)
-        export()
-    return next(count)
-
-
-def test_a_killed_export_is_gone_on_with_to_the_same_bytes(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export() -> Path:
-        return export_tiny(tiny_checkpoint, output, quantization="int8")
-
-    whole = written_anew(monkeypatch, export)
-    expected = folder_bytes(output)
-    shutil.rmtree(output)
-    leave_killed(monkeypatch, output, export, after=5)
-    assert written_anew(monkeypatch, export) == whole - 5
-    assert folder_bytes(output) == expected and names(output.parent) == ["artifact"]
-
-
-@pytest.mark.parametrize("changed", ["an option", "the checkpoint"])
-def test_an_export_goes_on_only_with_weights_of_its_own_options_and_checkpoint(
-    tiny_checkpoint: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
-    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
-    leave_killed(monkeypatch, output, lambda: export_tiny(checkpoint, output), after=5)
-    if changed == "the checkpoint":
-        path = checkpoint / "model.safetensors"
-        tensors = load_file(path)
-        save_file({name: each + 1 for name, each in tensors.items()}, path, {"format": "pt"})
-    options: dict[str, Any] = {"batch_size": 2} if changed == "an option" else {}
-    written = written_anew(monkeypatch, lambda: export_tiny(checkpoint, output, **options))
-    expected = export_tiny(checkpoint, tmp_path / "expected", **options)
-    assert folder_bytes(output) == folder_bytes(expected)
-    assert written == len(load_file(expected / WEIGHTS_NAME))
-
-
-def test_what_a_killed_export_has_written_is_not_asked_of_the_disk_again(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_space, "_MARGIN", 0)
-    leave_killed(monkeypatch, output, lambda: export_tiny(tiny_checkpoint, output), after=5)
-    left = sum(path.stat().st_size for path in (output.parent / ".artifact.partial" / "new" / "weights").glob("*s"))
-    needed = sum(each.nbytes for each in load_file(tiny_checkpoint / "model.safetensors").values())
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - left + 4096))
-    with pytest.raises(
-        OSError, match=r"the artifact needs about .* GB, and .* has .* GB free; free some space or name"
-    ):
-        export_tiny(tiny_checkpoint, output.with_name("another"))
     export_tiny(tiny_checkpoint, output)
-    Artifact.open(output).verify()
+    assert folder_bytes(output) == expected and names(output.parent) == ["artifact", "other"]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@
 .<output>.partial/lock        held by the one process that writes to <output>
 .<output>.partial/new         what is being written; nobody misses it
 .<output>.partial/replaced    a whole artifact: the one that is being replaced, or is about to replace another
-.<output>.partial/source      a digest of what it is made from: an export of the same goes on with the weights that a killed one has written
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.digest import file_sha256
-from .artifact import FORMAT, GRAPHS_FOLDER, MANIFEST_NAME, OWNED_FOLDERS, WEIGHTS_FOLDER, Artifact, format_version
+from .artifact import FORMAT, MANIFEST_NAME, OWNED_FOLDERS, Artifact, format_version
 from .filesystem import exchange, explained_full_disk, is_mount_point, sync
 from .partial import LOCK_NAME, locked_folder
 from .quantization import QUANTIZATION_NAME
-from .weight_file import note_of, noting_progress, progress_of
 
 
-logger = logging.getLogger(__name__)
-
-_NEW, _REPLACED, _SOURCE, _PARTIAL = "new", "replaced", "source", ".partial"
+_NEW, _REPLACED, _PARTIAL = "new", "replaced", ".partial"
 
 
 class ArtifactWriter:
@@ -46,14 +41,10 @@ class ArtifactWriter:
         Raises:
             FileExistsError: what may not be replaced has meanwhile appeared there.
         """
-        known = {path: progress_of(path) for path in (self.path / WEIGHTS_FOLDER).iterdir()}
-        for path in known:
-            note_of(path).unlink(missing_ok=True)
-        files = {}
-        for path in sorted(entry for entry in self.path.rglob("*") if entry.is_file()):
-            size, written = path.stat().st_size, known.get(path)
-            sha256 = written[1] if written is not None and written[0] == size else file_sha256(path)
-            files[path.relative_to(self.path).as_posix()] = {"sha256": sha256, "size": size}
+        files = {
+            path.relative_to(self.path).as_posix(): {"sha256": file_sha256(path), "size": path.stat().st_size}
+            for path in sorted(entry for entry in self.path.rglob("*") if entry.is_file())
+        }
         version = format_version(manifest["model"], manifest["config"], quantized=QUANTIZATION_NAME in files)
         document = {"format": FORMAT, "format_version": version, **manifest, "files": files}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
@@ -85,14 +76,10 @@ class ArtifactWriter:
 
 
 @contextmanager
-def write_artifact(output: Path, *, overwrite: bool = False, source: str | None = None) -> Iterator[ArtifactWriter]:
+def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[ArtifactWriter]:
     """Yields a writer; an artifact appears at `output` only when its `commit` returns.
 
     A folder keeps its permissions, and what it holds beside an artifact that is replaced.
-
-    Args:
-        source: a digest of all that the weights are made from; where a process was killed that was writing the same, what it wrote of
-            them is there already.
 
     Raises:
         FileExistsError: `output` exists and may not be replaced, or another process writes to it; before anything is written.
@@ -103,18 +90,13 @@ def write_artifact(output: Path, *, overwrite: bool = False, source: str | None 
     output = _real(output)
     with explained_full_disk(output.parent, "name an output folder on another disk"):
         output.parent.mkdir(parents=True, exist_ok=True)
-        _look_at_abandoned(output)
+        _remove_abandoned(output)
         with _work_folder(output) as work, ExitStack() as stack:
-            stack.callback(_clear, work, None)
+            stack.callback(_clear, work)
             stack.callback(_settle, work, output)
             _check_taken(output, overwrite=overwrite)
-            _clear(work, source)
-            if not (work / _NEW).is_dir():
-                for folder in (_NEW, *(f"{_NEW}/{owned}" for owned in OWNED_FOLDERS)):
-                    (work / folder).mkdir()
-            if source is not None:
-                (work / _SOURCE).write_text(source, encoding="utf-8")
-                stack.enter_context(noting_progress())
+            for folder in (_NEW, *(f"{_NEW}/{owned}" for owned in OWNED_FOLDERS)):
+                (work / folder).mkdir()
             yield ArtifactWriter(work / _NEW, output, overwrite)
 
 
@@ -140,16 +122,6 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise NotADirectoryError(f"{parent} is a file; name a folder for the artifact")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{parent} may not be written to; name another folder")
-
-
-def unfinished_bytes(output: Path, source: str) -> int:
-    """How much of the weights a killed process has written with which `write_artifact` would go on."""
-    work = _work_path(_real(output))
-    if _source_of(work) != source:
-        return 0
-    return sum(
-        path.stat().st_size for path in (work / _NEW / WEIGHTS_FOLDER).glob("*") if progress_of(path) is not None
-    )
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:
@@ -186,8 +158,7 @@ def _work_path(output: Path) -> Path:
 
 @contextmanager
 def _work_folder(output: Path) -> Iterator[Path]:
-    """Holds the one folder in which an artifact for `output` is made; settles what is in it before, but for weights that somebody may go
-    on with."""
+    """Hold the one folder in which an artifact for `output` is made; settle and remove what a killed process left in it."""
     work = _work_path(output)
     with ExitStack() as stack:
         try:
@@ -196,29 +167,21 @@ def _work_folder(output: Path) -> Iterator[Path]:
             raise FileExistsError(
                 f"another process is writing an artifact to {output}; wait for it, or name another folder"
             ) from None
-        foreign = sorted({entry.name for entry in work.iterdir()} - {LOCK_NAME, _NEW, _REPLACED, _SOURCE})
+        foreign = sorted({entry.name for entry in work.iterdir()} - {LOCK_NAME, _NEW, _REPLACED})
         if foreign:
             raise FileExistsError(f"{work / foreign[0]} is in the way of an export to {output}; move it")
         _settle(work, output)
-        _clear(work, _source_of(work))
+        _clear(work)
         yield work
 
 
-def _look_at_abandoned(output: Path) -> None:
-    """Settles what killed exports to other names have left in an output's folder, and names weights that their next try can use."""
-    for work in sorted(output.parent.glob(f".?*{_PARTIAL}")):
+def _remove_abandoned(output: Path) -> None:
+    """Settle and remove what killed exports to other names have left in an output's folder."""
+    for work in output.parent.glob(f".?*{_PARTIAL}"):
         other = work.with_name(work.name[1:].removesuffix(_PARTIAL))
-        if other == output or not any((work / name).is_file() for name in (LOCK_NAME, _SOURCE)):
-            continue
-        with suppress(OSError), _work_folder(other):  # held, or another user's
-            left = sum(path.stat().st_size for path in (work / _NEW).rglob("*") if path.is_file())
-            if left:
-                logger.warning(
-                    "%s holds %.1f MB of an export to %s that was killed; repeat that export to finish it, or remove the folder",
-                    work,
-                    left / 1e6,
-                    other,
-                )
+        if other != output and (work / LOCK_NAME).is_file():
+            with suppress(OSError), _work_folder(other):  # held, or another user's
+                pass
 
 
 def _settle(work: Path, output: Path) -> None:
@@ -236,32 +199,8 @@ def _settle(work: Path, output: Path) -> None:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _source_of(work: Path) -> str | None:
-    """The digest that unfinished work was begun with."""
-    try:
-        return (work / _SOURCE).read_text(encoding="utf-8")
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _clear(work: Path, source: str | None) -> None:
-    """Removes unfinished work, but for weights of which notes tell how far they are written, where they are made from `source`."""
-    new = work / _NEW
-    weights = new / WEIGHTS_FOLDER
-    noted = {path for path in weights.glob("*") if not path.is_symlink() and progress_of(path) is not None}
-    if source is None or not noted or _source_of(work) != source:
-        shutil.rmtree(new, ignore_errors=True)
-        (work / _SOURCE).unlink(missing_ok=True)
-        return
-    kept = {*noted, *(note_of(path) for path in noted)}
-    for path in (*(entry for entry in new.iterdir() if entry != weights), *weights.iterdir()):
-        if path in kept:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    (new / GRAPHS_FOLDER).mkdir()
+def _clear(work: Path) -> None:
+    shutil.rmtree(work / _NEW, ignore_errors=True)
 
 
 def _own_names(folder: Path) -> set[str]:

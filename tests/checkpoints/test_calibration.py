@@ -182,16 +182,6 @@ def test_an_artifact_is_of_the_text_alone_and_tells_its_digest(
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_killed_export_with_another_text_goes_on_with_nothing(
-    tiny_checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, another = tmp_path / "artifact", tmp_path / "another"
-    another.write_text(TEXT[::-1], encoding="utf-8")
-    leave_killed(monkeypatch, output, lambda: _export(tiny_checkpoint, output, text), after=7)
-    written = written_anew(monkeypatch, lambda: _export(tiny_checkpoint, output, another))
-    assert written == len(load_file(output / WEIGHTS_NAME))
-
-
 def test_what_no_text_reaches_is_rounded_without_it_and_told(
     tiny_checkpoints: dict[str, Path],
     text: Path,
