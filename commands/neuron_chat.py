@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 
@@ -60,6 +61,8 @@ def _chat(args: Namespace) -> None:
     # Before torch is imported: wrong options and folders are reported at once.
     settings = Settings.of(args)
     artifact = open_named(args)
+    if sys.stdin.isatty():
+        sys.stderr.write(f"loading {args.model} ...\n")  # the imports that follow take seconds
 
     from optimum_neuron.chat.commands import ALIASES, COMMANDS
     from optimum_neuron.chat.loop import chat

@@ -172,6 +172,7 @@ class Screen:
 def test_ctrl_c_ends_an_answer_then_a_line_then_the_chat(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
     prompt, saved = "> ", tmp_path / "talk.json"
     screen = Screen(SLOW_CHAT, cpu_artifact("llama"), "--max-new-tokens", "40")
+    screen.wait("loading ")
     screen.wait(prompt)
     screen.press("a\n")
     screen.wait("~~~")
