@@ -55,8 +55,8 @@ class Body:
             ApiError: it is too large, comes too slowly, or other bodies leave no room for it.
             ClientGoneError: the client closed its connection before its end.
         """
-        told = Headers(scope=scope).get("content-length", "")
-        self._check(int(told) if told.isdecimal() else 0)
+        announced = Headers(scope=scope).get("content-length", "")
+        self._check(int(announced) if announced.isdecimal() else 0)
         try:
             return await asyncio.wait_for(self._parts(receive), BODY_SECONDS)
         except asyncio.TimeoutError:
