@@ -19,7 +19,7 @@ LARGEST_BODY = 16 * 2**20
 SMALL_BODY = 64 * 2**10
 HELD_BYTES = 4 * LARGEST_BODY
 # Seconds for a whole body to come.
-BODY_SECONDS = 60.0
+BODY_SECONDS = 30.0
 # Of what is held, the share that larger bodies may take.
 _SHARE_OF_LARGE = 0.75
 _WAIT = 5
