@@ -96,7 +96,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             type=int,
             default=1,
             metavar="REPLICAS",
-            help="of vLLM, engines behind one address, each with its own copy of the state and its own cores",
+            help="of vLLM, engines with one address, each with its own copy of the state and its own cores",
         )
         add_option(
             parser,

@@ -170,7 +170,7 @@ def create_app(
         return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of, tracing)
 
     def invoked(body: dict[str, Any]) -> Kind:
-        """SageMaker has one route: the body tells which of OpenAI's is meant, and need not name the model."""
+        """Return the kind that a body for SageMaker's one route has; it need not name the model."""
         if ("messages" in body) == ("prompt" in body):
             raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
         body.setdefault("model", served.name)

@@ -19,7 +19,7 @@ LARGEST_BODY = 16 * 2**20
 SMALL_BODY = 64 * 2**10
 HELD_BYTES = 4 * LARGEST_BODY
 # Seconds for a whole body to come.
-BODY_SECONDS = 60.0
+BODY_SECONDS = 30.0
 # Of what is held, the share that larger bodies may take.
 _SHARE_OF_LARGE = 0.75
 _WAIT = 5
@@ -55,8 +55,8 @@ class Body:
             ApiError: it is too large, comes too slowly, or other bodies leave no room for it.
             ClientGoneError: the client closed its connection before its end.
         """
-        told = Headers(scope=scope).get("content-length", "")
-        self._check(int(told) if told.isdecimal() else 0)
+        announced = Headers(scope=scope).get("content-length", "")
+        self._check(int(announced) if announced.isdecimal() else 0)
         try:
             return await asyncio.wait_for(self._parts(receive), BODY_SECONDS)
         except asyncio.TimeoutError:

@@ -83,7 +83,7 @@ class ChatForm:
         self._texts = texts
 
     def top(self, prompt: list[int]) -> dict[str, Any]:
-        """Members of an answer that tells token ids, or of a stream's first event: all choices have one prompt."""
+        """Return members of an answer with token ids, or of its stream's first event: all choices have one prompt."""
         return {"prompt_token_ids": prompt}
 
     def begin(self, index: int) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class ChatForm:
         return [_delta(index, {"role": "assistant", "content": ""})]
 
     def piece(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> list[dict[str, Any]]:
-        """Choices of the events that bring a piece, one each; where there is a prompt to tell, the first has token ids."""
+        """Choices of the events that bring a piece, one each; where a prompt is given, the first has token ids."""
         events = []
         if piece.text or piece.told:
             events.append(_delta(index, {"content": piece.text}, self._logprobs(piece.told, logprobs)))

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     Attributes:
         text: of the choice.
-        told: tokens whose log-probabilities are wanted, and that it ends with.
+        told: tokens with log-probabilities, that it ends with.
         finish_reason, stop_reason: why the choice ends where it does.
         token_ids: all that came since the last piece.
         tokens: how many came since the first.

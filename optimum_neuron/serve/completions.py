@@ -55,7 +55,7 @@ class CompletionForm:
         self._texts = texts
 
     def top(self, prompt: list[int]) -> dict[str, Any]:
-        """Members of an answer that tells token ids, those of its prompt: none, as each choice has one."""
+        """Return members of an answer with token ids: none, as each choice has a prompt."""
         return {}
 
     def begin(self, index: int) -> list[dict[str, Any]]:

@@ -47,6 +47,6 @@ class WatchedConnection(H11Protocol):
         if self.flow.write_paused:
             read = max(self._unsent - self.transport.get_write_buffer_size(), 0)
             return waited > WRITE_SECONDS + read / SLOWEST_READER
-        # What of a refused body still comes is part of the wait for the next head.
+        # The rest of a refused body is part of the wait for the next head.
         is_idle = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
         return is_idle and waited > HEAD_SECONDS

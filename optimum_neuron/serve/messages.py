@@ -46,7 +46,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
     is_answer = message["role"] == "assistant"
     if is_answer and "tool_calls" in left:
         message["tool_calls"] = _calls(left.pop("tool_calls"), f"{place}.tool_calls")
-    # An answer may have no text beside its calls or its reasoning.
+    # An answer with calls or reasoning may have no text.
     nothing = "" if is_answer and ("tool_calls" in message or "reasoning" in message) else None
     message["content"] = _content(left.pop("content", nothing), place)
     for name in left:

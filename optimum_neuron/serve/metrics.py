@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server tells Prometheus: vLLM's names and buckets (vllm/v1/metrics/loggers.py and buckets.py), under a prefix of our own."""
+"""What Prometheus reads of a server: vLLM's names and buckets (vllm/v1/metrics/loggers.py and buckets.py), under a prefix of our own."""
 
 from __future__ import annotations
 

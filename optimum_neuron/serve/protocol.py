@@ -92,7 +92,7 @@ class Asked:
         logprobs: how many of the most likely tokens are told of each; None: nothing is told.
         include_usage: whether a stream ends with the counts.
         continuous_usage: whether each of its events has those so far.
-        return_token_ids: whether token ids are told, of the prompt and of each piece.
+        return_token_ids: whether the answer has token ids, of the prompt and of each piece.
     """
 
     prompts: Sequence[Prompt]

@@ -29,7 +29,7 @@ class AnswerWriter:
     def __init__(self, form: Form, asked: Asked, answer: Answer, head: dict[str, Any]) -> None:
         self._form, self._asked, self._answer = form, asked, answer
         self._head = {**head, "created": int(time.time())}
-        # Where token ids are told: those of each choice's prompt.
+        # The token ids of each choice's prompt, where the answer has token ids.
         self._prompts = [answer.prompt(index) if asked.return_token_ids else None for index in range(len(answer))]
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]]) -> dict[str, Any]:

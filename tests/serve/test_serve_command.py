@@ -94,6 +94,8 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
     [
         (["--port", "70000"], "--port 70000 must lie between 0 and 65535"),
         (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
+        (["--drain-timeout", "-1"], "--drain-timeout -1 must be a number of seconds from 0 on"),
+        (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
         (["--api-key", ""], "--api-key is empty"),
         (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
         (["--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
@@ -120,6 +122,8 @@ def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
     monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
     line = refusal(monkeypatch, capsys, artifact, "--max-queue", "5")
     assert "--max-queue 5 is of the engine's server, and vLLM serves" in line
+    line = refusal(monkeypatch, capsys, artifact, "--drain-timeout", "5")
+    assert "--drain-timeout 5.0 is of the engine's server, and vLLM serves" in line
 
 
 def test_a_missing_package_is_named_with_what_brings_it(

@@ -42,9 +42,9 @@ SLOTS = 3
 # The same with little patience, and with sockets that keep little of what a client does not read.
 IMPATIENT = f"""
 import socket
-from optimum_neuron.serve import app, bodies, connections, listen
+from optimum_neuron.serve import app, bodies, connections, draining, listen
 bodies.BODY_SECONDS = connections.HEAD_SECONDS = connections.WRITE_SECONDS = 1.0
-app.HELD_BYTES = 2**20
+app.HELD_BYTES, draining.LAST_READS = 2**20, 2
 taken = listen.listen
 def small(host, port):
     listening = taken(host, port)

@@ -106,7 +106,7 @@ def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:
-    """Makes the process of a replica take its own cores: the ones behind those of the replicas before it on this machine.
+    """Makes the process of a replica take its own cores, which follow those of the replicas before it on this machine.
 
     Raises:
         RuntimeError: fewer are visible.
