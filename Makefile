@@ -33,7 +33,7 @@ help: ## list the targets
 install: $(DEMO_MODEL) $(CONVERTER) ## make VENV with torch TORCH, transformers TRANSFORMERS and the demo's checkpoint
 
 demo: $(DEMO)/neuron_config.json ## export SmolLM2-135M for this CPU, if need be, and answer PROMPT
-	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT"
+	$(BIN)/optimum-cli neuron generate $(DEMO) --prompt "$$PROMPT" --warm-up
 
 test: lint $(DEMO_MODEL) $(CONVERTER) ## lint, then test every behaviour
 	$(PYTEST)

@@ -61,6 +61,12 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         add_rank_options(parser)
         add_profile_option(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
+        add_option(
+            parser,
+            "--warm-up",
+            action="store_true",
+            help="run each graph once before the prompt, so that the speeds are those of later prompts",
+        )
 
     def run(self) -> None:
         with reported_errors("\ninterrupted"):
@@ -100,6 +106,8 @@ def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profi
     )
     tokenizer = load_tokenizer(path, str(path), trust_remote_code=args.trust_remote_code)
     load_seconds = time.perf_counter() - start
+    if args.warm_up:
+        model.runner.warm_up()
     if args.seed is not None:
         set_seed(args.seed)
     answerer = Answerer(model, tokenizer, options, args.system, chat_template=not args.no_chat_template)

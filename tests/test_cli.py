@@ -28,6 +28,7 @@ import optimum_neuron.export
 from optimum_neuron import progress
 from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.cpu.host import instruction_set
 from optimum_neuron.version import __version__
 
@@ -338,6 +339,14 @@ def test_export_does_not_replace_an_artifact_unasked(
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", artifact, "--model", tiny_checkpoint, *EXPORT_SIZES)
     assert "--overwrite" in error_line(capsys.readouterr().err)
+
+
+def test_generate_warms_up_only_if_it_is_asked_to(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed = []
+    monkeypatch.setattr(GraphRunner, "warm_up", lambda runner: warmed.append(dict(runner.graph_calls)))
+    for options, expected in (((), []), (("--warm-up",), [{}])):
+        call_cli(monkeypatch, "neuron", "generate", artifact, "--prompt", "Hello", "--max-new-tokens", "1", *options)
+        assert warmed == expected
 
 
 def test_generate_streams_the_answer_and_reports_speeds(artifact: Path) -> None:
