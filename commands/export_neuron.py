@@ -256,7 +256,8 @@ def _add_sampling_options(parser: ArgumentParser) -> None:
         "--output-logits",
         action="store_true",
         default=NeuronConfig.output_logits,
-        help="return the logits of every row beside the tokens: for logits processors and scores",
+        help="return the logits of every row beside the tokens: for logits processors and scores (default: where the checkpoint's "
+        "generation_config.json needs them)",
     )
     add_option(
         group,
