@@ -203,7 +203,7 @@ class ContinuousBatchingManager:
             self._arrived.notify_all()
 
     def _hand_over(self, output: GenerationOutput) -> None:
-        """To the request's handler, or to those who ask for results."""
+        """Give an output to the request's handler, or keep it for `get_result`."""
         over = output.is_finished() or output.error is not None
         handler = self._handlers.pop(output.request_id, None) if over else self._handlers.get(output.request_id)
         (handler or self._ready.append)(output)
