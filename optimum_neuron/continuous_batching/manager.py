@@ -92,9 +92,9 @@ class ContinuousBatchingManager:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
         """Has the running event loop call a function with each output of a request, those included that are there."""
-        call = partial(asyncio.get_running_loop().call_soon_threadsafe, callback)
+        loop = asyncio.get_running_loop()
         with self._arrived:
-            self._handlers[request_id] = call
+            self._handlers[request_id] = lambda output: loop.call_soon_threadsafe(callback, output)
             while (index := self._find(request_id)) is not None:
                 self._hand_over(self._ready.pop(index))
 
@@ -203,7 +203,7 @@ class ContinuousBatchingManager:
             self._arrived.notify_all()
 
     def _hand_over(self, output: GenerationOutput) -> None:
-        """To the request's handler, or to those who ask for results."""
+        """Give an output to the request's handler, or keep it for `get_result`."""
         over = output.is_finished() or output.error is not None
         handler = self._handlers.pop(output.request_id, None) if over else self._handlers.get(output.request_id)
         (handler or self._ready.append)(output)

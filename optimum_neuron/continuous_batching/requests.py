@@ -124,7 +124,7 @@ class RequestFactory:
         )
 
     def new_tokens(self, prompt: int) -> int | None:
-        """How many tokens follow a prompt where nobody says it; None where the artifact's file does not either."""
+        """How many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
         return self.model.new_tokens(self.config, prompt)
 
     def make(
@@ -143,13 +143,13 @@ class RequestFactory:
         Args:
             sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
             seed: makes sampling repeatable.
-            logprobs: whether the log-probabilities of its tokens are told, before they are changed.
+            logprobs: whether the graphs return log-probabilities of its tokens, before any processor.
 
         Raises:
             ValueError, TypeError: no request can be made of them.
         """
         model, config, prompt = self.model, copy.copy(self.config), np.asarray(input_ids)
-        if sampling:  # what generate() narrows on its own is for those who say nothing
+        if sampling:  # what generate() narrows on its own is for requests that say nothing
             config.top_k = model.generation_config.top_k
         for name, value in sampling.items():
             setattr(config, name, value)
@@ -188,7 +188,7 @@ class RequestFactory:
 
 
 def _sampling(config: GenerationConfig) -> SamplingParams:
-    """What is told of a request whose tokens the host chooses."""
+    """The parameters of a request with tokens that the host chooses, for the record."""
     if not config.do_sample:
         return GREEDY
     return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)

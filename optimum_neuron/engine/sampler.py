@@ -106,10 +106,10 @@ class RequestSampler:
         best = float(scores.max())  # NaN where one is
         if not best > -np.inf:
             raise ValueError(f"scores have {best} as the best; they need a number above -inf, and no NaN")
-        told = torch.log_softmax(scores[0] if self._tells is None else logits, dim=-1)
-        self.logprob = float(told[token])
+        logprobs = torch.log_softmax(scores[0] if self._tells is None else logits, dim=-1)
+        self.logprob = float(logprobs[token])
         if self._tells:
-            top = told.topk(self._tells)
+            top = logprobs.topk(self._tells)
             self.top = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return token
 

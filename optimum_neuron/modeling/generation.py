@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..artifacts.artifact import Artifact
+from ..checkpoints.tokenizer import load_tokenizer
 from ..runtime.arguments import check_model_arguments, check_options, checked_prefix
 from ..runtime.defaults import Defaults
 from ..runtime.generation import GenerationLoop
@@ -27,6 +28,7 @@ class Generation(Defaults):
 
     artifact: Artifact
     runner: GraphRunner
+    _trust_remote_code: bool
     _slots: Callable[..., AbstractContextManager[None]]
     _is_stateful = True  # the KV cache lives in the graphs: transformers then refuses to rewind it
 
@@ -57,6 +59,9 @@ class Generation(Defaults):
         for name, value in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
             if value is not None and not isinstance(value, list):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a list of them")
+        if self.generation_config.stop_strings and "tokenizer" not in kwargs:
+            path = self.artifact.path
+            kwargs["tokenizer"] = load_tokenizer(path, str(path), trust_remote_code=self._trust_remote_code)
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.artifact.model.num_embeddings)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import option_checks as check
-from ..runtime.defaults import tell_once
+from ..runtime.defaults import warn_once
 
 
 _MEMORY = "weights are mapped from their file"
@@ -23,7 +23,7 @@ _INERT = {
 
 
 def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an export among the keywords of a call. What has no effect is told once.
+    """The options of an export among the keywords of a call. What has no effect is logged once.
 
     Raises:
         ValueError: `torch_dtype` and `dtype` differ, or a value asks for another file than the artifact has.
@@ -34,7 +34,7 @@ def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == "use_safetensors" and value is False:
             raise ValueError("use_safetensors=False asks for pickled weights, which may run code; leave it out")
         if value not in (None, False):
-            tell_once(f"{name}={value!r} has no effect: {reason}")
+            warn_once(f"{name}={value!r} has no effect: {reason}")
     other = options.pop("torch_dtype", None)
     if other is not None:
         dtype = options.setdefault("dtype", other)

@@ -124,7 +124,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
                 profile; its context has to be open.
             options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
-                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are told once.
+                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are logged once.
 
         Raises:
             TypeError: an option that NeuronConfig does not know.

@@ -78,7 +78,7 @@ class Defaults(GenerationMixin):
     def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None:
         """How many tokens follow a prompt by a settled config; None where nothing says it.
 
-        A length that nobody asked for ends where the cache does, and a `max_length` that the prompt has reached already says nothing.
+        A length that no call asks for ends where the cache does. A `max_length` that the prompt has reached says nothing.
         """
         wanted, name = config.max_new_tokens, "max_new_tokens"
         if wanted is None and config.max_length is not None:
@@ -86,7 +86,7 @@ class Defaults(GenerationMixin):
         most = max(most_new_tokens(prompt, self.neuron_config, rows), 1)
         if wanted is None or getattr(config, _ASKED, True) or 1 <= wanted <= most:
             return wanted
-        tell_once(
+        warn_once(
             f"the default {name}={getattr(config, name)} does not fit every prompt in "
             f"sequence_length={self.neuron_config.sequence_length}; such texts end where the cache does"
         )
@@ -101,7 +101,7 @@ class Defaults(GenerationMixin):
         return config, rest
 
     def _prepare_generated_length(self, generation_config: GenerationConfig, **facts: Any) -> GenerationConfig:
-        """transformers' lengths, of which those that nobody asked for fit."""
+        """transformers' lengths, which fit where no call asks for them."""
         config: GenerationConfig = super()._prepare_generated_length(generation_config, **facts)
         rows, columns = len(facts["inputs_tensor"]) * (config.num_return_sequences or 1), facts["input_ids_length"]
         config.max_length = columns + (self.new_tokens(config, columns, rows) or 0)
@@ -122,7 +122,7 @@ def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, key
 
 
 @functools.cache
-def tell_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warns of what is alike in every call."""
     logger.warning("%s", message)
 
@@ -157,20 +157,20 @@ def in_vocabulary(config: GenerationConfig, model: ModelSpec) -> GenerationConfi
     if ends:
         config.eos_token_id = ends
     if config.pad_token_id is None or not 0 <= config.pad_token_id < model.num_embeddings:
-        config.pad_token_id = None if ends else 0  # where nothing ends a row, nothing stands behind its end
+        config.pad_token_id = None if ends else 0  # where nothing ends a row, nothing follows its end
     return config
 
 
 def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> NeuronConfig:
-    """The options of an export with what a checkpoint's own defaults need. What no artifact does is told.
+    """The options of an export with what a checkpoint's own defaults need. What no artifact does is logged.
 
     Raises:
         ValueError: transformers refuses a value of theirs.
     """
     config, reasons = usable(found, sizes)
-    told = {name: f"which is left out: {reason}" for name, reason in reasons.items()}
-    told |= {name: "which ends texts of generate() alone" for name in OF_GENERATE[:2] if getattr(config, name)}
-    for name, what in told.items():
+    notices = {name: f"which is left out: {reason}" for name, reason in reasons.items()}
+    notices |= {name: "which ends texts of generate() alone" for name in OF_GENERATE[:2] if getattr(config, name)}
+    for name, what in notices.items():
         logger.warning("generation_config.json asks for %s=%r, %s", name, getattr(found, name), what)
     names = settings_of_host(config, model_config, sizes, source)
     if not names or sizes.returns_decode_logits:

@@ -64,7 +64,7 @@ def configure(vllm_config: VllmConfig) -> None:
         # Whoever looks again finds the artifact, also where a checkpoint was named.
         vllm_config.additional_config = {FITTED: str(artifact.path)}
     _fit_model(vllm_config, artifact.config)
-    _fit_defaults(vllm_config.model_config, artifact, tell=not fitted)
+    _fit_defaults(vllm_config.model_config, artifact, warn=not fitted)
     _fit_cache(vllm_config, artifact.config)
     _check_logprobs(vllm_config.model_config.logprobs_mode, artifact.config)
     if vllm_config.shutdown_timeout == 0:
@@ -143,7 +143,7 @@ def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
         model.dtype = compiled
 
 
-def _fit_defaults(model: ModelConfig, artifact: Artifact, *, tell: bool) -> None:
+def _fit_defaults(model: ModelConfig, artifact: Artifact, *, warn: bool) -> None:
     """What a request gets that says nothing: as through the other doors, unless --generation-config names another source."""
     if model.generation_config != "auto":
         return
@@ -151,7 +151,7 @@ def _fit_defaults(model: ModelConfig, artifact: Artifact, *, tell: bool) -> None
     model.override_generation_config = vllm_sampling(config) | (model.override_generation_config or {})
     names = settings_of_host(config, model.hf_config, artifact.config, str(artifact.path))
     foreign = [name for name in names if name not in OF_VLLM]
-    if foreign and tell:
+    if foreign and warn:
         logger.warning("vLLM takes no %s from generation_config.json: a request has to ask for it", ", ".join(foreign))
 
 

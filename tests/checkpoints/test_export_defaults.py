@@ -85,7 +85,7 @@ def test_what_no_artifact_does_is_said_by_the_export_and_refuses_no_call(
 ) -> None:
     facts = {
         "num_beams": 4, "penalty_alpha": 0.6, "guidance_scale": 1.5, "num_return_sequences": 4, "do_sample": True, "output_attentions": True,
-        "max_time": 60.0,
+        "max_time": 60.0, "stop_strings": ["\u0000"],
     }  # fmt: skip
     path = export(checkpoint, facts)
     told = "\n".join(caplog.messages)

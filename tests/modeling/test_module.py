@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM
 from optimum_neuron.artifacts.artifact import WEIGHTS_NAME
 from optimum_neuron.exporters import NeuronExportConfig
-from optimum_neuron.runtime.defaults import tell_once
+from optimum_neuron.runtime.defaults import warn_once
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss"])
@@ -96,11 +96,11 @@ def test_a_pipeline_knows_the_model(
     assert caplog.text == ""
 
 
-def test_keywords_of_transformers_that_change_nothing_are_taken_and_told_once(
+def test_keywords_of_transformers_that_change_nothing_are_taken_and_logged_once(
     pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = pair[0].artifact.path
-    tell_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         NeuronModelForCausalLM.from_pretrained(
             path,
