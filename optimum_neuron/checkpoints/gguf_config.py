@@ -93,9 +93,12 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     keys.same("vocab_size", rows, why=f"{TABLE} has {rows} rows")
     sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}
     # Blocks after the last layer guess further tokens: no logit depends on them, and transformers has none.
-    layers = sizes["num_hidden_layers"] - keys.whole("nextn_predict_layers", 0)
-    keys.tensors |= {name for name in header.tensors if layers <= _block(name) < sizes["num_hidden_layers"]}
-    sizes["num_hidden_layers"], heads = layers, sizes["num_attention_heads"]
+    layers, heads = sizes["num_hidden_layers"] - keys.whole("nextn_predict_layers", 0), sizes["num_attention_heads"]
+    further = {name for name in header.tensors if layers <= _block(name) < sizes["num_hidden_layers"]}
+    if layers < 1 or (further and not any(".nextn." in name for name in further)):
+        raise keys.refusal("nextn_predict_layers", "so many of its last blocks are layers like the others")
+    keys.tensors |= further
+    sizes["num_hidden_layers"] = layers
     of_keys = keys.of_layers("attention.head_count_kv", layers, heads)
     if isinstance(of_keys, tuple) and not architecture.layers_vary:
         if len(set(of_keys)) != 1:

@@ -7,7 +7,7 @@ Names are those of gguf's own table, which llama.cpp's converter uses; what is d
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,11 @@ class Recipe:
 
 
 def recipes(model: PreTrainedModel, architecture: str) -> dict[str, Recipe]:
-    """By name of a parameter; one that no tensor of this architecture stands for has none."""
-    return dict(_recipes(model, architecture))
+    """By name of a parameter; one that no tensor of this architecture stands for has none.
 
-
-def _recipes(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, Recipe]]:
+    Raises:
+        RuntimeError: the installed gguf is too old.
+    """
     import gguf
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -52,13 +52,14 @@ def _recipes(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, R
             f"the installed gguf does not know the architecture {architecture}; pip install --upgrade gguf"
         )
     known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    found: dict[str, Recipe] = {}
     for name in stored_names(model):
-        made = _joined(name, architecture, model.config)
-        if made is None:
-            tensor = _tensor(name, known)
-            made = None if tensor is None else Recipe((tensor,), *_changed(tensor, architecture, model.config))
+        made, tensor = _joined(name, architecture, model.config), _tensor(name, known)
+        if made is None and tensor is not None:
+            made = Recipe((tensor,), *_changed(tensor, architecture, model.config))
         if made is not None:
-            yield name, made
+            found[name] = made
+    return found
 
 
 def stored_names(model: PreTrainedModel) -> list[str]:
