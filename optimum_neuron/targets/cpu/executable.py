@@ -50,6 +50,9 @@ class BoundPlan:
         self._library = library.load()
         self._plan = plan
         self._memory = PlanMemory(plan, spec, vocab_size, tensors, arena)
+        has, wanted = len(self._memory.outputs), len(spec.outputs(vocab_size))
+        if has != wanted:
+            raise PlanError(f"it has {has} outputs, and its graph {wanted}")
         words, calls = self._encode(short_scales)
         self._segments = self._group(calls)
         self._state_steps = steps_for_states(plan)

@@ -154,8 +154,10 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is Literal:
         fits, built = value in arguments, value
     elif origin is tuple:
-        fits = isinstance(value, list)
-        built = tuple(_build(arguments[0], each) for each in value) if fits else None
+        fits, of_ints = isinstance(value, list), arguments[0] is int
+        if of_ints:  # shapes and strides, most of all
+            fits = fits and all(type(each) is int for each in value)
+        built = (tuple(value) if of_ints else tuple(_build(arguments[0], each) for each in value)) if fits else None
     elif origin is list:
         fits = isinstance(value, list)
         built = [_argument(each) for each in value] if fits else None
