@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 
 from optimum_neuron.checkpoints.language_model import register_language_model
 from optimum_neuron.graphs.attention_rows import AttentionRows
+from optimum_neuron.graphs.checks import inspect
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, with_attention
 from optimum_neuron.graphs.kv_cache import KVCache
@@ -86,6 +87,30 @@ def test_a_language_model_that_transformers_has_only_inside_of_others_is_compare
     assert len(inspect_model(model).layers) == 2
     model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("window", [4, 256])
+def test_keys_that_a_table_of_places_hides_are_refused_whatever_the_window(window: int) -> None:
+    with pytest.raises(
+        ValueError, match=r"hides keys by a table of places in a call, transformer\.h\.0\.attn\.attention\.bias"
+    ):
+        inspect_model(tiny_model("gpt_neo", window_size=window))
+
+
+def test_attention_of_a_models_own_is_compared_behind_its_window_and_where_it_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inspect, "check_own_masks", lambda model: None)
+    config = tiny_config("gpt_neo")
+    config.window_size, config.max_position_embeddings = 32, 1024
+    config.attention_layers = ["global", "global", "global", "local"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # attends to all alike
+    set_implementation(model.to(torch.bfloat16), ATTENTION_NAME)
+    with pytest.raises(
+        ValueError, match=r"attends by code of its own otherwise over 73 tokens in chunks than at once"
+    ):
         inspect_model(model)
 
 

@@ -24,6 +24,7 @@ from ..model_spec import ModelSpec
 from ..one_thread import one_thread
 from ..stand_ins import set_stand_ins
 from ..step import accepts
+from .own_attention import check_own_masks
 from .parity import check_layers, check_result, comparable
 from .vocabulary import LookUps
 
@@ -61,6 +62,8 @@ def _explained(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _seen(model: PreTrainedModel) -> ModelSpec:
+    if CacheNeeds.of(model).by_itself:
+        check_own_masks(model)
     spec = _record(model)
     check_layers(model, spec)
     return spec

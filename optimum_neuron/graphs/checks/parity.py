@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...errors import first_line
 from ..masks import UnsupportedModelError
+from ..model_cache import CacheNeeds
 from ..model_spec import ModelSpec
 from .comparison_runs import (
     PROMPT,
@@ -30,6 +31,7 @@ from .comparison_runs import (
     whole_logits,
 )
 from .few_keys import few_keys
+from .own_attention import decisive, windowed_run, windows_of
 
 
 # Of a layer that selects keys, or blocks of them: fewer than the prompt has; so many compressed keys, too.
@@ -101,7 +103,7 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
     """Compares a prompt in chunks, among neighbors, with transformers' own attention over the whole prompt.
 
     A model with recurrences is compared on a second prompt, which is longer than their blocks; one with compressed keys on one of several
-    groups of tokens.
+    groups of tokens; one that attends by code of its own on one longer than its window, and where its attention decides.
 
     Models without data and models that a target has changed are not compared.
 
@@ -120,11 +122,13 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
             if spec.recurrences:
                 _compare_long(model, spec, recurrent_run(vocab_size), "computes a recurrence")
         if spec.compressions:
-            run = grouped_run(vocab_size, [each.rate for each in spec.compressions], _window(model))
+            run = grouped_run(vocab_size, [each.rate for each in spec.compressions], windows_of(model))
             with few_keys(model, _FEW_KEYS):
                 _compare_long(model, spec, run, "computes compressed keys")
         if spec.selections:
             _compare_selections(model, spec, vocab_size)
+        if by_itself or CacheNeeds.of(model).biased:
+            _compare_own_attention(model, spec, vocab_size)
     except UnsupportedModelError as error:
         if not by_itself:
             raise
@@ -172,13 +176,21 @@ def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int
             _compare_long(model, selecting, selecting_run(vocab_size, width), "selects keys")
 
 
-def _window(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+def _compare_own_attention(model: PreTrainedModel, spec: ModelSpec, vocab_size: int) -> None:
+    """Once more where attention decides, and over more tokens than a window has."""
+    window = windows_of(model)
+    with decisive(model):
+        _compare(model, spec)
+        if window:
+            _compare_long(model, spec, windowed_run(vocab_size, window), "attends by code of its own")
 
 
 def _compare_long(model: PreTrainedModel, spec: ModelSpec, run: LongRun, doing: str) -> None:
     with torch.inference_mode():
-        found = long_logits(model, spec, run)
+        try:
+            found = long_logits(model, spec, run)
+        except _FAILURES as error:
+            raise UnsupportedModelError(_cause_of_failure(error)) from error
         reference: Callable[[], Tensor] = partial(own_logits, model, run.prompt, outputs=run.outputs)
         try:
             expected = reference()
