@@ -178,6 +178,8 @@ class ModelRunner:
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
                 state, blocks, computed = starting[request_id]
+                if request_id in plan.slots:
+                    blocks = [plan.slots[request_id] + 1]
                 self._cache.start(state, blocks, computed, plan.reuse.get(request_id), plan.restore.get(request_id))
                 self._check_length(state, computed)
 

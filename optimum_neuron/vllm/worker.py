@@ -241,12 +241,6 @@ class NeuronWorker(WorkerBase):
     def reload_weights(self) -> None:
         """Nothing to read: an artifact's weights do not change, and `wake_up` has read them."""
 
-    def checkpoint_prepare(self) -> None:
-        """Nothing to close: one worker has no connections to others."""
-
-    def checkpoint_restore(self) -> None:
-        """Nothing to open again."""
-
     def shutdown(self) -> None:
         """Ends the step that runs, and lets go of graphs, weights and devices."""
         if self._thread is not None:

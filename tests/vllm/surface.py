@@ -29,9 +29,8 @@ TAKEN = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator watermark_blocks prefix_cache_lookup_enabled "
     "truncate_computed_blocks",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "find_longest_cache_hit",
-    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks free_block_queue",
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": "num_free_blocks get_all_free_blocks remove prepend_n",
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id ref_cnt",
+    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.request.Request": "request_id status priority num_tokens num_computed_tokens all_token_ids block_hashes "
     "is_prefill_chunk num_stale_output_tokens drop_stale_output skip_reading_prefix_cache prefill_stats",
     "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids "
