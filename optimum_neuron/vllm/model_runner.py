@@ -74,7 +74,7 @@ class ModelRunner:
         self.load(runner)
 
     def load(self, runner: GraphRunner) -> None:
-        """Take graphs that were loaded, whose rows are all free."""
+        """Take loaded graphs, all rows of which are free."""
         self.runner = runner
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)

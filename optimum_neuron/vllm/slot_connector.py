@@ -43,7 +43,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             largest, interval = chunk_tokens(config), config.state_snapshot_interval
             snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, largest, interval)
         self._slots = SlotTable(config.batch_size, config.sequence_length, snapshots=snapshots)
-        self._requests: dict[str, Any] = {}  # those that hold a slot: vLLM's, which tell what is computed
+        self._requests: dict[str, Any] = {}  # of vLLM, those that hold a slot: they know what is computed
         self._slot_of: dict[str, int] = {}
         self._placed: dict[str, Placement] = {}  # prompts that this step may admit
         self._prompts: dict[str, tuple[int, int]] = {}  # how many tokens are no decode's, and where a chunk is cut
@@ -81,7 +81,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             if placed.reuse is not None:
                 source, length, snapshot = placed.reuse
                 assert source is not None and length == num_external_tokens, (
-                    "vLLM takes all of a prefix that it is told of"
+                    "vLLM takes all of a prefix that it is offered"
                 )
                 self._plan.reuse[name] = Prefix(source, length, snapshot)
                 if (stats := request.prefill_stats) is not None:  # for vLLM they came from elsewhere
@@ -120,7 +120,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def reset_cache(self) -> bool:
-        """Forgets all contents; vLLM sees to it that no request is running."""
+        """Forgets all contents; what running requests have computed is read again."""
         self._slots.clear()
         return True
 
@@ -130,7 +130,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
             del self._requests[name], self._prompts[name]
 
     def _follow(self) -> None:
-        """Adds what earlier steps computed, and takes slots back from requests that vLLM preempted, of which it does not tell. A step's own
+        """Adds what earlier steps computed, and takes slots back from requests that vLLM preempted without a word. A step's own
         rows are not there when its copies are made."""
         for name, request in list(self._requests.items()):
             if request.status == RequestStatus.PREEMPTED:

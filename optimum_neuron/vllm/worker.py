@@ -235,7 +235,7 @@ class NeuronWorker(WorkerBase):
             self.compile_or_warm_up_model()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Let go of the cache, whose graphs go with it."""
+        """Let go of the cache, and of the graphs with it."""
         self.sleep()
 
     def reload_weights(self) -> None:

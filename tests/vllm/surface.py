@@ -2,7 +2,7 @@
 """What the plugin takes of vLLM, compared with the sources of any version of it: read by ast, nothing is imported or installed.
 
 `python tests/vllm/surface.py` compares the installed version, the newest one that pyproject.toml allows, and the newest of all. Only
-what is allowed has to fit; of the other one it tells what is to be done.
+what is allowed has to fit; what the other one lacks is only printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = "optimum_neuron.vllm.worker.NeuronWorker"
 # Stand between the executors and a worker, and take some calls themselves.
 WRAPPERS = ("vllm.v1.worker.worker_base.WorkerWrapperBase", "vllm.v1.executor.ray_utils.RayWorkerWrapper")
-# What the plugin takes of objects that vLLM hands it, whose classes no syntax tells.
+# What the plugin takes of objects that vLLM hands it, of classes that no syntax names.
 TAKEN = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator watermark_blocks prefix_cache_lookup_enabled "
     "truncate_computed_blocks",
@@ -160,7 +160,7 @@ class Class:
 
 
 class Surface:
-    """The plugin beside one version of vLLM."""
+    """The plugin, compared with one version of vLLM."""
 
     def __init__(self, vllm: Sources, plugin: Sources | None = None) -> None:
         self._vllm = vllm
