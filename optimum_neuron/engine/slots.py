@@ -217,17 +217,22 @@ class SlotTable:
 
 
 class SlotDraft:
-    """A step's use of slots so far: each has room for all tokens of a request, so nobody is preempted."""
+    """A step's use of slots so far: each has room for all tokens of a request, so nobody is preempted.
+
+    Args:
+        most: requests that may start, where these are fewer than free slots.
+    """
 
     preempted: Sequence[Preempted] = ()
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: SlotTable, most: int | None = None) -> None:
         self._slots = slots
+        self._most = slots.free_count if most is None else min(most, slots.free_count)
         self._taken: set[int] = set()
 
     @property
     def open_slots(self) -> int:
-        return self._slots.free_count - len(self._taken)
+        return self._most - len(self._taken)
 
     def place(self, state: RequestState, reuse: bool) -> Placement:
         if state.slot is not None:

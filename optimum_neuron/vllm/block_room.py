@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vllm.v1.request import Request
 
-from ..engine.slots import SlotTable
+from ..engine.slots import SlotDraft, SlotTable
 from .block_snapshots import BlockSnapshots
 from .scheduler_hooks import HookedScheduler
 
@@ -17,7 +17,7 @@ class CacheRoom(Protocol):
     """What a step's planner asks of the cache.
 
     Attributes:
-        reuses: whether the table tells what prompts need not compute.
+        reuses: whether the draft tells what prompts need not compute.
     """
 
     reuses: bool
@@ -25,8 +25,8 @@ class CacheRoom(Protocol):
     def admissible(self, waiting: Sequence[Request]) -> Mapping[str, int]:
         """The first requests, as far as there is cache for them, and how many tokens of each vLLM's prefix cache holds."""
 
-    def table(self, starts: int) -> SlotTable:
-        """What requests that start can have: as many free slots at most as requests may start."""
+    def draft(self, starts: int) -> SlotDraft:
+        """What requests that start can have, of whom there may be so many."""
 
 
 class BlockRoom:
@@ -57,8 +57,8 @@ class BlockRoom:
             found[request.request_id] = cached
         return found
 
-    def table(self, starts: int) -> SlotTable:
-        return SlotTable(starts, 1)
+    def draft(self, starts: int) -> SlotDraft:
+        return SlotTable(starts, 1).draft()
 
     def _room(self) -> int:
         """Blocks beside those that running requests take in this step, or need for what is left of their prompts."""

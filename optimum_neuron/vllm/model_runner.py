@@ -74,7 +74,7 @@ class ModelRunner:
         self.load(runner)
 
     def load(self, runner: GraphRunner) -> None:
-        """Take graphs that were loaded, whose rows are all free."""
+        """Take loaded graphs, all rows of which are free."""
         self.runner = runner
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)
@@ -178,6 +178,8 @@ class ModelRunner:
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
                 state, blocks, computed = starting[request_id]
+                if request_id in plan.slots:
+                    blocks = [plan.slots[request_id] + 1]
                 self._cache.start(state, blocks, computed, plan.reuse.get(request_id), plan.restore.get(request_id))
                 self._check_length(state, computed)
 

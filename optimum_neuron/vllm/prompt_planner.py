@@ -14,7 +14,7 @@ from vllm.v1.request import Request as VllmRequest
 from ..config import NeuronConfig
 from ..engine.planner import ChunkLimits, plan_chunks
 from ..engine.request import Request, RequestState
-from ..engine.slots import SlotTable
+from ..engine.slots import SlotDraft
 
 
 # Steps in a row in which short prompts or decodes alone may go before a long prompt: it takes every third step at least.
@@ -50,7 +50,7 @@ class PromptPlanner:
         self,
         requests: Sequence[VllmRequest],
         cached: Mapping[str, int],
-        slots: SlotTable,
+        slots: SlotDraft,
         tokens: int,
         tokens_per_prompt: int,
         *,
@@ -76,7 +76,7 @@ class PromptPlanner:
         limits = dataclasses.replace(
             self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
         )
-        plan = plan_chunks(states, slots.draft(), limits)
+        plan = plan_chunks(states, slots, limits)
         ends = any(chunk.is_last or chunk.start + chunk.count == chunk.parts_at for chunk in plan.chunks)
         if decodes_first and states[0].bypassed < MAX_BYPASS and not ends:
             states[0].bypassed += 1

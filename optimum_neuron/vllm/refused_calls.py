@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 _WEIGHTS = "weights are fixed at export; export the other weights, and serve that artifact"
 _ADAPTERS = "weights are fixed at export; merge the adapter before the export"
 _ONE_WORKER = "an artifact is one worker; leave it out"
+_SNAPSHOT = "an image of the process holds no devices; start the server from the artifact"
 _NO_ENCODER = "there is no encoder; leave it out"
 REFUSED_CALLS = {
     "add_lora": _ADAPTERS,
@@ -28,6 +29,8 @@ REFUSED_CALLS = {
     "compute_weight_checksums": "the compiled graphs hold the weights in their own layout; compare artifacts by neuron inspect",
     "save_sharded_state": "the artifact is what is saved; copy its folder",
     "save_tensorized_model": "the artifact is what is saved; copy its folder",
+    "checkpoint_prepare": _SNAPSHOT,
+    "checkpoint_restore": _SNAPSHOT,
     "take_draft_token_ids": "graphs advance one token per request and step; leave speculative decoding out",
     "get_encoder_timing_stats": _NO_ENCODER,
     "elastic_ep_execute": _ONE_WORKER,

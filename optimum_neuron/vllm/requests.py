@@ -86,12 +86,6 @@ class RequestTable:
     def __getitem__(self, request_id: str) -> SlotRequest:
         return self._states[request_id]
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._states
-
-    def __len__(self) -> int:
-        return len(self._states)
-
     def start(self, new: Any) -> SlotRequest:
         """Takes vLLM's NewRequestData. Of a request that is known it means a preemption, as newer runners are told of
         it, or with another prompt the next turn of a session."""

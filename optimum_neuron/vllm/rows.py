@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a step that requests have, and what of the cache is in them: slots or blocks, as vLLM's block manager gave them out.
 
-Block 0 of vLLM's is nobody's, so that its block b is slot b - 1, or block b - 1, of the artifact.
+Block 0 of vLLM's is nobody's, so that its block b is block b - 1 of the artifact, or slot b - 1 unless the step's plan names another.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class StepScheduler(SlotScheduler):
             prompts += ready
         if not prompts:
             return {}
-        slots, most = self._room.table(places), self._tokens_per_prompt()
+        slots, most = self._room.draft(places), self._tokens_per_prompt()
         cuts = {} if self._snapshots is None else self._cuts(self._snapshots, prompts, cached)
         planned = self._planner.plan(prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first)
         return {name: planned[name] for request in prompts if (name := request.request_id) in planned}

@@ -82,7 +82,7 @@ class HookedScheduler(Scheduler):
         return self._handle_blocked_waiting_request(request) and not stale
 
     def reserved_blocks(self) -> int:
-        """Return the blocks that prompts under way still need. vLLM keeps the count, and tells it to no one."""
+        """Return the blocks that prompts under way still need. vLLM keeps the count to itself."""
         return int(self._inflight_prefill_reserved_blocks())
 
     def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> tuple[Any, int, Any, bool]:

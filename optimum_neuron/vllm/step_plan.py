@@ -17,11 +17,13 @@ class StepPlan(KVConnectorMetadata):
     """What a step does beside what it computes.
 
     Attributes:
+        slots: by request id: the slot of each request that starts, where the cache has slots and prompts reuse them.
         reuse: before it, by request id: the slot whose first rows a request takes over, and how many.
         restore: before it, by request id: the snapshot of the state behind the tokens that a request's blocks contain already.
         keep: behind it, by request id: the place of a snapshot of what its row keeps of all its tokens.
     """
 
+    slots: dict[str, int] = field(default_factory=dict)
     reuse: dict[str, Prefix] = field(default_factory=dict)
     restore: dict[str, int] = field(default_factory=dict)
     keep: dict[str, int] = field(default_factory=dict)

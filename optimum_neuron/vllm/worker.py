@@ -235,17 +235,11 @@ class NeuronWorker(WorkerBase):
             self.compile_or_warm_up_model()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Let go of the cache, whose graphs go with it."""
+        """Let go of the cache, and of the graphs with it."""
         self.sleep()
 
     def reload_weights(self) -> None:
         """Nothing to read: an artifact's weights do not change, and `wake_up` has read them."""
-
-    def checkpoint_prepare(self) -> None:
-        """Nothing to close: one worker has no connections to others."""
-
-    def checkpoint_restore(self) -> None:
-        """Nothing to open again."""
 
     def shutdown(self) -> None:
         """Ends the step that runs, and lets go of graphs, weights and devices."""

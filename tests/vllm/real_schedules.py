@@ -150,10 +150,15 @@ class Served:
             if name in cached.resumed_req_ids:
                 assert blocks is not None
                 slots[name] = blocks[0][0] - 1
+        assert plan.slots.keys() in ({*slots}, set())  # vLLM's blocks are slots where nothing is reused
+        slots |= plan.slots
+        goes_on = {new.req_id: (slots[new.req_id], new.num_computed_tokens) for new in output.scheduled_new_reqs}
         starting = [name for name in output.num_scheduled_tokens if name in slots]
         assert set(plan.reuse) <= set(starting)
         for name in starting:
-            source, length = plan.reuse.get(name, (0, 0))[:2]
+            source, length = plan.reuse.get(name, goes_on.get(name, (0, 0)))[
+                :2
+            ]  # without reuse, the next turn of a session
             copied = self._rows[source][:length]
             # A token that vLLM counts as computed while it is on its way is None here: nobody may reuse its row.
             held = [dict(enumerate(request.all_token_ids)).get(index) for request, index in copied]

@@ -2,7 +2,7 @@
 """What the plugin takes of vLLM, compared with the sources of any version of it: read by ast, nothing is imported or installed.
 
 `python tests/vllm/surface.py` compares the installed version, the newest one that pyproject.toml allows, and the newest of all. Only
-what is allowed has to fit; of the other one it tells what is to be done.
+what is allowed has to fit; what the other one lacks is only printed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ ROOT = Path(__file__).parents[2]
 WORKER = "optimum_neuron.vllm.worker.NeuronWorker"
 # Stand between the executors and a worker, and take some calls themselves.
 WRAPPERS = ("vllm.v1.worker.worker_base.WorkerWrapperBase", "vllm.v1.executor.ray_utils.RayWorkerWrapper")
-# What the plugin takes of objects that vLLM hands it, whose classes no syntax tells.
+# What the plugin takes of objects that vLLM hands it, of classes that no syntax names.
 TAKEN = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool coordinator watermark_blocks prefix_cache_lookup_enabled "
     "truncate_computed_blocks",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "find_longest_cache_hit",
-    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks free_block_queue",
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": "num_free_blocks get_all_free_blocks remove prepend_n",
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id ref_cnt",
+    "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.request.Request": "request_id status priority num_tokens num_computed_tokens all_token_ids block_hashes "
     "is_prefill_chunk num_stale_output_tokens drop_stale_output skip_reading_prefix_cache prefill_stats",
     "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids "
@@ -161,7 +160,7 @@ class Class:
 
 
 class Surface:
-    """The plugin beside one version of vLLM."""
+    """The plugin, compared with one version of vLLM."""
 
     def __init__(self, vllm: Sources, plugin: Sources | None = None) -> None:
         self._vllm = vllm

@@ -38,7 +38,7 @@ SWAPPED = [
 ALIKE: list[tuple[str, Any]] = [
     action for own in (3, 4, 5, 6, 7) for action in (("add", (0, 40, own, 3, {})), ("step", 12))
 ]
-# Who is preempted goes on behind its own prompt, of which the arrival of another one made vLLM's connector take note.
+# A preempted request continues after its own prompt, which the connector noted when another request arrived.
 RESUMED: list[tuple[str, Any]] = [("add", (0, 40, 3, 12, {})), ("step", 5), ("add", (1, 20, 1, 9, {})), ("step", 2)]
 RESUMED.append(("reset", False))
 # Artifacts and engine options, by what is special about them.

@@ -37,7 +37,7 @@ def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with
 
 
 @pytest.mark.parametrize(
-    ("path", "old", "new", "told"),
+    ("path", "old", "new", "problem"),
     [
         (
             OUTPUTS,
@@ -84,12 +84,14 @@ def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with
         ("vllm/v1/request.py", r"\bskip_reading_prefix_cache\b", "reads", "Request has no skip_reading_prefix_cache"),
     ],
 )
-def test_what_another_version_of_vllm_changes_is_told(vllm: Sources, path: str, old: str, new: str, told: str) -> None:
+def test_what_another_version_of_vllm_changes_is_named(
+    vllm: Sources, path: str, old: str, new: str, problem: str
+) -> None:
     change: Callable[[str], str] = lambda text: re.sub(old if "\\" in old else re.escape(old), new, text)  # noqa: E731
-    assert any(told in problem for problem in Surface(vllm.changed(path, change)).problems())
+    assert any(problem in each for each in Surface(vllm.changed(path, change)).problems())
 
 
-def test_a_method_that_the_plugin_forgets_is_told(vllm: Sources) -> None:
+def test_a_method_that_the_plugin_forgets_is_named(vllm: Sources) -> None:
     plugin = Sources.of_folder(ROOT, "optimum_neuron/vllm")
     forgetful = plugin.changed("optimum_neuron/vllm/worker.py", lambda text: text.replace("def sleep(", "def doze("))
     assert (
