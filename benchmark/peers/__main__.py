@@ -38,10 +38,11 @@ QUICK: dict[str, Any] = {
 }
 EXAMPLES = f"""
 peers:
-  {OURS}-rounded  this project with activations of int8 (--activations int8), where weights are int8 or int4
+  {OURS}-rounded  this project with --activations int8, and {OURS}-plain with --activations none: the default is one of
+                       them, by the CPU
   transformers         generate() with its defaults; requests by its continuous batching
   transformers-static  generate() with a static cache and compiled decode steps
-  llamacpp             llama.cpp, by llama-cpp-python; int8 is q8_0, int4 is q4_0
+  llamacpp             llama.cpp, by llama-cpp-python, with its default cache of float16; int8 is q8_0, int4 is q4_0
   openvino             OpenVINO GenAI, converted by optimum-intel; bfloat16 is float16 weights computed in bfloat16
   onnxruntime          ONNX Runtime GenAI, by its model builder; it has no bfloat16 on a CPU
   vllm                 vLLM's own CPU backend

@@ -15,8 +15,8 @@ FLOATS = ("float32", "bfloat16")
 QUANTIZED = ("int8", "int4")
 PRECISIONS = (*FLOATS, *QUANTIZED)
 OURS, REFERENCE = "optimum_neuron", "transformers"
-# What this project rounds activations to, where it is asked to.
-ROUNDED = "int8"
+# How this project is asked to take activations to quantized weights, apart from its default.
+ROUNDED, PLAIN = "int8", "none"
 # What holds each library to AVX2 on a CPU that has more.
 AVX2 = {
     "OPTIMUM_NEURON_CPU": "avx2",
@@ -68,6 +68,7 @@ PEERS = {
     for peer in (
         Peer(OURS, ("ours",), PRECISIONS),
         Peer("optimum_neuron-rounded", ("ours", ROUNDED), QUANTIZED),
+        Peer("optimum_neuron-plain", ("ours", PLAIN), QUANTIZED),
         Peer(REFERENCE, ("transformers", "eager")),
         Peer("transformers-static", ("transformers", "static")),
         Peer(

@@ -16,8 +16,7 @@ from .protocol import Generated, Prompt, Sizes, run
 
 
 STEP_TOKENS = 2048
-# ggml's numbers of types; quantized models keep their cache in float16, as by default.
-KV_TYPES = {"float32": 0, "bfloat16": 30, "int8": 1, "int4": 1}
+FLOAT32 = 0  # ggml's number of the type
 FILE_TYPES = {
     "float32": llama_cpp.LLAMA_FTYPE_ALL_F32,
     "bfloat16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
@@ -73,7 +72,7 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp did not load {path}")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._threads, self._slots, self._kv_type = threads, sizes.slots, KV_TYPES[precision]
+        self._threads, self._slots, self._is_float32 = threads, sizes.slots, precision == "float32"
         self._batch = llama_cpp.llama_batch_init(STEP_TOKENS, 0, 1)
         self._hold(1, sizes.length)
 
@@ -117,7 +116,8 @@ class LlamaCpp:
         length = -(-length // 256) * 256  # llama.cpp rounds up itself
         options.n_ctx, options.n_seq_max, options.n_batch = rows * length, rows, STEP_TOKENS
         options.n_threads = options.n_threads_batch = self._threads
-        options.type_k = options.type_v = self._kv_type
+        if self._is_float32:  # else the default, float16
+            options.type_k = options.type_v = FLOAT32
         options.kv_unified, options.no_perf = False, True
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         if not self._context:

@@ -27,10 +27,10 @@ class Ours:
     """One loaded artifact at a time: another number of rows loads another.
 
     Args:
-        activations: what they are rounded to, in place of none.
+        activations: as the option of an export.
     """
 
-    def __init__(self, activations: str | None) -> None:
+    def __init__(self, activations: str) -> None:
         self._activations = activations
         self._loaded: dict[int, System] = {}
 
@@ -97,4 +97,4 @@ def _weights(exported: Export) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    run(partial(Ours, sys.argv[1] if len(sys.argv) > 1 else None))
+    run(partial(Ours, sys.argv[1] if len(sys.argv) > 1 else "auto"))
