@@ -128,7 +128,11 @@ _SAMPLING: _Options = {
         {"dest": "on_device_sampling", "action": "store_false"},
         "return logits only; the host chooses the tokens",
     ),
-    "--output-logits": (_ON, "return the logits of every row beside the tokens: for logits processors and scores"),
+    "--output-logits": (
+        _ON,
+        "return the logits of every row with the tokens: for logits processors and scores (default: if the checkpoint's "
+        "generation_config.json needs them)",
+    ),
     "--prompt-logits": (
         _ON,
         "compile one more graph of each chunk size, which returns the logits of all tokens of a prompt: for model(input_ids), the loss of "
