@@ -43,7 +43,7 @@ _ROWS = """
     sum.default sum.dim_IntList topk.default var.dim
 """
 _PRODUCTS = """
-    addmm.default baddbmm.default bmm.default linear.default matmul.default mm.default mv.default scaled_dot_product_attention.default
+    addmm.default baddbmm.default bmm.default conv1d.default linear.default matmul.default mm.default mv.default scaled_dot_product_attention.default
 """
 _IN_PLACE = """
     add_.Scalar add_.Tensor bitwise_and_.Tensor bitwise_or_.Tensor clamp_.default clamp_max_.default clamp_min_.default copy_.default
