@@ -38,7 +38,7 @@ _SHAPES = """
     unfold.default unsqueeze.default view.default view_as.default view_as_complex.default view_as_real.default
 """
 _ROWS = """
-    _softmax.default all.dim amax.default amin.default any.dim argmax.default cumsum.default layer_norm.default log_softmax.int
+    _softmax.default all.dim amax.default amin.default any.dim argmax.default cumsum.default layer_norm.default linalg_vector_norm.default log_softmax.int
     logsumexp.default max.default max.dim mean.default mean.dim min.default min.dim rms_norm.default softmax.int sort.default std.dim
     sum.default sum.dim_IntList topk.default var.dim
 """
