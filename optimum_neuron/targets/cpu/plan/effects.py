@@ -60,7 +60,8 @@ def operands_of(value: Any) -> Iterator[Operand]:
         for each in value.values():
             yield from operands_of(each)
     else:
-        for name in _members(type(value)):
+        kind: Any = type(value)
+        for name in _members(kind):
             yield from operands_of(getattr(value, name))
 
 

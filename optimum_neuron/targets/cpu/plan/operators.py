@@ -17,20 +17,20 @@ from .access import PlanError, require
 
 
 _ELEMENTWISE = """
-    abs.default add.Scalar add.Tensor bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor
+    abs.default absolute.default add.Scalar add.Tensor bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor
     bitwise_xor.Scalar bitwise_xor.Tensor ceil.default clamp.default clamp.Tensor clamp_max.default clamp_min.default cos.default
-    div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode eq.Scalar eq.Tensor erf.default erfinv.default exp.default expm1.default
+    div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode divide.Scalar divide.Tensor eq.Scalar eq.Tensor erf.default erfinv.default exp.default expm1.default
     floor.default floor_divide.Scalar floor_divide.default ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor isnan.default
     le.Scalar le.Tensor log.default log1p.default logical_and.default logical_not.default logical_or.default logical_xor.default
     lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor max.other maximum.default min.other minimum.default mul.Scalar mul.Tensor
-    multiply.Scalar multiply.Tensor ne.Scalar ne.Tensor neg.default polar.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+    multiply.Scalar multiply.Tensor ne.Scalar ne.Tensor neg.default negative.default polar.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
     reciprocal.default relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default rsub.Scalar rsub.Tensor
-    sigmoid.default silu.default sin.default softplus.default sqrt.default square.default sub.Scalar sub.Tensor tanh.default
+    sigmoid.default silu.default sin.default softplus.default sqrt.default square.default sub.Scalar sub.Tensor subtract.Scalar subtract.Tensor tanh.default
     tril.default triu.default trunc.default where.Scalar where.ScalarOther where.ScalarSelf where.self
 """
 _SHAPES = """
     _unsafe_view.default alias.default broadcast_tensors.default broadcast_to.default cat.default chunk.default clone.default
-    concat.default contiguous.default detach.default diagonal.default dropout.default expand.default expand_as.default
+    concat.default concatenate.default contiguous.default detach.default diagonal.default dropout.default expand.default expand_as.default
     flatten.using_ints flip.default lift_fresh.default lift_fresh_copy.default mT.default movedim.int movedim.intlist narrow.default
     numpy_T.default pad.default permute.default repeat.default repeat_interleave.self_int reshape.default reshape_as.default
     roll.default select.int slice.Tensor split.Tensor split.sizes split_with_sizes.default squeeze.default squeeze.dim squeeze.dims
@@ -38,12 +38,12 @@ _SHAPES = """
     unfold.default unsqueeze.default view.default view_as.default view_as_complex.default view_as_real.default
 """
 _ROWS = """
-    _softmax.default all.dim amax.default amin.default any.dim argmax.default cumsum.default layer_norm.default log_softmax.int
+    _softmax.default all.dim amax.default amin.default any.dim argmax.default cumsum.default layer_norm.default linalg_vector_norm.default log_softmax.int
     logsumexp.default max.default max.dim mean.default mean.dim min.default min.dim rms_norm.default softmax.int sort.default std.dim
     sum.default sum.dim_IntList topk.default var.dim
 """
 _PRODUCTS = """
-    addmm.default baddbmm.default bmm.default linear.default matmul.default mm.default mv.default scaled_dot_product_attention.default
+    addmm.default baddbmm.default bmm.default conv1d.default linear.default matmul.default mm.default mv.default scaled_dot_product_attention.default
 """
 _IN_PLACE = """
     add_.Scalar add_.Tensor bitwise_and_.Tensor bitwise_or_.Tensor clamp_.default clamp_max_.default clamp_min_.default copy_.default

@@ -180,12 +180,12 @@ def _require(holds: bool, otherwise: str) -> None:
 
 def _build(kind: Any, value: Any) -> Any:
     """A value of a type, from the JSON that it travels as."""
-    origin, of = get_origin(kind), get_args(kind)
+    make, origin, of = kind, get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         fits = isinstance(value, dict) and value.keys() == hints.keys()
         if fits:
-            return kind(**{name: _build(each, value[name]) for name, each in hints.items()})
+            return make(**{name: _build(each, value[name]) for name, each in hints.items()})
     elif origin is tuple and isinstance(value, list | tuple):
         return tuple(_build(of[0], each) for each in value)
     elif origin is dict and isinstance(value, dict):
