@@ -183,6 +183,7 @@ def write_tiny_gguf(
     writer.add_block_count(block_count)
     writer.add_context_length(64)
     writer.add_embedding_length(embedding_length)
+    writer.add_layer_norm_rms_eps(1e-5)
     writer.add_feed_forward_length(64)
     if head_count is not None:
         writer.add_head_count(head_count)
