@@ -41,9 +41,8 @@ async def answers(engine: AsyncLLM, meanwhile: Callable[[], Awaitable[None]] | N
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield loop.run_until_complete
-    loop.close()
+    with asyncio.Runner() as runner:
+        yield runner.run
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,15 @@ def engine(export_text: Callable[..., Path], run: Run) -> Iterator[AsyncLLM]:
     async def start() -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(str(export_text()), enable_sleep_mode=True))
 
+    async def stop() -> None:
+        started.shutdown()
+        await asyncio.sleep(
+            0
+        )  # vLLM closes its sockets in the loop, and an open one would block the next engine's end
+
     started = run(start())
     yield started
-    started.shutdown()
+    run(stop())
 
 
 @pytest.fixture(scope="module")
