@@ -25,7 +25,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm docs newcomer lint format bench bench-peers bench-serving bench-vllm clean
+.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm test-vllm-newest docs newcomer lint format bench bench-peers bench-serving bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,12 @@ test-neuron-full: test-neuron ## the same by more architectures and numbers of r
 test-vllm: ## run the tests of the vLLM plugin, in .venv-vllm (2 GB)
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
 	VLLM_NO_USAGE_STATS=1 $(subst $(BIN),.venv-vllm/bin,$(PYTEST)) tests/vllm
+
+# with the torch that is installed: the one that this vLLM asks for has no build without CUDA
+test-vllm-newest: ## run the tests of the plugin's engine with vLLM 0.33
+	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
+	.venv-vllm/bin/python -m pip install -q --no-deps --upgrade --target build/vllm 'vllm==0.33.*'
+	PYTHONPATH=build/vllm VLLM_NO_USAGE_STATS=1 $(subst $(BIN),.venv-vllm/bin,$(PYTEST)) tests/vllm/test_llm.py tests/vllm/test_pause.py
 
 docs: $(INSTALLED) ## build the documentation site in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -c docs . build/docs
