@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of all architectures, MODELS.md: what the parity suite finds. `python tests/architectures/table.py` writes it."""
+"""The page of all architectures, MODELS.md: what the parity suite finds. `python tests/architectures/table.py` writes it.
+
+With names of architectures it prints their rows, and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +91,13 @@ def rows_of(text: str) -> dict[str, tuple[str, str]]:
 
 def main() -> None:
     outcomes = []
-    for name in ARCHITECTURES:
+    for name in sys.argv[1:] or ARCHITECTURES:
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(compare(name, Path(folder)))
-    TABLE.write_text(page(outcomes), encoding="utf-8")
+        if sys.argv[1:]:
+            sys.stdout.write(row(outcomes[-1]) + "\n")
+    if not sys.argv[1:]:
+        TABLE.write_text(page(outcomes), encoding="utf-8")
 
 
 if __name__ == "__main__":
