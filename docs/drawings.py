@@ -14,8 +14,8 @@ from optimum_neuron.graphs.spec import graph_specs
 
 FOLDER = Path(__file__).parent / "drawings"
 DECODE, CHUNK, SECOND, EMPTY, LINE = "#4c9be8", "#f2a541", "#7fc97f", "#eceff3", "#5b6470"
-# Time of a step in the drawing: one of decodes alone, and a full chunk beside it.
-DECODE_TIME, CHUNK_TIME = 20, 40
+# Widths of steps in the drawing: decode rows alone, a chunk alone, and both. Only their order is that of real steps.
+DECODE_TIME, CHUNK_TIME, MIXED_TIME = 20, 40, 50
 
 
 @dataclass
@@ -60,23 +60,21 @@ class Drawing:
 def steps() -> Drawing:
     """Three requests decode, then a prompt of four chunks comes: what the scheduler plans, by policy."""
     drawing = Drawing(760, 330, "Steps when a long prompt comes, by policy")
-    for row, (policy, told) in enumerate(
+    for row, (policy, meaning) in enumerate(
         (
-            ("mixed", "a chunk beside everybody's next token (default)"),
+            ("mixed", "a chunk and the next token of all others in one step (default)"),
             ("prefill_first", "all chunks of a prompt first"),
         )
     ):
-        _timeline(drawing, 20 + row * 155, policy, told)
+        _timeline(drawing, 20 + row * 155, policy, meaning)
     drawing.box(110, 308, 14, 12, DECODE)
     drawing.text(130, 318, "a new token", size=11)
     drawing.box(220, 308, 14, 12, CHUNK)
-    drawing.text(
-        240, 318, "a chunk of the prompt; steps as wide as they take, by a made-up but equal measure", size=11
-    )
+    drawing.text(240, 318, "a chunk of the prompt; widths are made up, and a step with both takes longest", size=11)
     return drawing
 
 
-def _timeline(drawing: Drawing, top: int, policy: str, told: str) -> None:
+def _timeline(drawing: Drawing, top: int, policy: str, meaning: str) -> None:
     config = NeuronConfig(
         batch_size=4, sequence_length=256, prefill_chunk_size=16, mixed_step=policy == "mixed", target="eager"
     )
@@ -93,13 +91,13 @@ def _timeline(drawing: Drawing, top: int, policy: str, told: str) -> None:
         _run(scheduler)
     assert len(step_plan) == 3
     scheduler.add(Request(request_id="3", prompt_token_ids=[100 + each for each in range(64)], max_new_tokens=100))
-    drawing.text(20, top + 8, f"{policy}: {told}", bold=True)
+    drawing.text(20, top + 8, f"{policy}: {meaning}", bold=True)
     for slot in range(4):
         drawing.text(100, top + 34 + slot * 28, f"request {slot}", anchor="end", size=11)
     x = 110
     while x < 720:
         step = scheduler.schedule()
-        width = CHUNK_TIME if step.chunks else DECODE_TIME
+        width = DECODE_TIME if not step.chunks else MIXED_TIME if step.decodes else CHUNK_TIME
         for decode in step.decodes:
             drawing.box(x, top + 20 + int(decode.request_id) * 28, width - 2, 22, DECODE)
         for chunk in step.chunks:
@@ -131,8 +129,9 @@ def cache() -> Drawing:
         "Blocks (--kv-block-size): rows have as many as their tokens fill, anywhere; a common prefix is shared",
         bold=True,
     )
-    owners = (0, 1, 2, 0, 2, 3, 2, 0, 1, 2, None, None, None, None)
-    colours = (DECODE, CHUNK, SECOND, "#c39be0")
+    shared = 4  # a prefix that rows 0 and 1 have in common
+    owners = (shared, 1, 2, 0, 2, 3, 2, 0, 1, 2, None, None, None, None)
+    colours = (DECODE, CHUNK, SECOND, "#c39be0", "#f6d365")
     for place, owner in enumerate(owners):
         drawing.box(
             80 + place * 46,
@@ -140,17 +139,15 @@ def cache() -> Drawing:
             44,
             26,
             EMPTY if owner is None else colours[owner],
-            "" if owner is None else f"row {owner}",
+            "" if owner is None else "0 and 1" if owner == shared else f"row {owner}",
             11,
         )
         drawing.text(102 + place * 46, 206, str(place), anchor="middle", size=10)
     drawing.text(72, 184, "blocks", anchor="end", size=11)
-    drawing.text(
-        80,
-        232,
-        "row 0's table: 0, 3, 7    row 1's: 1, 8    row 2's: 2, 4, 6, 9    row 3's: 5    free: 10 to 13",
-        size=11,
-    )
+    tables = ("row 0: 0, 3, 7", "row 1: 0, 1, 8", "row 2: 2, 4, 6, 9", "row 3: 5", "free: 10 to 13")
+    for number, table in enumerate(tables):
+        drawing.text(80 + number * 130, 232, table, size=11)
+    drawing.text(72, 232, "tables", anchor="end", size=11)
     return drawing
 
 
