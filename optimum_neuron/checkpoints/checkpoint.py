@@ -229,7 +229,7 @@ class Checkpoint:
         look_up = reading(self.folder, self.source) if self.gguf_file is None else None
         read.check_complete(tensors, model, look_up)
         if self.is_quantized and self.codes != DEQUANTIZE:
-            self._keep_codes(model)
+            self._keep_codes(model, read.unexpected)
         return model.eval().requires_grad_(False)
 
     @cached_property
@@ -244,10 +244,10 @@ class Checkpoint:
             logger.warning("%s: %s", self.source, notice)
         return form
 
-    def _keep_codes(self, model: PreTrainedModel) -> None:
+    def _keep_codes(self, model: PreTrainedModel, without: Sequence[str]) -> None:
         assert self._form is not None
         all_of_them = self.codes == KEEP or self.gguf_file is None
-        keep_codes(model, self._form, self.source, all_of_them=all_of_them)
+        keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=without)
 
     @cached_property
     def is_quantized(self) -> bool:
