@@ -106,7 +106,6 @@ def test_codes_of_layers_that_predict_further_tokens_are_left_out(
     _check(export_tiny(checkpoint, tmp_path / "artifact", **KEEP), exact, kind)
 
 
-
 def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
