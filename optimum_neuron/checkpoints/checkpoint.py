@@ -42,6 +42,7 @@ from .formats.format import CheckpointFormat
 from .formats.gguf_file import GgufFile
 from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_config import GgufConfig, read_config
+from .gguf_keys import sampling_of
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
 from .left_over import check_unique, reading, renamed_by_wrappers
@@ -343,7 +344,10 @@ class Checkpoint:
 
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
         """What a GGUF file tells beside the model."""
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        asked = {} if self._gguf is None else sampling_of(self._gguf.values)
+        defaults = GenerationConfig.from_model_config(config)
+        defaults.update(**asked)
+        defaults.save_pretrained(folder)
         if self._gguf_tokenizer is not None:
             save_tokenizer(self._gguf_tokenizer, folder)
 
