@@ -145,7 +145,8 @@ def test_keywords_of_other_libraries_are_refused_with_what_does_the_same(
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         NeuronModelForCausalLM.from_pretrained(path, **keyword)
     if "config" not in keyword and "use_cache" not in keyword:
-        NeuronModelForCausalLM.from_pretrained(path, **dict.fromkeys(keyword))
+        nothing: dict[str, Any] = dict.fromkeys(keyword)
+        NeuronModelForCausalLM.from_pretrained(path, **nothing)
 
 
 def test_an_export_understands_a_type_in_any_spelling(tiny_checkpoint: Path) -> None:
