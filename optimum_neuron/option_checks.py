@@ -39,10 +39,10 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def dtype(value: object) -> object:
-    """torch's name of a type: "bfloat16" of torch.bfloat16, "torch.bfloat16" or "bf16". What is none stays as it is."""
+    """torch's name of a type: "bfloat16" of torch.bfloat16, "torch.bfloat16", "bf16" or "BF16". What is none stays as it is."""
     if not isinstance(value, str) and type(value).__name__ != "dtype":
         return value
-    name = str(value).removeprefix("torch.")
+    name = str(value).lower().removeprefix("torch.")
     return _DTYPE_SPELLINGS.get(name, name)
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -39,8 +40,14 @@ def swap_halves(tensor: Tensor, heads: int, *, back: bool) -> Tensor:
     return split.transpose(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str, without: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Writes a tiny Llama, but for some weights; returns the weights that the file stands for, by transformers' names."""
+def write_gguf(
+    checkpoint: Path,
+    path: Path,
+    kind: str,
+    without: Sequence[str] = (),
+    sampling: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Writes a tiny Llama, but for some weights, with defaults of generation; returns the weights that the file stands for, by transformers' names."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -54,6 +61,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: str, without: Sequence[str] =
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    for name, value in sampling.items():
+        getattr(writer, f"add_sampling_{name}")(value)
     _add_tokenizer(writer, checkpoint)
     exact = {}
     for name, tensor in model.state_dict().items():

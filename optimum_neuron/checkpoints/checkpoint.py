@@ -42,6 +42,7 @@ from .formats.format import CheckpointFormat
 from .formats.gguf_file import GgufFile
 from .gguf import TOKENS_KEY, GgufHeader, read_header
 from .gguf_config import GgufConfig, read_config
+from .gguf_keys import sampling_of
 from .kept import keep_codes, read_dequantized
 from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
 from .left_over import check_unique, reading, renamed_by_wrappers
@@ -229,7 +230,7 @@ class Checkpoint:
         look_up = reading(self.folder, self.source) if self.gguf_file is None else None
         read.check_complete(tensors, model, look_up)
         if self.is_quantized and self.codes != DEQUANTIZE:
-            self._keep_codes(model)
+            self._keep_codes(model, read.unexpected)
         return model.eval().requires_grad_(False)
 
     @cached_property
@@ -244,10 +245,10 @@ class Checkpoint:
             logger.warning("%s: %s", self.source, notice)
         return form
 
-    def _keep_codes(self, model: PreTrainedModel) -> None:
+    def _keep_codes(self, model: PreTrainedModel, without: Sequence[str]) -> None:
         assert self._form is not None
         all_of_them = self.codes == KEEP or self.gguf_file is None
-        keep_codes(model, self._form, self.source, all_of_them=all_of_them)
+        keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=without)
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -343,7 +344,10 @@ class Checkpoint:
 
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
         """What a GGUF file tells beside the model."""
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        asked = {} if self._gguf is None else sampling_of(self._gguf.values)
+        defaults = GenerationConfig.from_model_config(config)
+        defaults.update(**asked)
+        defaults.save_pretrained(folder)
         if self._gguf_tokenizer is not None:
             save_tokenizer(self._gguf_tokenizer, folder)
 

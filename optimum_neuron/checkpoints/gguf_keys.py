@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .gguf import GgufHeader
@@ -30,6 +30,10 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "split.count": ((0, 1), "the file is one of several parts"),
     "@attention.causal": ((True,), "a token of this model attends to later ones"),
 }
+# The defaults of generation in a file, by transformers' names. Source: gguf's constants.py, Keys.General.
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
 # In the place of a default: the file must have the key.
 NEEDED: Any = object()
 
@@ -115,6 +119,20 @@ class Keys:
         if not is_right(value):
             raise ValueError(f"{self.source} has {name}={_shown(value)}, which is not {kind}; convert it again")
         return value
+
+
+def sampling_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of generation that a file names, as fields of a GenerationConfig.
+
+    llama.cpp samples unless the temperature is 0, so the file's reader is to sample too where it names how.
+    """
+    named = {ours: values.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+    found = {name: value for name, value in named.items() if _is_finite(value)}
+    if found.keys() & {"temperature", "top_k", "top_p", "min_p"} and found.get("temperature") != 0:
+        found["do_sample"] = True
+    elif "temperature" in found:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    return found
 
 
 def _is_finite(value: Any) -> bool:

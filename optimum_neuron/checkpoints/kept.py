@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -68,7 +68,9 @@ def read_dequantized(
     return read_model(mapping[type(config)], None, source, attention, config, options)
 
 
-def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool) -> None:
+def keep_codes(
+    model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool, without: Collection[str] = ()
+) -> None:
     """Replaces the linear layers and experts of a model whose weights a checkpoint has as codes.
 
     A table of embeddings gets codes of int8 without a shift, also one that the head shares; of other kinds it stays dequantized, and a head that
@@ -76,6 +78,7 @@ def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, a
 
     Args:
         all_of_them: otherwise what cannot be kept stays plain, and is told in a warning.
+        without: names of the checkpoint's tensors that the model needs not, such as those of layers that predict further tokens.
 
     Raises:
         ValueError: codes are of no layer of the model, or do not stand for the weights that it has.
@@ -85,8 +88,9 @@ def keep_codes(model: PreTrainedModel, form: CheckpointFormat, source: str, *, a
     modules = dict(model.named_modules())
     table = model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
-    with one_thread(), progress.stage("Keeping the checkpoint's codes", len(form.layers)) as advance:
-        for name in _without_experts(form, modules, of_experts):
+    layers = [name for name in form.layers if not _is_among(name, without)]
+    with one_thread(), progress.stage("Keeping the checkpoint's codes", len(layers)) as advance:
+        for name in _without_experts(form, layers, modules, of_experts):
             path = _path(name.removesuffix(".weight"), modules)
             module = modules[path]
             if module is table:
@@ -160,15 +164,23 @@ def _of_experts(
         yield own, _compared(source, f"{path}.{own}", read(), lying)
 
 
+def _is_among(name: str, left_over: Collection[str]) -> bool:
+    """Whether a weight is in a list of names, in which the weights of experts are joined."""
+    match = _OF_ONE_EXPERT.fullmatch(name)
+    own = [each for each, parts in _JOINED.items() if match and match[3] in sum(parts, ())]
+    return name in left_over or any(f"{name.rsplit('.', 3)[0]}.{each}" in left_over for each in own)
+
+
 def _without_experts(
     form: CheckpointFormat,
+    layers: list[str],
     modules: Mapping[str, nn.Module],
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]],
 ) -> list[str]:
     """The names of linear layers; what belongs to experts is sorted by their module and parameter."""
     linear: list[str] = []
     apart: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
-    for name in form.layers:
+    for name in layers:
         layer, _, own = name.rpartition(".")
         found = _path(layer, modules, needed=False)
         match = _OF_ONE_EXPERT.fullmatch(name)

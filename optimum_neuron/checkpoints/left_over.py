@@ -29,6 +29,8 @@ _WITHOUT_EFFECT = {
         "parts for images and sound"
     ),
 }
+# Programs that quantize layers give each of them one, of zeros where the layer has none.
+_BIAS = re.compile(r"(?<!attn)(?<!attention)\.bias$")
 _MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
 # One number, as checkpoints for caches of 8 bits have them.
 _CACHE_SCALE = re.compile(r"(?:attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$")
@@ -110,6 +112,8 @@ class LeftOver:
             layer = _LAYER.match(name)
             if layer and layer[1] in further and int(layer[2]) >= self._layers:
                 return True
+            if _BIAS.search(name) and _is_zero(self._read(name)):
+                return True
             checked = self._is_computed(name)
             if checked is not None:
                 return checked
@@ -157,6 +161,10 @@ def _trusted(model: PreTrainedModel) -> set[str]:
         name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
     }
     return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
+
+
+def _is_zero(found: Tensor) -> bool:
+    return found.numel() > 0 and not bool(found.any())
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

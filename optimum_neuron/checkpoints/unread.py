@@ -105,6 +105,8 @@ class _Known:
         read = {each: getattr(config, each, None) for each, own in self._words.items() if words & own}
         if words & {"rope", "rotary", "theta"}:
             read |= {key: each for key, each in self._rope if key in self._named_of_rope}
+        if "num_heads" in words:
+            read["num_attention_heads"] = getattr(config, "num_attention_heads", None)
         if "head_dim" in words and getattr(config, "hidden_size", None) and config.num_attention_heads:
             read["head_dim of sizes"] = config.hidden_size // config.num_attention_heads
         return any(type(each) is type(value) and each == value for each in read.values())

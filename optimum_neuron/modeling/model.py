@@ -133,6 +133,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             ArtifactError: the artifact is corrupt.
         """
         options = own_options(options)
+        if not isinstance(config, NeuronConfig | None):
+            raise TypeError(
+                f"config is a NeuronConfig, not a {type(config).__name__}: the model brings its own; leave it out"
+            )
         if config is not None and options:
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
         ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)

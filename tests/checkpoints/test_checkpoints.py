@@ -262,6 +262,7 @@ def test_tensors_that_are_computed_or_that_no_logit_needs_are_left_out(checkpoin
         further = {"eh_proj.weight": torch.ones(64, 128), "mlp.up_proj.weight": torch.ones(96, 64)}
         tensors |= {f"model.layers.2.{own}": tensor for own, tensor in further.items()}
         tensors |= {"visual.blocks.0.attn.proj.bias": torch.ones(3), "v_head.summary.weight": torch.ones(1, 64)}
+        tensors |= {"model.layers.0.mlp.down_proj.bias": torch.zeros(64)}
         tensors |= {"model.layers.1.self_attn.k_scale": torch.ones(1), "model.norm._extra_state": torch.ones(0)}
 
     expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

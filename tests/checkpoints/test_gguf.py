@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +60,26 @@ def test_a_damaged_file_is_refused(kind: str, tiny_checkpoint: Path, tmp_path: P
         export_tiny(path, tmp_path / "out" / "artifact")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"temp": 0.7, "top_k": 20, "top_p": 0.8}, {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}),
+        ({"penalty_repeat": 1.25}, {"repetition_penalty": 1.25}),
+        ({"temp": 0.0, "top_k": 20}, {}),
+    ],
+)
+def test_the_file_s_defaults_of_generation_are_the_artifact_s(
+    named: dict[str, float], expected: dict[str, Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "F16", sampling=named)
+    artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "artifact", output_logits=False)
+    document = json.loads((artifact / "generation_config.json").read_text(encoding="utf-8"))
+    asked = {
+        name: document[name]
+        for name in ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+        if name in document
+    }
+    assert asked == pytest.approx(expected)
+    assert Artifact.open(artifact).config.output_logits == ("repetition_penalty" in expected)

@@ -91,6 +91,21 @@ def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warni
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
 
 
+@pytest.mark.parametrize("place", ["model.layers.2", "mtp.layers.0"])
+def test_codes_of_layers_that_predict_further_tokens_are_left_out(
+    place: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, exact, kind = _checkpoint(tmp_path, tiny_checkpoints, "fp8 of single experts")
+
+    def add_layer(tensors: dict[str, Tensor]) -> None:
+        own = {name: tensor for name, tensor in tensors.items() if "layers.1." in name}
+        tensors |= {name.replace("model.layers.1", place): tensor.roll(1, 0) for name, tensor in own.items()}
+        tensors[f"{place}.eh_proj.weight"] = torch.ones(64, 128)
+
+    change_weights(checkpoint, add_layer)
+    _check(export_tiny(checkpoint, tmp_path / "artifact", **KEEP), exact, kind)
+
+
 def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

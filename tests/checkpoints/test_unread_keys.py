@@ -78,7 +78,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
               "n_head": 16, "n_inner": None, "n_layer": 24, "offset_alibi": 100, "seq_length": 2048, "skip_bias_add": True,
               "skip_bias_add_qkv": False, "apply_residual_connection_post_layernorm": False, "pretraining_tp": 1},
     "StableLM": {"model_type": "stablelm", "norm_eps": 1e-5, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "rope_pct": 0.25,
-                 "rotary_scaling_factor": 1.0, "use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False},
+                 "rotary_scaling_factor": 1.0, "use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False,
+                 "num_attention_heads": 16, "num_heads": 16},
     "StarCoder2": {"model_type": "starcoder2", "activation_function": "gelu", "attention_softmax_in_fp32": True, "norm_epsilon": 1e-5,
                    "layer_norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm",
                    "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 4096, "use_bias": True},
@@ -119,6 +120,7 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "soft caps": ({"attn_logit_softcapping": 50.0, "logit_cap": 30.0}, {"attn_logit_softcapping": 50.0, "logit_cap": 30.0}),
     "scales": ({"logit_scale": 0.5, "embedding_multiplier": 12, "scale_emb": 12, "residual_multiplier": 1.0}, {
         "logit_scale": 0.5, "embedding_multiplier": 12, "scale_emb": 12}),
+    "heads": ({"num_attention_heads": 16, "num_heads": 12}, {"num_heads": 12}),
     "another epsilon": ({"rms_norm_eps": 1e-5, "layer_norm_epsilon": 1e-6}, {"layer_norm_epsilon": 1e-6}),
     "another activation": ({"hidden_act": "silu", "hidden_activation": "gelu"}, {"hidden_activation": "gelu"}),
     "a part of heads": ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),

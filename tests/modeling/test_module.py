@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers import export_tiny
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, pipeline
 from transformers.utils import logging as transformers_logging
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM
@@ -112,7 +113,7 @@ def test_keywords_of_transformers_that_change_nothing_are_taken_and_logged_once(
         )
     told = ("device_map='auto'", "low_cpu_mem_usage=True", "attn_implementation='sdpa'", "use_safetensors=True")
     assert sorted(message.split(" has no effect: ")[0] for message in caplog.messages) == sorted(told)
-    for dtype in (torch.float32, "float32", "torch.float32", "fp32", "float", "auto", None):
+    for dtype in (torch.float32, "float32", "torch.float32", "fp32", "FP32", "float", "auto", None):
         for name in ("dtype", "torch_dtype"):
             NeuronModelForCausalLM.from_pretrained(path, **{name: dtype})
     for options in ({"torch_dtype": "bf16"}, {"dtype": torch.bfloat16}):
@@ -122,6 +123,30 @@ def test_keywords_of_transformers_that_change_nothing_are_taken_and_logged_once(
         NeuronModelForCausalLM.from_pretrained(path, torch_dtype="fp16", dtype=torch.float32)
     with pytest.raises(ValueError, match="use_safetensors=False asks for pickled weights"):
         NeuronModelForCausalLM.from_pretrained(path, use_safetensors=False)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ({"gguf_file": "a.gguf"}, "gguf_file='a.gguf' is not understood: name the file in the model"),
+        (
+            {"quantization_config": {"load_in_4bit": True}},
+            "is not understood: name quantization='int8', 'int4' or 'fp8'",
+        ),
+        ({"num_cores": 2}, "num_cores=2 is not understood: name tensor_parallel_size"),
+        ({"config": LlamaConfig()}, "config is a NeuronConfig, not a LlamaConfig"),
+        ({"use_cache": False}, "use_cache=False asks for steps without a cache"),
+    ],
+)
+def test_keywords_of_other_libraries_are_refused_with_what_does_the_same(
+    pair: tuple[Any, Any], keyword: dict[str, Any], words: str
+) -> None:
+    path = pair[0].artifact.path
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        NeuronModelForCausalLM.from_pretrained(path, **keyword)
+    if "config" not in keyword and "use_cache" not in keyword:
+        nothing: dict[str, Any] = dict.fromkeys(keyword)
+        NeuronModelForCausalLM.from_pretrained(path, **nothing)
 
 
 def test_an_export_understands_a_type_in_any_spelling(tiny_checkpoint: Path) -> None:

@@ -20,7 +20,6 @@ _MIXED = "mixed-precision"
 _PATTERN = "re:"
 # What a checkpoint may ask for beside quantized weights, and cannot be left out.
 _MORE = {
-    "kv_cache_scheme": "a quantized KV cache",
     "sparsity_config": "sparse weights",
     "transform_config": "transformed weights",
 }

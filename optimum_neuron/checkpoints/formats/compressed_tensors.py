@@ -42,7 +42,7 @@ class CompressedTensors(SafetensorsFormat):
             ValueError: it asks for something that is not read, or a layer lacks a tensor.
         """
         schemes = read_schemes(document, files.source)
-        other = next((name for name in files.names if name.rpartition(".")[2] in (*_GLOBAL, *_OF_CACHE)), None)
+        other = next((name for name in files.names if name.rpartition(".")[2] in _GLOBAL), None)
         if other is not None:
             raise ValueError(
                 f"{files.source} holds {other}, which belongs to a scheme that is not read; export a checkpoint without it"
@@ -54,13 +54,22 @@ class CompressedTensors(SafetensorsFormat):
             if scheme.format != PACKED and f"{module}.weight" in files.names:
                 parts["weight"] = f"{module}.weight"
             check_parts(files, module, parts, _needed(scheme))
-        left_out = tuple(name for name in files.names if name.rpartition(".")[2] in _OF_INPUTS)
-        asked = asks_for_inputs(self._schemes.values()) or left_out
+        of_inputs, of_cache = (
+            tuple(name for name in files.names if name.rpartition(".")[2] in parts)
+            for parts in (_OF_INPUTS, _OF_CACHE)
+        )
+        notices = []
+        if asks_for_inputs(self._schemes.values()) or of_inputs:
+            notices.append(inputs_notice(files.source))
+        if document.get("kv_cache_scheme") or of_cache:
+            notices.append(
+                f"{files.source} also asks for a quantized KV cache, which keeps the type that the export gives it"
+            )
         super().__init__(
             files,
             {f"{module}.weight": parts for module, parts in found.items()},
-            left_out=left_out,
-            notices=(inputs_notice(files.source),) if asked else (),
+            left_out=of_inputs + of_cache,
+            notices=tuple(notices),
         )
 
     def _stored(self, name: str) -> StoredWeight:

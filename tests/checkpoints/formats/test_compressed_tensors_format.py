@@ -135,6 +135,14 @@ def test_floats_of_8_bits(strategy: str, shape: tuple[int, ...], more: dict[str,
     assert found.plain == ("model.norm.weight",)
 
 
+def test_a_cache_of_8_bits_is_told_and_keeps_the_export_s_type(tmp_path: Path) -> None:
+    tensors, exact = packed(4, 2)
+    tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    found = opened(tmp_path, tensors, config(GROUPED, "pack-quantized", kv_cache_scheme={"num_bits": 8}))
+    assert torch.equal(found.dequantize(WEIGHT), exact) and found.plain == ("model.norm.weight",)
+    assert found.notices == ("tiny also asks for a quantized KV cache, which keeps the type that the export gives it",)
+
+
 def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_path: Path) -> None:
     tensors, value = packed(8, 1)
     settings = config(GROUPED, "pack-quantized")
@@ -156,7 +164,6 @@ def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_pat
         (config(GROUPED, "nvfp4-pack-quantized"), "the format 'nvfp4-pack-quantized'"),
         (config(GROUPED, "marlin-24"), "the format 'marlin-24'"),
         (config(GROUPED, "mixed-precision"), "no format of its own"),
-        (config(GROUPED, "pack-quantized", kv_cache_scheme={"num_bits": 8}), "a quantized KV cache"),
         (config(GROUPED, "pack-quantized", sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights"),
         (config(GROUPED, "pack-quantized", transform_config={"config_groups": {}}), "transformed weights"),
         (config(GROUPED, "pack-quantized", config_groups={}), "no config_groups"),
@@ -212,7 +219,6 @@ def test_a_zero_point_that_no_code_has_is_refused(wrong: float, bits: int, tmp_p
         ("weight_g_idx", torch.zeros(64, dtype=torch.int32), "groups of more or less than 32 inputs"),
         ("weight_g_idx", torch.full((64,), 7, dtype=torch.int32), "names groups 7 to 7"),
         ("weight_global_scale", torch.ones(1), "belongs to a scheme that is not read"),
-        ("k_scale", torch.ones(1), "belongs to a scheme that is not read"),
     ],
 )
 def test_a_damaged_layer_is_told_by_its_tensor(part: str, tensor: Tensor | None, told: str, tmp_path: Path) -> None:
