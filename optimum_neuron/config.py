@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from . import option_checks as check
@@ -48,6 +48,10 @@ class _Followed(tuple[int, ...]):
     __slots__ = ()
 
 
+class _Default(int):
+    """A size that was not asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NeuronConfig:
     """Compile-time facts of an artifact.
@@ -57,7 +61,7 @@ class NeuronConfig:
 
     Args:
         batch_size: rows of a token-generation step, and slots of the KV cache where it has no blocks.
-        sequence_length: prompt and generated tokens of one request, at most.
+        sequence_length: prompt and generated tokens of one request, at most. An export lowers the default to the positions of its model.
         kv_block_size: the KV cache is blocks of so many tokens, which requests take as they grow: a power of two. Default:
             each row has a slot of `sequence_length` tokens of its own.
         kv_cache_tokens: tokens that all requests hold together, at most; of a cache of blocks. Default: `batch_size` times
@@ -116,7 +120,7 @@ class NeuronConfig:
     """
 
     batch_size: int = 1
-    sequence_length: int = 1024
+    sequence_length: int = _Default(1024)
     kv_block_size: int | None = None
     kv_cache_tokens: int | None = None
     state_snapshots: int | None = None
@@ -383,6 +387,13 @@ class NeuronConfig:
         and is how log-probabilities are told."""
         told_by_host = self.top_logprobs is not None and self.target not in HLO_TARGETS
         return self.output_logits or not self.on_device_sampling or told_by_host
+
+    def fitted(self, positions: int | None) -> NeuronConfig:
+        """Return the config with a default `sequence_length` lowered to a model's positions; one that was asked for stays."""
+        if positions is None or not isinstance(self.sequence_length, _Default) or self.sequence_length <= positions:
+            return self
+        chunk = None if self.prefill_chunk_size == self._default_chunk_size() else self.prefill_chunk_size
+        return replace(self, sequence_length=positions, prefill_chunk_size=chunk)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serializable dict that `from_dict` turns into an equal config."""

@@ -134,6 +134,7 @@ def export_model(
     )
     checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(checkpoint, config, dequantize=dequantize))
     adapters = find_adapters(adapter, token=token, **hub)
+    config = config.fitted(checkpoint.longest_text(checkpoint.load_config()))
     checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
     defaults = checkpoint.check_verbatim(adapters)
     checkpoint.warn_of_unread_keys()

@@ -228,6 +228,21 @@ def test_a_disk_that_fills_up_leaves_nothing_and_is_one_sentence(
     assert names(output.parent) == []
 
 
+def test_a_default_length_is_lowered_to_the_positions_of_the_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    positions = json.loads((tiny_checkpoint / "config.json").read_bytes())["max_position_embeddings"]
+    assert positions < NeuronConfig.sequence_length
+    for name, options in (("plain", {}), ("rows", {"batch_size": 4})):
+        export_model(tiny_checkpoint, tmp_path / name, config=NeuronConfig(target="eager", **options))
+        config = Artifact.open(tmp_path / name).config
+        assert config == NeuronConfig(
+            target="eager", sequence_length=positions, dtype="float32", activations=None, **options
+        )
+    with pytest.raises(
+        ValueError, match=f"sequence_length=1024 is longer than the model's max_position_embeddings={positions}"
+    ):
+        export_model(tiny_checkpoint, tmp_path / "asked", config=NeuronConfig(target="eager", sequence_length=1024))
+
+
 def test_a_killed_export_is_made_again_to_the_same_bytes(
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, 
             f"{checkpoint.source} is quantized, and an export keeps its codes, whose types are not told without its weights; export it, and "
             f"what the cache has is used"
         )
+    config = config.fitted(checkpoint.longest_text(model_config))
     checkpoint.check_length(model_config, config.sequence_length)
     dtype = checkpoint.resolve_dtype(model_config, config.dtype)
     if dtype is None:
