@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=LAST_READS,
+        timeout_graceful_shutdown=2 * LAST_READS,  # for what is left after `shutdown` closed the connections
     )
 
 
@@ -63,7 +64,7 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
         if counter % 10 == 0:
-            self._close_late_ones()
+            self._close(late_ones=True)
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         if is_over and self._gate.live:
             sys.stderr.write(f"ending: {self._gate.live} requests got no answer within {self._seconds:g} s\n")
@@ -71,7 +72,19 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = self._gate.draining and (is_over or not self._gate.live)
         return await super().on_tick(counter)
 
-    def _close_late_ones(self) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for clients that read their answers, and close the connections of the others.
+
+        uvicorn would cancel their tasks, each with a traceback in the log.
+        """
+        closing = asyncio.get_running_loop().call_later(LAST_READS, self._close)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            closing.cancel()
+
+    def _close(self, *, late_ones: bool = False) -> None:
+        """Close all connections, or those alone whose clients let the server wait for too long."""
         for connection in list(self.server_state.connections):
-            if isinstance(connection, WatchedConnection) and connection.is_late:
+            if isinstance(connection, WatchedConnection) and (connection.is_late or not late_ones):
                 connection.transport.abort()

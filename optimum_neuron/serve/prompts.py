@@ -54,7 +54,7 @@ class PromptEncoder:
         # No text with more characters has few enough tokens, whatever they are.
         self._most = self._length * max(map(len, tokenizer.get_vocab()), default=1)
         # What the server gives to a template itself.
-        self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._reserved = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._reserved.update(tokenizer.special_tokens_map)
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -21,10 +21,12 @@ _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = 2**31 - 1
 # Members that change nothing where they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": ("none",), "functions": ([],),
+    "bad_words": ([],), "best_of": (1,), "detokenize": (True,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none",), "functions": ([],), "include_reasoning": (True,), "include_stop_str_in_output": (False,),
     "length_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "presence_penalty": (0,), "priority": (0,), "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},), "skip_special_tokens": (True,), "suffix": ("",),
+    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "cache_salt": (),
 }  # fmt: skip
 # Labels and hints, which change no answer of this server whatever they are.
@@ -34,8 +36,8 @@ _HINTS = frozenset({
 })  # fmt: skip
 # Of the others, those that vLLM does with the same artifact.
 _OF_VLLM = (
-    "best_of", "echo", "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "repetition_penalty",
-    "response_format", "tool_choice", "tools",
+    "bad_words", "best_of", "echo", "frequency_penalty", "include_stop_str_in_output", "logit_bias", "min_tokens",
+    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "tools",
 )  # fmt: skip
 
 

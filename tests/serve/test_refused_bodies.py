@@ -107,6 +107,7 @@ CHATS = [
     *[
         ("chat_template_kwargs", {name: "x"}, f"chat_template_kwargs has '{name}', which the server sets")
         for name in (
+            "self",
             "messages",
             "conversation",
             "chat_template",
@@ -191,6 +192,7 @@ def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None
         "repetition_penalty": 1.0, "stop_token_ids": [], "zebra": None, "max_tokens": 3.0, "max_completion_tokens": 3,
         "priority": 0, "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "verbosity": "low",
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "prediction": {"type": "content"},
+        "bad_words": [], "detokenize": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True,
     }  # fmt: skip
     assert app.chat(**neutral).json()["usage"]["completion_tokens"] == 3
     assert (

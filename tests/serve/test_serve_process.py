@@ -230,6 +230,7 @@ def test_a_server_ends_whatever_its_clients_do(cpu: Path) -> None:
         assert server.process.wait(PATIENCE) == 0
         assert not idle.answer() and not head.answer() and b" 200 " not in body.answer()
         assert b"[DONE]" not in deaf.answer(b"[DONE]")
+        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
 
 
 def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: Path) -> None:
