@@ -392,7 +392,7 @@ class NeuronConfig:
         """Return the config with a default `sequence_length` lowered to a model's positions; one that was asked for stays."""
         if positions is None or not isinstance(self.sequence_length, _Default) or self.sequence_length <= positions:
             return self
-        chunk = None if self.prefill_chunk_size == self._default_chunk_size() else self.prefill_chunk_size
+        chunk = _DERIVED if self.prefill_chunk_size == self._default_chunk_size() else self.prefill_chunk_size
         return replace(self, sequence_length=positions, prefill_chunk_size=chunk)
 
     def to_dict(self) -> dict[str, Any]:
