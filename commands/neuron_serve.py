@@ -124,6 +124,7 @@ def _serve(args: Namespace) -> None:
 
     # Before torch is imported: wrong options and folders are reported at once.
     _check(args)
+    key = _key(args)
     backend = args.backend
     if backend == "auto":
         backend = "vllm" if has_vllm() else "engine"
@@ -131,10 +132,22 @@ def _serve(args: Namespace) -> None:
         raise ImportError(
             "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
         )
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     _check_backend(args, backend)
     artifact = open_named(args)
     (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
+
+
+def _key(args: Namespace) -> str | None:
+    """Return what clients have to send; None: nothing.
+
+    Raises:
+        ValueError: no header has such a key, so that no client could send it. Files of secrets often end with a line break.
+    """
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if key is not None and (key != key.strip() or not key.isprintable()):
+        name = "--api-key" if args.api_key else KEY_VARIABLE
+        raise ValueError(f"{name} begins or ends with a space, or has a character that no header has; remove it")
+    return key
 
 
 def _check(args: Namespace) -> None:

@@ -97,6 +97,8 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--drain-timeout", "-1"], "--drain-timeout -1 must be a number of seconds from 0 on"),
         (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", " secret"], "--api-key begins or ends with a space"),
+        (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
         (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
         (["--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
         (
