@@ -27,6 +27,7 @@ from .checkpoints.adapters import PeftAdapter, find_adapters
 from .checkpoints.calibration import Calibration, read_calibration
 from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.find import find_checkpoint
+from .checkpoints.hub import refuse_revision
 from .checkpoints.origin import origin_of
 from .checkpoints.quantize import quantize
 from .checkpoints.quantized import DEQUANTIZE, KEEP
@@ -124,6 +125,7 @@ def export_model(
         "local_files_only": local_files_only,
     }
     if (Path(model).expanduser() / MANIFEST_NAME).is_file():
+        refuse_revision(Path(model), revision)
         raise ValueError(f"{model} is an artifact already; name the checkpoint that it was exported from")
     checkpoint = find_checkpoint(
         model,
