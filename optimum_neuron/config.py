@@ -205,7 +205,7 @@ class NeuronConfig:
         if self.activations is None:
             return
         check.choice("activations", self.activations, ACTIVATION_CHOICES)
-        if self.activations == "none":
+        if self.activations == "none" or (self.activations == "auto" and self.target in HLO_TARGETS):
             object.__setattr__(self, "activations", None)
         if self.activations not in ACTIVATIONS:
             return

@@ -18,7 +18,7 @@ from .access import PlanError, require
 
 _ELEMENTWISE = """
     abs.default absolute.default add.Scalar add.Tensor bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor
-    bitwise_xor.Scalar bitwise_xor.Tensor ceil.default clamp.default clamp.Tensor clamp_max.default clamp_min.default cos.default
+    bitwise_xor.Scalar bitwise_xor.Tensor ceil.default clamp.default clamp.Tensor clamp_max.default clamp_min.default copysign.Tensor cos.default
     div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode divide.Scalar divide.Tensor eq.Scalar eq.Tensor erf.default erfinv.default exp.default expm1.default
     floor.default floor_divide.Scalar floor_divide.default ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor isnan.default
     le.Scalar le.Tensor log.default log1p.default logical_and.default logical_not.default logical_or.default logical_xor.default
