@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of which a NeuronConfig is made: of an export, and of the commands that tell of one before it is done."""
+"""Options that make a NeuronConfig, of an export and of the commands that estimate or check one."""
 
 from __future__ import annotations
 

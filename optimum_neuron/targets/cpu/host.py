@@ -23,8 +23,8 @@ class InstructionSet:
         flags: of the compiler.
         needs: what a machine must have, by Linux's names in /proc/cpuinfo.
         torch: variables that hold torch's own operators to it, for processes that play such a machine.
-        rounded_is_faster: whether codes of weights meet activations of int8 faster than plain ones; of the sets where it was measured
-            (`python -m benchmark.kernels.quantized`).
+        rounded_is_faster: whether codes of weights meet activations of int8 faster than plain ones. False for sets where no whole model
+            was measured both ways.
     """
 
     name: str
