@@ -289,7 +289,7 @@ class NeuronConfig:
             raise ValueError(
                 f"prefill_chunk_size={chunk} is larger than sequence_length={length}; lower prefill_chunk_size"
             )
-        tokens = self.batch_size + self.ctx_batch_size * chunk
+        tokens = self.step_capacity
         if tokens > length and self.kv_block_size is None:
             check.cached_tokens(self.batch_size, length)
             raise ValueError(
@@ -319,6 +319,16 @@ class NeuronConfig:
     def chunk_sizes(self) -> tuple[int, ...]:
         """All compiled chunk sizes, ascending; the last one is `prefill_chunk_size`."""
         return (*self.prefill_chunk_buckets, self.prefill_chunk_size)
+
+    @property
+    def prompt_capacity(self) -> int:
+        """Prompt tokens that one run of a graph takes in, at most."""
+        return self.ctx_batch_size * self.prefill_chunk_size
+
+    @property
+    def step_capacity(self) -> int:
+        """Tokens that one run of a graph holds, at most: full chunk rows, and a token of every decode row."""
+        return self.batch_size + self.prompt_capacity
 
     @property
     def scan_block(self) -> int | None:
@@ -366,8 +376,7 @@ class NeuronConfig:
     @property
     def trash_blocks(self) -> int:
         """Blocks behind the others, where padding is written: each token of a step has a place of its own there."""
-        most = self.batch_size + self.ctx_batch_size * self.prefill_chunk_size
-        return self.blocks_of(most)
+        return self.blocks_of(self.step_capacity)
 
     @property
     def blocks_in_place(self) -> bool:

@@ -26,11 +26,11 @@ def check_request(request: Request, config: NeuronConfig, *, largest_step: int, 
 
 
 def _check_atomic(who: str, prompt: int, config: NeuronConfig, budget: int) -> None:
-    rows, chunk = config.ctx_batch_size, config.prefill_chunk_size
-    if prompt > rows * chunk:
+    if prompt > config.prompt_capacity:
         raise ValueError(
             f"{who} is atomic with {prompt} prompt tokens, but one step takes in at most ctx_batch_size * "
-            f"prefill_chunk_size = {rows} * {chunk} = {rows * chunk}; export with a larger prefill_chunk_size"
+            f"prefill_chunk_size = {config.ctx_batch_size} * {config.prefill_chunk_size} = {config.prompt_capacity}; export with a larger "
+            f"prefill_chunk_size"
         )
     if prompt > budget:
         raise ValueError(

@@ -72,7 +72,7 @@ class Scheduler:
         self._config = config
         self._family = family or GraphFamily(graph_specs(config))
         self.policy = resolve_policy(self.options.policy, config.mixed_step)
-        self._largest_step = config.batch_size + config.ctx_batch_size * config.prefill_chunk_size
+        self._largest_step = config.step_capacity
         if self.options.max_step_tokens is not None:
             self._largest_step = self.options.max_step_tokens
         if self._largest_step <= config.batch_size:
@@ -83,8 +83,7 @@ class Scheduler:
         self._reuses = self.options.prefix_reuse and snapshots != 0
         kept = None
         if snapshots is not None and self._reuses:
-            largest = config.ctx_batch_size * config.prefill_chunk_size
-            kept = SnapshotTable(snapshots, min_reuse, largest, config.state_snapshot_interval)
+            kept = SnapshotTable(snapshots, min_reuse, config.prompt_capacity, config.state_snapshot_interval)
         self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse, kept)
         if config.kv_block_size is not None:
             self.slots = BlockTable(config, min_reuse, kept)

@@ -85,7 +85,7 @@ class Statistics:
             tokens += real
             self.prompt_tokens += real
             self.recomputed_tokens += sum(chunk.recomputed for chunk in step.chunks)
-            self.padded_prompt_tokens += graph.ctx_batch_size * graph.chunk_size - real
+            self.padded_prompt_tokens += graph.prompt_capacity - real
             self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)
         use = self.graphs.get(graph.name)
         if use is None:

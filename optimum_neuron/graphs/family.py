@@ -96,7 +96,6 @@ def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpe
         RuntimeError: a step has none.
     """
     family = GraphFamily(graphs)
-    longest = config.ctx_batch_size * config.prefill_chunk_size
     contexts = [1, *(bucket + 1 for bucket in config.context_buckets[:-1]), config.sequence_length]
     asked: dict[GraphKind, bool] = {
         "chunked_prefill": True,
@@ -108,7 +107,7 @@ def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpe
         for context in contexts:
             family.select("token_generation", context, (), config.kv_blocks)
             for kind in kinds:
-                for count in range(1, longest + 1):
+                for count in range(1, config.prompt_capacity + 1):
                     family.select(kind, max(context, count), [count])
                 # Rows of different prompts waste the most: each has a token in a row of its own.
                 family.select(kind, context, [config.prefill_chunk_size] * config.ctx_batch_size)

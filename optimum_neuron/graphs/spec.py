@@ -105,7 +105,12 @@ class GraphSpec:
     @property
     def tokens(self) -> int:
         """How many a step has room for: decode rows', then chunk rows'."""
-        return self.batch_size * self.has_decode + self.ctx_batch_size * self.chunk_size * self.has_chunk
+        return self.batch_size * self.has_decode + self.prompt_capacity
+
+    @property
+    def prompt_capacity(self) -> int:
+        """How many prompt tokens its chunk rows have room for."""
+        return self.ctx_batch_size * self.chunk_size * self.has_chunk
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """All inputs, in the order in which a compiled graph takes them."""

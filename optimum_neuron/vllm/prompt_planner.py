@@ -37,7 +37,7 @@ class PromptPlanner:
             rows=config.ctx_batch_size,
             chunk_sizes=config.chunk_sizes,
             largest_chunk=config.prefill_chunk_size,
-            tokens=config.ctx_batch_size * config.prefill_chunk_size,
+            tokens=config.prompt_capacity,
             tokens_per_prompt=config.sequence_length,
             alignment=1,
             max_bypass=MAX_BYPASS,

@@ -24,7 +24,7 @@ from .block_room import BlockRoom, CacheRoom
 from .block_snapshots import BlockSnapshots
 from .prompt_planner import PromptPlanner
 from .scheduler_hooks import HookedScheduler, OfferedQueue
-from .settings import chunk_tokens, find_served
+from .settings import find_served
 from .slot_connector import SlotConnector
 
 
@@ -92,7 +92,7 @@ class StepScheduler(SlotScheduler):
         self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._snapshots)
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
-        self._chunk_tokens = chunk_tokens(self._sizes)
+        self._chunk_tokens = self._sizes.prompt_capacity
         self._most = self.max_num_scheduled_tokens
         self._planned: dict[str, int] = {}
         self._was_refused = False

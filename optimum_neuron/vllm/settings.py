@@ -167,7 +167,7 @@ def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:
         scheduler.max_num_seqs = config.batch_size
     if scheduler.max_num_active_seqs is not None:
         scheduler.max_num_active_seqs = min(scheduler.max_num_active_seqs, scheduler.max_num_seqs)
-    budget = step_tokens(config)
+    budget = config.step_capacity
     if not given().max_num_batched_tokens and scheduler.enable_chunked_prefill:
         logger.info("max_num_batched_tokens=%d: what one step of the artifact's graphs holds", budget)
         scheduler.max_num_batched_tokens = budget
@@ -184,16 +184,6 @@ def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:
         one_run = scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens <= budget
         if one_run or copied or restored:  # otherwise vLLM's own
             scheduler.scheduler_cls = SCHEDULERS[one_run, bool(scheduler.async_scheduling)]
-
-
-def chunk_tokens(config: NeuronConfig) -> int:
-    """Prompt tokens that one run of one graph holds."""
-    return config.ctx_batch_size * config.prefill_chunk_size
-
-
-def step_tokens(config: NeuronConfig) -> int:
-    """Tokens that one run of one graph holds: full chunk rows, beside a token of every decode row."""
-    return chunk_tokens(config) + config.batch_size
 
 
 def _fit_executor(parallel: ParallelConfig) -> None:

@@ -24,7 +24,7 @@ from ..engine.placement import Placement
 from ..engine.slots import MIN_REUSE, SlotDraft, SlotTable
 from ..engine.snapshots import SnapshotTable
 from ..runtime.step_rows import Prefix
-from .settings import chunk_tokens, find_served
+from .settings import find_served
 from .step_plan import StepPlan, advances
 
 
@@ -40,7 +40,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         config = served.artifact.config
         snapshots = None
         if not served.artifact.model.reuses_prefixes:
-            largest, interval = chunk_tokens(config), config.state_snapshot_interval
+            largest, interval = config.prompt_capacity, config.state_snapshot_interval
             snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, largest, interval)
         self._slots = SlotTable(config.batch_size, config.sequence_length, snapshots=snapshots)
         self._requests: dict[str, Any] = {}  # of vLLM, those that hold a slot: they know what is computed

@@ -17,7 +17,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.vllm.settings import step_tokens
 
 
 LENGTH = 96
@@ -87,7 +86,7 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
     play(engine, actions)
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
-    if budget <= step_tokens(engine.sizes) and engine.sizes.mixed_step:
+    if budget <= engine.sizes.step_capacity and engine.sizes.mixed_step:
         assert all(len(runs) <= 1 for runs in engine.runs)
 
 
