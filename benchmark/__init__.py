@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of the runtime, and a simulation of what it would serve on Neuron. Run from the root of the repository.
+"""Measurements of the runtime. Run from the root of the repository.
 
     python -m benchmark.generate               generate() against transformers
     python -m benchmark.generate.competing     the same beside a process that takes a core
@@ -23,8 +23,6 @@
     python -m benchmark.export_memory          an export under a limit of memory that the kernel keeps
     python -m benchmark.newcomer               the first steps of a user, from an empty folder to an answered request
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
-    python -m benchmark.simulate               chunk size, batch size and policy for N users on Neuron
-    python -m benchmark.simulate.blocks        blocks against slots of the same memory on trn2
     python -m benchmark.tune                   what the tuner predicts for a trace on this CPU, beside what is then served
 
 Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from optimum_neuron.targets.neuron.graph_io import GraphIO
     from optimum_neuron.targets.neuron.lint.cost import GraphCost
     from optimum_neuron.targets.neuron.lint.expert_costs import ExpertCost
@@ -131,17 +133,21 @@ def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable
     return resolve_lowered_target(config.target), ((graph.name, graph.hlo, graph.io) for graph in lowered)
 
 
-def _print_costs(costs: list[GraphCost], target: str) -> None:
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     from rich.table import Table
 
-    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-
-    table = Table(
-        title=f"one run on one core of {target}; MB are 1e6 bytes", title_justify="left", padding=(0, 1, 0, 0)
-    )
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("graph", overflow="fold", ratio=1)
-    for name in ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms"):
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _print_costs(costs: list[GraphCost], target: str) -> None:
+    numbers = ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms")
+    table = _table(f"one run on one core of {target}; MB are 1e6 bytes", (), numbers)
     for cost in costs:
         table.add_row(
             cost.name,
@@ -149,7 +155,7 @@ def _print_costs(costs: list[GraphCost], target: str) -> None:
             f"{cost.total_flops / 1e9:,.1f}",
             str(sum(cost.collectives.values())),
             _megabytes(cost.collective_bytes),
-            f"{cost.seconds(target) * 1e3:,.2f}" if target in CHIPS else "-",
+            _milliseconds(cost.seconds(target), target),
         )
     terminal = console()
     terminal.print(table)
@@ -159,17 +165,9 @@ def _print_costs(costs: list[GraphCost], target: str) -> None:
 
 
 def _print_experts(experts: list[tuple[str, ExpertCost]], target: str) -> None:
-    from rich.table import Table
-
-    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-
     title = "of these, routed experts; before: every expert would compute every token"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("graph", overflow="fold", ratio=1)
-    table.add_column("layers", justify="right", no_wrap=True)
-    table.add_column("form", no_wrap=True)
-    for name in ("MB\nbefore", "MB\nafter", "GFLOP\nbefore", "GFLOP\nafter", "ms\nbefore", "ms\nafter"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = [f"{unit}\n{when}" for unit in ("MB", "GFLOP", "ms") for when in ("before", "after")]
+    table = _table(title, ("layers", "form"), numbers)
     for name, cost in experts:
         both = cost.before, cost.after
         table.add_row(
@@ -178,33 +176,17 @@ def _print_experts(experts: list[tuple[str, ExpertCost]], target: str) -> None:
             str(cost.form),
             *(_megabytes(each.moved) for each in both),
             *(f"{each.flops / 1e9:,.1f}" for each in both),
-            *(f"{each * 1e3:,.2f}" if target in CHIPS else "-" for each in cost.seconds(target)),
+            *(_milliseconds(each, target) for each in cost.seconds(target)),
         )
     console().print(table)
 
 
 def _print_sums(sums: list[tuple[str, SumCost]], target: str) -> None:
-    from rich.table import Table
-
-    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-
     if not sums:
         return
     title = "sums over cores and what follows from them token by token; split: of a part of the tokens on each core"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("graph", overflow="fold", ratio=1)
-    table.add_column("form", no_wrap=True)
-    for name in (
-        "coll.\nwhole",
-        "coll.\nsplit",
-        "MB\nwhole",
-        "MB\nsplit",
-        "1e6\nwhole",
-        "1e6\nsplit",
-        "ms\nwhole",
-        "ms\nsplit",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = [f"{unit}\n{form}" for unit in ("coll.", "MB", "1e6", "ms") for form in ("whole", "split")]
+    table = _table(title, ("form",), numbers)
     for name, cost in sums:
         table.add_row(
             name,
@@ -212,10 +194,16 @@ def _print_sums(sums: list[tuple[str, SumCost]], target: str) -> None:
             *(str(each.collectives) for each in cost.both),
             *(_megabytes(each.sent) for each in cost.both),
             *(_megabytes(each.elements.total()) for each in cost.both),
-            *(f"{each * 1e3:,.2f}" if target in CHIPS else "-" for each in cost.seconds(target)),
+            *(_milliseconds(each, target) for each in cost.seconds(target)),
         )
     console().print(table)
     console().print("MB: sent by a core; 1e6: numbers that elementwise operators and reductions take")
+
+
+def _milliseconds(seconds: float, target: str) -> str:
+    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
+    return f"{seconds * 1e3:,.2f}" if target in CHIPS else "-"
 
 
 def _megabytes(size: int) -> str:

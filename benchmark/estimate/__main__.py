@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the step times of `optimum-cli neuron estimate` to published runs, and lists every run's error.
 
-No device is measured: the runs, with their sources and which of them the fit may not see, stand in
-optimum_neuron/targets/neuron/sdk/published_runs.py, and what was fitted to them in step_times.py beside it. Run this after a
+No device is measured: the runs, with their sources and which of them the fit may not see, stand in published_runs.py, and what was
+fitted to them in optimum_neuron/targets/neuron/sdk/step_times.py. Run this after a
 change of either, or of how a step's work is counted, and write its constants there.
 
 fit: runs that the constants were fitted to. held: runs that they were not. stranger: held, and nothing of its sizes was

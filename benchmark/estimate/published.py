@@ -16,8 +16,9 @@ from optimum_neuron.targets.neuron.estimate.core_sizes import CoreSizes, core_si
 from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
 from optimum_neuron.targets.neuron.estimate.step_speed import step_work
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-from optimum_neuron.targets.neuron.sdk.published_runs import MODELS, RUNS, PublishedRun
 from optimum_neuron.targets.neuron.sdk.step_times import StepTimes
+
+from .published_runs import MODELS, RUNS, PublishedRun
 
 
 Setup = tuple[str, str, int]

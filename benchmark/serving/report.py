@@ -33,7 +33,7 @@ class Results:
         padding: by scenario and system, the share of chunk tokens that were padding, and the calls of each graph.
         traces: of the last round, by scenario and system.
         other_cores: cores that other processes kept busy, by scenario.
-        steps: median times of the last round's steps, as the simulation's `--calibration` takes them.
+        steps: median times of the last round's steps, by kind.
         ratios: what the command compares, by what it calls it.
     """
 

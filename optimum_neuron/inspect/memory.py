@@ -22,7 +22,6 @@ WEIGHTS, CACHE, STATE, SNAPSHOTS, SCRATCH, RESERVE = (
     "reserve",
 )
 _SNAPSHOT_PREFIX = "snapshots."
-_IO_SUFFIX = ".json"
 
 
 def memory_of(artifact: Artifact, arena: int) -> tuple[tuple[Memory, ...], tuple[str, ...]]:

@@ -12,7 +12,7 @@ from ..graphs.spec import GraphSpec, graph_specs
 from ..targets.neuron.estimate.step_needs import memory
 from ..targets.neuron.estimate.step_speed import graph_work
 from ..targets.neuron.sdk.hardware import CHIPS
-from ..targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES
+from ..targets.neuron.sdk.step_times import DECODE, PREFILL
 from .step_times import GraphTimes
 
 
@@ -79,6 +79,5 @@ class DeviceMachine:
 
     def times(self, config: NeuronConfig) -> GraphTimes:
         return GraphTimes(
-            graph_specs(config),
-            lambda graph: graph_work(self._sizes, graph, self._chip, self._cores).seconds(STEP_TIMES),
+            graph_specs(config), lambda graph: graph_work(self._sizes, graph, self._chip, self._cores).seconds
         )

@@ -14,10 +14,10 @@ from ..engine.scheduler import Scheduler
 from ..graphs.spec import graph_specs
 from .answers import Figures
 from .candidates import Candidate
-from .simulate import Outcome, Simulation
+from .simulate import Outcome, simulate
 from .slo import Limit, Slo
 from .step_times import StepTimes
-from .trace import Trace, TraceLoad, least_chunk_steps
+from .trace import Trace, least_chunk_steps
 
 
 # Of those that meet all limits: throughputs that differ by less than a hundredth, and shares of limits that differ by less than
@@ -142,20 +142,17 @@ def search(
     prompts = trace.prompts()
     results = []
     for candidate in simulated:
-        results.append(simulate(candidate, machine, trace, slo, prompts))
+        results.append(_serve(candidate, machine, trace, slo, prompts))
         advance(str(candidate))
     return Search(tuple(rank(results)), (*pruned, *hopeless))
 
 
-def simulate(
-    candidate: Candidate, machine: Machine, trace: Trace, slo: Slo, prompts: Sequence[np.ndarray] | None = None
-) -> Result:
+def _serve(candidate: Candidate, machine: Machine, trace: Trace, slo: Slo, prompts: Sequence[np.ndarray]) -> Result:
     """What the users of a trace get of one candidate."""
     config = candidate.config
     options = candidate.options(prefix_reuse=trace.shares_prefixes)
     scheduler = Scheduler(config, options, snapshots=machine.snapshots(config))
-    load = TraceLoad(trace, trace.prompts() if prompts is None else prompts)
-    outcome = Simulation(scheduler, machine.times(config).drawn(), load).run()
+    outcome = simulate(scheduler, machine.times(config).drawn(), trace, prompts)
     return _result(candidate, machine, slo, outcome)
 
 
@@ -170,7 +167,7 @@ def _result(candidate: Candidate, machine: Machine, slo: Slo, outcome: Outcome) 
         graphs=len(graph_specs(config)),
         compile_minutes=machine.compile_minutes(config),
         memory=machine.memory(config)[0],
-        padded=outcome.padded,
+        padded=counted.padded_prompt_tokens / max(counted.padded_prompt_tokens + counted.prompt_tokens, 1),
         rows_used=counted.decode_tokens / max(counted.decode_tokens + counted.idle_decode_rows, 1),
         busy=outcome.busy / outcome.seconds,
         longest_queue=outcome.longest_queue,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,23 +121,6 @@ def _draw(count: int, vocab_size: int, key: str) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, count).astype(np.int32)
 
 
-class TraceLoad:
-    """A trace as the load of a simulation: requests come when they came, whether others are answered or not."""
-
-    def __init__(self, trace: Trace, prompts: Sequence[np.ndarray]) -> None:
-        self.requests = len(trace.requests)
-        self.due = deque(request.arrival for request in trace.requests)
-        self._trace, self._prompts = trace, prompts
-        self._sent = 0
-
-    def next_request(self) -> Request:
-        number, self._sent = self._sent, self._sent + 1
-        return traced_request(self._trace, self._prompts, number)
-
-    def answered(self, now: float) -> None:
-        """Nobody waits for an answer before the next request is sent."""
-
-
 def traced_request(trace: Trace, prompts: Sequence[np.ndarray], number: int) -> Request:
     """One request of a trace, as an engine takes it; its id is its number."""
     new_tokens = trace.requests[number].new_tokens
@@ -149,5 +131,4 @@ def least_chunk_steps(trace: Trace, config: NeuronConfig) -> list[int]:
     """Steps that each request's prompt takes at least, whoever else is there; one where prompts may be shared."""
     if trace.shares_prefixes:
         return [1] * len(trace.requests)
-    step = config.ctx_batch_size * config.prefill_chunk_size
-    return [-(-request.prompt_tokens // step) for request in trace.requests]
+    return [-(-request.prompt_tokens // config.prompt_capacity) for request in trace.requests]

@@ -20,10 +20,10 @@ from optimum_neuron.engine.step import Step
 from optimum_neuron.graphs.spec import GraphSpec, graph_specs
 from optimum_neuron.tune.candidates import Candidate, Grid, export_command, serve_command
 from optimum_neuron.tune.search import Machine, search
-from optimum_neuron.tune.simulate import Simulation
+from optimum_neuron.tune.simulate import simulate
 from optimum_neuron.tune.slo import Slo
 from optimum_neuron.tune.step_times import ChunkTimes, Curve, GraphTimes, LiveTimes
-from optimum_neuron.tune.trace import SharedPart, Trace, TracedRequest, TraceLoad, traced_request
+from optimum_neuron.tune.trace import SharedPart, Trace, TracedRequest, traced_request
 
 
 FIXED = {"sequence_length": 256, "target": "trn2"}
@@ -167,7 +167,15 @@ def test_the_simulation_takes_the_steps_that_an_engine_takes(open_runner: Opener
     options = SchedulerOptions(policy=policy)  # type: ignore[arg-type]
     simulated: list[Step] = []
     scheduler = Scheduler(runner.config, options, runner.family)
-    Simulation(scheduler, lambda step, _: 1.0, TraceLoad(trace, prompts), on_step=simulated.append).run()
+
+    def a_second(step: Step, scheduler: Scheduler) -> float:
+        simulated.append(step)
+        return 1.0
+
+    outcome = simulate(scheduler, a_second, trace, prompts)
+    assert [len(outcome.answers[str(number)].times) for number in range(len(sent))] == [
+        each.new_tokens for each in sent
+    ]
     assert any(chunk.reuse for step in simulated for chunk in step.chunks)
     assert _engine_steps(Engine(runner, options, vocab_size=VOCAB), trace, prompts) == simulated
 
@@ -223,7 +231,7 @@ def test_on_a_cpu_a_step_costs_its_live_tokens_and_what_they_see(
         took.append(LIVE.seconds(step, scheduler))
         return took[-1]
 
-    Simulation(Scheduler(config), seconds, TraceLoad(trace, trace.prompts())).run()
+    simulate(Scheduler(config), seconds, trace, trace.prompts())
     assert took == pytest.approx(expected)
 
 
@@ -280,5 +288,5 @@ def test_steps_that_follow_a_pause_or_a_chunk_take_longer() -> None:
     found = []
     for seconds in (plain, woken, slower):
         scheduler = Scheduler(config, SchedulerOptions(prefix_reuse=False))
-        found.append(Simulation(scheduler, seconds, TraceLoad(trace, trace.prompts())).run().seconds)
+        found.append(simulate(scheduler, seconds, trace, trace.prompts()).seconds)
     assert found[1] == pytest.approx(found[0] + 1100) and found[2] == pytest.approx(2 * found[0])

@@ -18,7 +18,6 @@ from ....graphs.family import GraphFamily
 from ....graphs.spec import graph_specs
 from ..sdk.devices import resolve_neuron_target
 from ..sdk.hardware import CHIPS, PARALLEL_SIZES, Chip, Instance, check_parallel_size, hosts_of
-from ..sdk.step_times import STEP_TIMES
 from .step_needs import Memory, memory
 from .step_speed import Speed, speed
 
@@ -284,8 +283,8 @@ def estimate(sizes: CoreSizes, options: Mapping[str, Any], context: int, longest
         hbm=chip.core_hbm,
         largest_batch=_largest_batch(sizes, config, options, chip),
         longest_sequence=_longest_sequence(sizes, config, options, chip, longest),
-        decode=speed(sizes, decode, chip, cores, STEP_TIMES),
-        prefill=speed(sizes, chunk, chip, cores, STEP_TIMES),
+        decode=speed(sizes, decode, chip, cores),
+        prefill=speed(sizes, chunk, chip, cores),
         hosts=hosts_of(config.target, cores),
     )
 
@@ -296,10 +295,9 @@ def _fits(sizes: CoreSizes, options: Mapping[str, Any], chip: Chip) -> bool:
 
 def _largest_batch(sizes: CoreSizes, config: NeuronConfig, options: Mapping[str, Any], chip: Chip) -> int:
     """Rows at full length, of blocks too. The chunk size stays as it is, so that a larger batch never needs less."""
-    chunk = config.prefill_chunk_size
-    asked = {**options, "prefill_chunk_size": chunk, "kv_cache_tokens": None}
+    asked = {**options, "prefill_chunk_size": config.prefill_chunk_size, "kv_cache_tokens": None}
     least = max(config.ctx_batch_size, 2 if options.get("mixed_step") else 1)
-    batches = range(least, config.sequence_length - config.ctx_batch_size * chunk + 1)
+    batches = range(least, config.sequence_length - config.prompt_capacity + 1)
     return _last(batches, lambda batch: _fits(sizes, {**asked, "batch_size": batch}, chip))
 
 
@@ -316,7 +314,7 @@ def _longest_sequence(
             changes["context_buckets"] = (*(size for size in config.context_buckets[:-1] if size < length), length)
         return _fits(sizes, {**options, **changes}, chip)
 
-    least = config.batch_size + config.ctx_batch_size * config.prefill_chunk_size
+    least = config.step_capacity
     if config.kv_block_size is not None:
         blocks = range(config.blocks_of(config.prefill_chunk_size), longest // config.kv_block_size + 1)
         found = config.kv_block_size * _last(blocks, lambda count: fits(count * (config.kv_block_size or 1)))

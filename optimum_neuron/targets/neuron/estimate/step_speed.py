@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ....graphs.spec import GraphSpec
 from ..expert_forms import choose, work
 from ..sdk.hardware import Chip
-from ..sdk.step_times import DECODE, PREFILL, Accuracy, StepTimes
+from ..sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 from .step_needs import SCORE_BYTES
 
 
@@ -74,14 +74,15 @@ class StepWork:
     scores: float
     latencies: float
 
-    def seconds(self, times: StepTimes) -> float:
-        """What the step is expected to take."""
+    @property
+    def seconds(self) -> float:
+        """What the step is expected to take, by the constants that were fitted to published runs."""
         return (
-            self.weights / times.weights
-            + self.cache / times.cache
-            + self.products / times.flops
-            + self.scores / times.scores
-            + self.latencies * times.layer_s
+            self.weights / STEP_TIMES.weights
+            + self.cache / STEP_TIMES.cache
+            + self.products / STEP_TIMES.flops
+            + self.scores / STEP_TIMES.scores
+            + self.latencies * STEP_TIMES.layer_s
         )
 
 
@@ -127,7 +128,7 @@ def _rows(graph: GraphSpec) -> list[tuple[int, int, float]]:
     return groups
 
 
-def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: StepTimes) -> Speed:
+def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
     """The time of one step of decode rows or of chunk rows, when every core of the group works on its part.
 
     At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
@@ -136,18 +137,16 @@ def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int, times: Ste
     ((rows, length, context),) = _rows(graph)
     accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
     reading = weight_bytes_read(sizes, rows * length) + cache_bytes_moved(sizes, rows, context)
-    memory = reading / chip.core_bandwidth
-    routed = routed_flops(sizes, rows * length)
-    products = (flops(sizes, rows, length, context) + routed) / chip.core_flops(sizes.dtype)
-    peak = max(memory, products)
-    expected = graph_work(sizes, graph, chip, cores).seconds(times)
+    products = flops(sizes, rows, length, context) + routed_flops(sizes, rows * length)
+    peak = chip.core_seconds(reading, {sizes.dtype: products})
+    expected = graph_work(sizes, graph, chip, cores).seconds
     return Speed(
         tokens=rows * length,
         peak_s=peak,
         expected_s=expected,
         low_s=max(peak, expected * accuracy.low),
         high_s=expected * accuracy.high,
-        bound="memory" if memory >= products else "compute",
+        bound="memory" if peak == chip.core_seconds(reading, {}) else "compute",
     )
 
 

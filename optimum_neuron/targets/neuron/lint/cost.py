@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step must move and compute on one core, counted in its HLO: the one cost model of the Neuron targets.
+"""What a step must move and compute on one core, counted in its HLO.
 
 It is a lower bound. Elementwise operators, slices and reshapes are computed by the operator that takes their result, and
 a result that the core's own memory (SBUF) can hold never leaves it. So device memory is read by each operator that needs a
@@ -64,15 +64,8 @@ class GraphCost:
         return sum(self.flops.values())
 
     def seconds(self, target: str) -> float:
-        """The roofline: memory and products overlap, and collectives and launches take no time.
-
-        Raises:
-            ValueError: the target's peaks are not known.
-        """
-        chip = CHIPS.get(target)
-        if chip is None:
-            raise ValueError(f"target={target!r} is no chip with peaks; choose one of {', '.join(CHIPS)}")
-        return chip.core_seconds(self.read + self.written, self.flops)
+        """The roofline: memory and products overlap, and collectives and launches take no time; of `hlo` that of the smallest chip."""
+        return chip_of(target).core_seconds(self.read + self.written, self.flops)
 
 
 def graph_cost(name: str, data: bytes, io: GraphIO, target: str) -> GraphCost:

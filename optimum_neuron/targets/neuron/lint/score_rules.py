@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..lowering import hlo
-from ..sdk.hardware import MIB, SBUF
+from ..sdk.hardware import MIB, chip_of
 from .graph import Graph, Place
 
 
@@ -22,7 +22,7 @@ def scores(graph: Graph) -> Iterator[Place]:
     What does not fit is written to device memory and read again by each of a softmax's steps. A warning: it is slow, and
     compiles (SBUF sizes: Neuron SDK documentation, about-neuron/arch/neuron-hardware).
     """
-    limit = SBUF.get(graph.target, min(SBUF.values()))
+    limit = chip_of(graph.target).sbuf
     for each in graph.of("exponential"):
         weights = _multiplied(graph, each)
         if weights is None:

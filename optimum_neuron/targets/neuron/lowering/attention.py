@@ -21,12 +21,12 @@ from ....graphs.attention_rows import AttentionRows
 from ....graphs.coded_states import Stored, as_kept, numbers, weighted_sum
 from ....graphs.coded_states import raw_scores as products
 from ....graphs.interface import AttentionCall
-from ..sdk.hardware import SBUF
+from ..sdk.hardware import CHIPS
 
 
 # Float32 scores of a block. A third of a core's memory on any chip: its weights in the model's type take half as much, and
 # as much is left to keys, values and queries.
-SCORES_LIMIT = min(SBUF.values()) // 3
+SCORES_LIMIT = min(chip.sbuf for chip in CHIPS.values()) // 3
 # Columns that one instruction of the tensor engine takes.
 COLUMNS = 512
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to load compiled graphs, as data: a runtime gets it, and so does each rank's process, as JSON."""
+"""What it takes to load compiled graphs, as data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,26 +65,3 @@ class LoadPlan:
     def states(self) -> dict[str, InputBinding]:
         """The states of all graphs by name, as one rank has them."""
         return {each.name: each for io in self.graphs.values() for each in io.inputs if each.role == "state"}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "target": self.target,
-            "lnc": self.lnc,
-            "graphs": {name: io.to_dict() for name, io in self.graphs.items()},
-            "calls": {name: list(names) for name, names in self.calls.items()},
-            "weights": [str(path) for path in self.weights],
-            "tied_weights": dict(self.tied_weights),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LoadPlan:
-        return cls(
-            folder=Path(data["folder"]),
-            target=data["target"],
-            lnc=data["lnc"],
-            graphs={name: GraphIO.from_dict(io) for name, io in data["graphs"].items()},
-            calls={name: tuple(names) for name, names in data["calls"].items()},
-            weights=tuple(Path(path) for path in data["weights"]),
-            tied_weights=data["tied_weights"],
-        )

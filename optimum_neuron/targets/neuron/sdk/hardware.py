@@ -28,7 +28,7 @@ class Chip:
         physical_cores: NeuronCores that make up one logical core.
         hbm: bytes of device memory; each logical core has its own equal share.
         bandwidth: bytes per second between the memory and the cores.
-        sbuf: bytes of on-chip memory (SBUF) of a physical core.
+        sbuf: bytes of on-chip memory (SBUF) of a physical core, where what one instruction leaves may wait for the next.
         flops: floating point operations per second of dense matrix products, by torch's name of the type.
         elements: numbers per second that the vector engines take of an elementwise operator or a reduction, by the bytes of one.
     """
@@ -120,11 +120,6 @@ assert tuple(CHIPS) == NEURON_TARGETS
 def chip_of(target: str) -> Chip:
     """A target's chip; for `hlo`, which is none, that with the least on-chip memory."""
     return CHIPS.get(target) or min(CHIPS.values(), key=lambda chip: chip.core_sbuf)
-
-
-# Bytes of memory inside a physical core (SBUF), where what one instruction leaves may wait for the next.
-SBUF = {"inf2": 24 * MIB, "trn1": 24 * MIB, "trn2": 28 * MIB, "trn3": 32 * MIB}
-assert tuple(SBUF) == NEURON_TARGETS
 
 
 @dataclass(frozen=True)

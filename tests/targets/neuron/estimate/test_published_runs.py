@@ -11,11 +11,11 @@ from transformers import AutoConfig
 
 from benchmark.estimate.fit import accuracy, error, fit, left_out_errors
 from benchmark.estimate.published import Measurement, measurements
+from benchmark.estimate.published_runs import LLAMA_8B_INF2, MODELS, RUNS
 from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
 from optimum_neuron.targets.neuron.estimate.estimate import estimate
 from optimum_neuron.targets.neuron.estimate.model_sizes import measure
 from optimum_neuron.targets.neuron.sdk.hardware import PARALLEL_SIZES
-from optimum_neuron.targets.neuron.sdk.published_runs import LLAMA_8B_INF2, MODELS, RUNS
 from optimum_neuron.targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 
 
