@@ -8,14 +8,14 @@ import torch
 
 from ..artifacts.artifact import Artifact
 from ..runtime.runner import GraphRunner
-from ..runtime.step_tensors import Chunk
+from ..runtime.step_tensors import chunks_of
 
 
 def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
     """Logits `[vocab]` behind a prompt that a slot takes in from its start, so many tokens at a time."""
     runner.lengths[slot] = 0
-    for start in range(0, len(prompt), pieces):
-        output = runner.prefill([Chunk(slot, prompt[start : start + pieces])])
+    for chunk in chunks_of(slot, prompt, pieces):
+        output = runner.prefill([chunk])
     assert output.chunk_logits is not None
     return output.chunk_logits[0].clone()
 

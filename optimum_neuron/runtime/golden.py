@@ -25,7 +25,7 @@ from ..graphs.state_specs import state_specs
 from ..graphs.step import StepModule
 from ..targets.eager import EagerExecutable
 from .runner import GraphRunner
-from .step_tensors import Chunk, DecodeRows
+from .step_tensors import DecodeRows, chunks_of
 
 
 GOLDEN_NAME = "golden.json"
@@ -112,10 +112,10 @@ def replay(
         decode graphs return none.
     """
     runner.reserve([len(prompt) + count - 1])
-    starts = range(0, len(prompt), size := runner.config.prefill_chunk_size)
-    with progress.stage("Following a prompt", len(starts) + count - 1) as advance:
-        for start in starts:
-            output = runner.prefill([Chunk(0, prompt[start : start + size])])
+    chunks = chunks_of(0, prompt, runner.config.prefill_chunk_size)
+    with progress.stage("Following a prompt", len(chunks) + count - 1) as advance:
+        for chunk in chunks:
+            output = runner.prefill([chunk])
             advance("its tokens")
         steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
         for index in range(count - 1):

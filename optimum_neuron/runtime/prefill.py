@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..graphs.family import rows_needed
 from ..graphs.spec import GREEDY, SamplingParams
 from .limits import check_fits
 from .runner import GraphRunner
@@ -104,7 +105,7 @@ def next_chunks(
         start = runner.lengths[row]
         piece = prompts[row][start : start + rows * size]
         chunks.append(Chunk(row, piece, sampling, 0.0 if uniforms is None else float(uniforms[row])))
-        rows -= -(-len(piece) // size)
+        rows -= rows_needed([len(piece)], size)
         if not rows:
             break
     return chunks

@@ -31,6 +31,11 @@ class Chunk:
     uniform: float = 0.0
 
 
+def chunks_of(slot: int, token_ids: np.ndarray, size: int) -> list[Chunk]:
+    """Cut a prompt into chunks of up to `size` tokens, each for a step of its own."""
+    return [Chunk(slot, token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
+
+
 class DecodeRows(NamedTuple):
     """One token for each active slot. All arrays have a row per slot.
 

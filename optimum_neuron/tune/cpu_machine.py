@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..config import NeuronConfig
 from ..graphs.spec import graph_specs
 from ..graphs.state_sizes import byte_count
 from ..modeling import NeuronModelForCausalLM
+from ..runtime.stopwatch import seconds_of
 from ..targets.processes import available_memory
 from .candidates import Candidate
 from .measure import Measured, count_stages, measure
@@ -95,9 +95,8 @@ class CpuMachine:
 
 def _export_and_measure(export: Callable[[Path, NeuronConfig], Any], config: NeuronConfig) -> _Export:
     with tempfile.TemporaryDirectory(prefix="optimum-neuron-tune-") as folder:
-        path, start = Path(folder) / "artifact", time.perf_counter()
-        export(path, config)
-        seconds = time.perf_counter() - start
+        path = Path(folder) / "artifact"
+        seconds = seconds_of(lambda: export(path, config))
         artifact = Artifact.open(path)
         return _measure(artifact, seconds / len(artifact.graphs))
 

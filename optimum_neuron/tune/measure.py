@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..engine.request import Request
 from ..graphs.spec import GraphSpec
 from ..runtime.runner import GraphRunner
 from ..runtime.step_tensors import Chunk, DecodeRows, StepOutput
+from ..runtime.stopwatch import seconds_of
 from ..targets import Executable
 from .step_times import ChunkTimes, Curve, LiveTimes
 
@@ -39,17 +40,9 @@ class TimedRunner(GraphRunner):
 
     spent = 0.0
 
-    def step(
-        self,
-        chunks: Sequence[Chunk] = (),
-        decode: DecodeRows | None = None,
-        graph: GraphSpec | None = None,
-        *,
-        logits: bool = True,
-        outputs: bool = True,
-    ) -> StepOutput:
+    def step(self, *arguments: Any, **options: Any) -> StepOutput:
         start = time.perf_counter()
-        output = super().step(chunks, decode, graph, logits=logits, outputs=outputs)
+        output = super().step(*arguments, **options)
         self.spent += time.perf_counter() - start
         return output
 
@@ -84,7 +77,7 @@ class Measured(NamedTuple):
     spread: float
 
 
-class _Stopwatch:
+class _Taken:
     """Times of steps by one runner."""
 
     def __init__(self, runner: TimedRunner, vocab_size: int) -> None:
@@ -115,9 +108,7 @@ class _Stopwatch:
             runner.lengths[:] = np.where(decoding, step.columns - 1, 0)
             if step.tokens:
                 runner.lengths[rows] = step.start
-            before = time.perf_counter()
-            runner.step(chunks, zeros if rows else None, step.graph, outputs=step.outputs)
-            return time.perf_counter() - before
+            return seconds_of(lambda: runner.step(chunks, zeros if rows else None, step.graph, outputs=step.outputs))
 
         return run
 
@@ -154,7 +145,7 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
         )
     runner = TimedRunner(executable, config, artifact.graphs, artifact.model)
     runner.warm_up()
-    watch = _Stopwatch(runner, min(artifact.model.vocab_size, artifact.model.num_embeddings))
+    watch = _Taken(runner, min(artifact.model.vocab_size, artifact.model.num_embeddings))
     plan = _Plan(runner)
     # What takes the cores for a while meets some of a step's runs, not all.
     for number in range(ROUNDS):
@@ -209,7 +200,7 @@ class _Plan:
         rows = self._config.batch_size
         return _Step(self._graphs["mixed", size], rows=rows, columns=self._few, tokens=tokens)
 
-    def afterwards(self, watch: _Stopwatch) -> dict[str, float]:
+    def afterwards(self, watch: _Taken) -> dict[str, float]:
         """What steps take more than when they are repeated: a chunk after a pause, and a decode step after a chunk."""
         size = self._config.prefill_chunk_size
         chunk, decode = self._alone(size, self._tokens(size)[-1]), self._decode(self._rows[-1], self._few)
@@ -224,7 +215,7 @@ class _Plan:
             "turned": max(0.0, statistics.median(turned) - watch.median(decode)),
         }
 
-    def times(self, watch: _Stopwatch, host: Curve, copied_token: float, after: Mapping[str, float]) -> LiveTimes:
+    def times(self, watch: _Taken, host: Curve, copied_token: float, after: Mapping[str, float]) -> LiveTimes:
         """Of all steps, from those that were taken."""
         short, long = (
             [watch.median(self._decode(rows, seen)) for rows in self._rows] for seen in (self._few, self._many)
@@ -243,7 +234,7 @@ class _Plan:
             **after,
         )
 
-    def _chunk_times(self, watch: _Stopwatch, size: int, decode_column: Curve) -> ChunkTimes:
+    def _chunk_times(self, watch: _Taken, size: int, decode_column: Curve) -> ChunkTimes:
         tokens, length, rows = self._tokens(size), self._config.sequence_length, self._config.batch_size
         alone = [watch.median(self._alone(size, count)) for count in tokens]
         behind = [watch.median(self._alone(size, count, start=length - count)) for count in tokens]
@@ -281,10 +272,10 @@ def _beside(runner: TimedRunner, rows: int, steps: int, vocab_size: int) -> Iter
         prompt = np.full(1, number % vocab_size, np.int32)
         engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=steps))
     while engine.has_work:
-        runner.spent, start = 0.0, time.perf_counter()
-        engine.step()
+        runner.spent = 0.0
+        taken = seconds_of(engine.step)
         if engine.scheduler.running == rows:
-            yield time.perf_counter() - start - runner.spent
+            yield taken - runner.spent
     runner.reset_all()
 
 
@@ -296,9 +287,7 @@ def _copied(runner: TimedRunner) -> float:
     times = []
     for _ in range(LEAST_RUNS):
         runner.lengths[0] = length
-        before = time.perf_counter()
-        runner.reuse(1, 0, length)
-        times.append(time.perf_counter() - before)
+        times.append(seconds_of(lambda: runner.reuse(1, 0, length)))
     return statistics.median(times) / length
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import Prefix, StepRows
-from ..runtime.step_tensors import Chunk
+from ..runtime.step_tensors import chunks_of
 from .requests import NO_ROW, SlotRequest
 
 
@@ -101,6 +101,5 @@ def cache_rows(rows: StepRows[SlotRequest], runner: GraphRunner) -> CacheRows:
 def _compute(runner: GraphRunner, state: SlotRequest, count: int) -> None:
     """Takes the first tokens of a session's turn in once more. A step that was on its way when the turn before ended has added a token that
     vLLM drops, and a slot's state is of all its tokens."""
-    size = runner.config.prefill_chunk_size
-    for start in range(0, count, size):
-        runner.step([Chunk(state.slot, state.prefill_token_ids[start : min(start + size, count)])], outputs=False)
+    for chunk in chunks_of(state.slot, state.prefill_token_ids[:count], runner.config.prefill_chunk_size):
+        runner.step([chunk], outputs=False)
