@@ -67,6 +67,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
             # Before torch is imported: a wrong size is reported at once.
             config = NeuronConfig.from_dict(config_options(vars(args)))
             from optimum_neuron.export import export_model
+            from optimum_neuron.targets.neuron.certificate import certify_export
 
             start = time.perf_counter()
             path = export_model(
@@ -80,7 +81,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
                 adapter=args.adapter,
                 dequantize=args.dequantize,
                 quantization_calibration=args.quantization_calibration,
-                certificate=args.certificate,
+                certify=certify_export if args.certify else None,
                 overwrite=args.overwrite,
             )
             _print_summary(path, time.perf_counter() - start)
@@ -117,10 +118,10 @@ def _add_model_options(parser: ArgumentParser) -> None:
 def _add_output_options(basics: Any, devices: Any) -> None:
     basics.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
     devices.add_argument(
-        "--no-certificate",
-        dest="certificate",
-        action="store_false",
-        help="do not execute the devices' graphs on this CPU beside the model; `neuron inspect --verify` then has nothing to repeat",
+        "--certify",
+        action="store_true",
+        help="also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect --verify`; takes about "
+        "as long as all else",
     )
 
 

@@ -24,14 +24,14 @@ from optimum_neuron.version import __version__
 
 
 DESCRIPTION = """\
-Show the sizes, graphs and versions of an artifact. Nothing is loaded.
+Show the sizes, graphs and versions of an artifact, and whether its graphs are certified. Nothing is loaded.
 
 --html writes one page that asks for no other file: the family of steps, memory by core, operators of each graph and what they
 cost, the certificate, quantized weights, and speeds where some were recorded. --json writes the same as data. Both compare the
 digests of all files but the weights first.
 
---verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. The export wrote it
-after it had executed the graphs by XLA on its CPU, all ranks at once, beside the model itself: prompts in chunks among
+--verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. An export with
+--certify wrote it after it had executed the graphs by XLA on its CPU, all ranks at once, beside the model itself: prompts in chunks among
 neighbours, decode steps, idle rows, copied slots, over slots full of history. This machine needs torch-xla, no device. It
 compares the digest of every graph, lints them, makes the same inputs again, executes the graphs, and compares with the
 numbers that the model gave: as "difference of bound", where the bound is 16 times what moving each module's results by

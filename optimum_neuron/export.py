@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def export_model(
     adapter: str | Path | Sequence[str | Path] | None = None,
     dequantize: bool = False,
     quantization_calibration: str | Path | None = None,
-    certificate: bool = True,
+    certify: Callable[[PreTrainedModel, CompileJob], None] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Exports a checkpoint of a causal language model to an artifact folder.
@@ -95,7 +95,8 @@ def export_model(
         dequantize: export the weights of a quantized checkpoint as plain numbers; its codes are kept otherwise.
         quantization_calibration: a text in UTF-8 on which the model runs, so that weights of int4 are nearest where their inputs are large.
             Its digest alone goes to the artifact.
-        certificate: of the hlo and Neuron targets: execute the lowered graphs on this CPU beside the model, and record the result.
+        certify: of the hlo and Neuron targets: called with the model and its lowered graphs before the artifact is whole; may write files
+            into the job's folder, and raises where the graphs are wrong. `targets.neuron.certificate.certify_export` is one.
         overwrite: replace an artifact that is already at `output`.
 
     Returns:
@@ -114,8 +115,10 @@ def export_model(
     config = dataclasses.replace(config, target=resolve_target(config.target))
     target = get_target(config.target)
     target.check(config)
-    if not certificate and config.target not in HLO_TARGETS:
-        raise ValueError(f"target={config.target!r} has no certificate to leave out; leave out certificate=False")
+    if certify is not None and config.target not in HLO_TARGETS:
+        raise ValueError(
+            f"target={config.target!r} has no graphs in HLO to certify, as {', '.join(HLO_TARGETS)} have; leave out --certify (certify)"
+        )
     fit_threads()
     output = Path(output).expanduser().absolute()
     check_output(output, overwrite=overwrite)
@@ -169,7 +172,7 @@ def export_model(
             graphs,
             target,
             output,
-            certificate,
+            certify,
             overwrite,
             calibration,
         )
@@ -247,7 +250,7 @@ def _write(
     graphs: tuple[GraphSpec, ...],
     target: Target,
     output: Path,
-    certificate: bool,
+    certify: Callable[[PreTrainedModel, CompileJob], None] | None,
     overwrite: bool,
     calibration: Calibration | None,
 ) -> Path:
@@ -263,11 +266,8 @@ def _write(
         if config.target in HLO_TARGETS:
             with progress.stage("Recording golden tokens"):
                 golden.record(model, config, spec).write(writer.path)
-        if certificate and config.target in HLO_TARGETS:
-            from .targets.neuron.certificate.certify import certify
-
-            with progress.stage("Executing graphs beside the eager step"):
-                certify(model, job).write(writer.path)
+        if certify is not None:
+            certify(model, job)
         with progress.stage("Hashing files"):
             writer.commit(
                 {

@@ -16,6 +16,7 @@ from transformers.exporters.configs import ExportConfigMixin
 
 from .config import NeuronConfig
 from .export import export_model
+from .targets.neuron.certificate import certify_export
 
 
 FORMAT = "neuron"
@@ -31,7 +32,7 @@ class NeuronExportConfig(ExportConfigMixin):
     Args:
         output_path: the folder to create.
         overwrite: replace an artifact that is already there.
-        certificate: as of `export_model`.
+        certify: execute the graphs of the hlo and Neuron targets on this CPU beside the model, and record the result.
         export_format: "neuron"; a dict of these arguments names it.
         options: fields of `NeuronConfig`.
 
@@ -48,7 +49,7 @@ class NeuronExportConfig(ExportConfigMixin):
         output_path: str | PathLike[str],
         *,
         overwrite: bool = False,
-        certificate: bool = True,
+        certify: bool = False,
         export_format: str = FORMAT,
         **options: Any,
     ) -> None:
@@ -57,14 +58,14 @@ class NeuronExportConfig(ExportConfigMixin):
         self.export_format = FORMAT
         self.output_path = fspath(output_path)
         self.overwrite = overwrite
-        self.certificate = certificate
+        self.certify = certify
         self.neuron_config = NeuronConfig.from_dict(options)
         self._options = options | ({"dtype": self.neuron_config.dtype} if "dtype" in options else {})
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` makes an equal config of; JSON-serializable. Options that were left out stay so."""
         named = {name: list(value) if isinstance(value, tuple) else value for name, value in self._options.items()}
-        own = {name: getattr(self, name) for name in ("export_format", "output_path", "overwrite", "certificate")}
+        own = {name: getattr(self, name) for name in ("export_format", "output_path", "overwrite", "certify")}
         return copy.deepcopy(own | named)
 
     def __repr__(self) -> str:
@@ -135,7 +136,7 @@ class NeuronExporter(HfExporter):
                 settings.output_path,
                 config=wanted,
                 trust_remote_code=self.trust_remote_code,
-                certificate=settings.certificate,
+                certify=certify_export if settings.certify else None,
                 overwrite=settings.overwrite,
             )
 

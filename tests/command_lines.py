@@ -71,6 +71,8 @@ CONTRADICTIONS = [
     _line((*EXPORT, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256", "lower --sequence-length"),
     _line((*EXPORT, "--target", "trn2"), REFUSED, "need torch-xla"),
     _line((*EXPORT, "--target", "hlo"), REFUSED, "need torch-xla"),
+    _line((*EXPORT, "--certify"), REFUSED, "target='eager' has no graphs in HLO to certify", "leave out --certify"),
+    _line((*EXPORT, "--no-certificate"), USAGE, "--no-certificate"),
     _line((*EXPORT, "--revision", "v1"), REFUSED, "revision='v1'", "leave --revision out"),
     _line((*EXPORT, "--revision", ""), REFUSED, "revision=''", "leave --revision out"),
     _line(("export", "neuron", "{out}"), USAGE, "-m/--model"),

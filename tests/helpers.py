@@ -23,7 +23,7 @@ import optimum_neuron
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
-from optimum_neuron.config import HLO_TARGETS, NeuronConfig
+from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.family import GraphFamily
@@ -39,6 +39,7 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.eager import EagerExecutable
+from optimum_neuron.targets.neuron.certificate import certify_export
 
 
 # Dense, with sliding windows, with experts, with latent attention.
@@ -149,7 +150,7 @@ def export_tiny(
     dequantize: bool = False,
     **changes: Any,
 ) -> Path:
-    """Without a certificate, which takes as long as all else. Of processes that export the same to the same cache, one compiles and the others find it there."""
+    """Of processes that export the same to the same cache, one compiles and the others find it there."""
     config = tiny_config(**changes)
     lock: AbstractContextManager[object] = nullcontext()
     if config.target == "cpu":
@@ -157,10 +158,9 @@ def export_tiny(
         what = hashlib.sha256(described.read_bytes() + repr(config).encode()).hexdigest()
         lock = FileLock(f"{os.environ[CACHE_VARIABLE]}-{what[:16]}.lock")
     with lock:
-        # Only some targets have a certificate that could be left out.
-        wanted = certificate or config.target not in HLO_TARGETS
+        certify = certify_export if certificate else None
         return export_model(
-            checkpoint, output, config=config, overwrite=overwrite, certificate=wanted, dequantize=dequantize
+            checkpoint, output, config=config, overwrite=overwrite, certify=certify, dequantize=dequantize
         )
 
 

@@ -30,6 +30,7 @@ from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.cpu.host import instruction_set
+from optimum_neuron.targets.neuron.certificate import certify_export
 from optimum_neuron.version import __version__
 
 
@@ -198,7 +199,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "-m org/name --task text-generation --revision v1 --token secret --trust-remote-code --overwrite --batch-size 2 "
         "--adapter first --adapter org/second --sequence-length 128 --prefill-chunk-size 32 --prefill-chunk-buckets 8 --ctx-batch-size 2 --context-buckets "
         "64 128 --dtype float16 --tensor-parallel-size 2 --target trn1 --no-mixed-step --no-on-device-sampling --output-logits "
-        "--float32-reduce --long-frequencies --dequantize --no-certificate --quantization-calibration a/text"
+        "--float32-reduce --long-frequencies --dequantize --certify --quantization-calibration a/text"
     )
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "export", "neuron", "folder", *options.split())
@@ -229,7 +230,7 @@ def test_every_option_reaches_the_export(captured: dict[str, Any], monkeypatch: 
         "adapter": ["first", "org/second"],
         "dequantize": True,
         "quantization_calibration": Path("a/text"),
-        "certificate": False,
+        "certify": certify_export,
         "overwrite": True,
     }
 

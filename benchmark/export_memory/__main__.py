@@ -41,7 +41,7 @@ examples:
   python -m benchmark.export_memory --shape 1b --stored float32 --quantization int8
   python -m benchmark.export_memory --shape 1b --target hlo --tensor-parallel-size 2    # with the python of .venv-neuron
 
-Of target hlo, no certificate is made. The exit code is 1 where the export failed, as it does where it needs more than the limit.
+The exit code is 1 where the export failed, as it does where it needs more than the limit.
 """
 
 

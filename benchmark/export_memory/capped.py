@@ -64,6 +64,4 @@ def _export(checkpoint: Path, output: Path, options: dict[str, Any], limit: int)
     from optimum_neuron import NeuronConfig, export_model
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # A certificate has the first layers in float32 in memory, twice.
-    certified = options["target"] != "hlo"
-    export_model(checkpoint, output, config=NeuronConfig(**options), certificate=certified)
+    export_model(checkpoint, output, config=NeuronConfig(**options))

@@ -22,14 +22,17 @@ import torch
 
 from ..artifacts.artifact import Artifact
 from ..artifacts.find import is_from_hub
+from ..checkpoints.digest import file_sha256
 from ..config import HLO_TARGETS, NEURON_TARGETS, NeuronConfig
 from ..graphs.spec import GREEDY, GraphSpec
 from ..runtime.golden import GOLDEN_NAME, Golden, replay
 from ..runtime.profile import Profile
 from ..runtime.runner import GraphRunner
 from ..runtime.step_tensors import Chunk, DecodeRows
+from ..runtime.stopwatch import seconds_of
 from ..runtime.traced_runner import open_runner
 from ..targets import get_target
+from ..targets.neuron.certificate import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
 from ..targets.neuron.copy_graphs import copy_graphs
 from ..targets.neuron.graph_io import COPY_SLOT, KEEP_STATE
 from ..targets.neuron.lowering.requirements import check_reading
@@ -80,6 +83,7 @@ def check_artifact(
         }
     )
     report.run("compiler", lambda: _check_compiler(artifact))
+    report.run("certificate", lambda: _check_certificate(artifact), "" if is_certified(artifact) else NOT_CERTIFIED)
     runners: list[GraphRunner] = []
     loaded = report.run("load", lambda: _load(artifact, runners, ranks, profile))
     one_slot = "the artifact has one slot" if artifact.config.batch_size == 1 else ""
@@ -130,6 +134,20 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
     return {"graphs": len(artifact.graphs), "warnings": len(findings), "operators listed": len(operators or ())}
 
 
+def _check_certificate(artifact: Artifact) -> dict[str, Any]:
+    """Hold the graphs to the digests of those that the export executed; `inspect --verify` executes them again."""
+    from ..targets.neuron.certificate.certify import hlo_files
+    from ..targets.neuron.certificate.document import Certificate
+
+    artifact.verify([CERTIFICATE_NAME])
+    certificate = Certificate.read(artifact.path)
+    found = {path.stem: file_sha256(path) for path in hlo_files(artifact.path)}
+    others = sorted(name for name in found | certificate.graphs if found.get(name) != certificate.graphs.get(name))
+    if others:
+        raise CheckError(f"{CERTIFICATE_NAME} is of other graphs than {', '.join(others)}")
+    return {"layers": f"{certificate.layers} of {certificate.all_layers}", "steps": certificate.steps}
+
+
 def _load(
     artifact: Artifact, runners: list[GraphRunner], ranks: RankOptions, profile: Profile | None
 ) -> dict[str, Any]:
@@ -138,9 +156,8 @@ def _load(
         artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False, ranks=ranks
     )
     runners.append(open_runner(artifact, executable, profile=profile))
-    loaded = time.perf_counter()
-    runners[0].warm_up()
-    return {"load s": round(loaded - start, 2), "first runs s": round(time.perf_counter() - loaded, 2)}
+    loaded = time.perf_counter() - start
+    return {"load s": round(loaded, 2), "first runs s": round(seconds_of(runners[0].warm_up), 2)}
 
 
 def _check_golden(golden: Golden, artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
@@ -238,9 +255,7 @@ def _measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
         for _ in range(runs):
             runner.reserve([graph.context_length] * len(lengths))
             runner.lengths[: len(lengths)] = lengths
-            start = time.perf_counter()
-            runner.step(chunks, decode, graph)
-            times.append((time.perf_counter() - start) * 1000)
+            times.append(1000 * seconds_of(partial(runner.step, chunks, decode, graph)))
         medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
     runner.reset_all()  # what the runs wrote is of no use
     return medians

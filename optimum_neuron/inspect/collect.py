@@ -13,6 +13,7 @@ from ..artifacts.measurements import Measurements, identity, read_measurements
 from ..artifacts.schema import read_object
 from ..graphs.spec import GraphSpec
 from ..graphs.state_sizes import StateSizes, byte_count
+from ..targets.neuron.certificate import is_certified
 from .export_command import adapters, export_command, named
 from .facts import Certified, Compared, Facts, Graph, Linted, Quantized
 from .memory import memory_of
@@ -20,7 +21,6 @@ from .operators import Counted, count_operators
 
 
 HELPER = "helper"
-_CERTIFICATE = "certificate.json"
 
 
 def collect(artifact: Artifact, measured: Measurements | None = None) -> Facts:
@@ -161,7 +161,7 @@ def _quantized(artifact: Artifact) -> tuple[Quantized, ...]:
 
 
 def _certificate(artifact: Artifact) -> Certified | None:
-    if _CERTIFICATE not in artifact.manifest["files"]:
+    if not is_certified(artifact):
         return None
     from ..targets.neuron.certificate.document import Certificate
 

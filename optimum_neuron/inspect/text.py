@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..artifacts.artifact import Artifact
 from ..artifacts.measurements import Measurements
 from ..cli import graph_table
+from ..config import HLO_TARGETS
 from ..graphs.state_sizes import StateSizes, byte_count
+from ..targets.neuron.certificate import NOT_CERTIFIED, is_certified
 
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ def _facts(artifact: Artifact) -> Table:
         if stored := byte_count(specs):
             facts.add_row(name, f"{stored:,} bytes, {len(specs)} tensors")
     facts.add_section()
+    if artifact.target in HLO_TARGETS:
+        facts.add_row("certified", "yes; --verify repeats it" if is_certified(artifact) else NOT_CERTIFIED)
     for name, version in artifact.manifest["versions"].items():
         facts.add_row(f"exported with {name}", version)
     data = artifact.manifest["target_data"]

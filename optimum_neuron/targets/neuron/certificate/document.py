@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""certificate.json: written once, by the export, and read strictly."""
+"""certificate.json: written once, by an export with --certify, and read strictly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from ....artifacts.artifact import ArtifactError
 from ....artifacts.schema import TEXT, choice, listed, named, number, optional, read_object, record, text, whole
 from ....config import NeuronConfig
+from . import CERTIFICATE_NAME
 from .comparison import Comparison
 from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
 
 
-CERTIFICATE_NAME = "certificate.json"
 VERSION = 1
 _DIGEST = text("[0-9a-f]{64}")
 _COMPARISON = record(
@@ -171,12 +171,7 @@ def _expected_to_dict(expected: Expected) -> dict[str, Any]:
             "step": step,
             "name": name,
             "rank": rank,
-            "subject": entry.subject,
-            "place": entry.place,
-            "noise": entry.noise,
-            "rows": entry.rows,
-            "heads": entry.heads,
-            "positions": entry.positions,
+            **{name: value for name, value in vars(entry).items() if name != "trash"},
             "values": entry.values.float().tolist(),
         }
         for (step, name, rank), entry in expected.outputs.items()
@@ -194,16 +189,10 @@ def _expected_from_dict(data: dict[str, Any]) -> Expected:
     for each in data["outputs"]:
         if len(each["positions"]) != len(each["values"]):
             raise ValueError(f"{each['name']} has {len(each['values'])} values at {len(each['positions'])} positions")
-        expected.outputs[each["step"], each["name"], each["rank"]] = Entry(
-            subject=each["subject"],
-            place=each["place"],
-            values=torch.tensor(each["values"]),
-            noise=each["noise"],
-            rows=None if each["rows"] is None else tuple(each["rows"]),
-            heads=each["heads"],
-            positions=each["positions"],
-            trash=0,  # lies behind all positions
-        )
+        step, name, rank = (each.pop(key) for key in ("step", "name", "rank"))
+        each["rows"] = None if each["rows"] is None else tuple(each["rows"])
+        each["values"] = torch.tensor(each["values"])
+        expected.outputs[step, name, rank] = Entry(**each, trash=0)  # which lies behind all positions
     for each in data["tokens"]:
         expected.tokens.setdefault((each["step"], each["name"]), {})[each["row"]] = tuple(each["accepted"])
     return expected

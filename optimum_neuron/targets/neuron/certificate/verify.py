@@ -12,9 +12,10 @@ from ....checkpoints.digest import file_sha256
 from ....config import HLO_TARGETS
 from ..lint.rules import RULES_VERSION
 from ..lowering.requirements import check_lowering
+from . import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
 from .certify import hlo_files, passed_rules, versions
 from .comparison import Comparison, compare
-from .document import CERTIFICATE_NAME, Certificate
+from .document import Certificate
 from .expected import Expected
 from .recording import digest
 from .setup import Setup, make_setup
@@ -48,8 +49,8 @@ def verify_certificate(artifact: Artifact, *, trust_remote_code: bool) -> list[L
         raise ValueError(
             f"{artifact.path} was exported for {artifact.target} and holds no HLO; certificates are of {', '.join(HLO_TARGETS)}"
         )
-    if CERTIFICATE_NAME not in artifact.manifest["files"]:
-        return [Line("certificate", "none: exported by an earlier version", "export the model again", False)]
+    if not is_certified(artifact):
+        return [Line("certificate", NOT_CERTIFIED, "export the model again with it", False)]
     check_lowering()
     artifact.verify()
     for name in artifact.manifest["files"]:

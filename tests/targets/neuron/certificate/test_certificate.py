@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,13 +18,16 @@ from helpers import export_tiny, tiny_config
 from optimum.commands.register.neuron import NeuronInspectCommand
 from tampering import read_json, write
 
+from optimum_neuron.acceptance import checks
+from optimum_neuron.acceptance.report import CheckError
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.inspect.collect import collect
 from optimum_neuron.inspect.html import render
+from optimum_neuron.targets.neuron.certificate import CERTIFICATE_NAME, NOT_CERTIFIED
 from optimum_neuron.targets.neuron.certificate import trial as trials
-from optimum_neuron.targets.neuron.certificate.document import CERTIFICATE_NAME, Certificate
+from optimum_neuron.targets.neuron.certificate.document import Certificate
 from optimum_neuron.targets.neuron.certificate.recording import record_steps
 from optimum_neuron.targets.neuron.certificate.reference import Choice
 from optimum_neuron.targets.neuron.certificate.verify import Line, verify_certificate
@@ -108,24 +112,22 @@ def test_an_export_whose_graphs_compute_something_else_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_artifact_without_a_certificate_loads_and_verify_says_so(
-    hlo_artifact: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_inspect_says_whether_an_artifact_is_certified_and_verify_fails_where_it_is_not(
+    hlo_artifact: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "old"
-    shutil.copytree(hlo_artifact("llama"), folder)
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
-    del manifest["files"][CERTIFICATE_NAME]
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
-    (folder / CERTIFICATE_NAME).unlink()
-    Artifact.open(folder).verify()
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, told in (("llama", "yes"), ("qwen3", NOT_CERTIFIED)):
+        _inspect(hlo_artifact(name), verify=False)
+        assert re.search(rf"certified +│ {told}", capsys.readouterr().out)
+    assert not (hlo_artifact("qwen3") / CERTIFICATE_NAME).exists()
     with pytest.raises(SystemExit) as ended:
-        _inspect(folder)
-    assert ended.value.code == 1 and "export the model again" in capsys.readouterr().out
+        _inspect(hlo_artifact("qwen3"))
+    assert ended.value.code == 1 and NOT_CERTIFIED in capsys.readouterr().out
 
 
-def _inspect(folder: Path) -> None:
+def _inspect(folder: Path, *, verify: bool = True) -> None:
     command = NeuronInspectCommand.__new__(NeuronInspectCommand)
-    command.args = Namespace(artifact=folder, verify=True, trust_remote_code=False, html=None, json=None, bench=None)
+    command.args = Namespace(artifact=folder, verify=verify, trust_remote_code=False, html=None, json=None, bench=None)
     command.run()
 
 
@@ -210,6 +212,8 @@ def test_verify_tells_numbers_and_graphs_that_differ(hlo_artifact: Callable[[str
     document["rules"]["passed"].append("a rule of another version")
     _rewrite(folder, CERTIFICATE_NAME, json.dumps(document))
     wrong = {line.subject for line in _verify(folder) if not line.holds}
+    with pytest.raises(CheckError, match=rf"is of other graphs than {name}$"):
+        checks._check_certificate(Artifact.open(folder))
     subject = document["expected"][0]["outputs"][0]["subject"]
     assert wrong == {f"{name}: sha256", "lint rules passed", f"{subject} in float32"}
 

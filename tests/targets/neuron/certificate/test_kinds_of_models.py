@@ -45,7 +45,17 @@ def test_a_model_is_lowered_linted_and_certified(
     make_model(name).save_pretrained(tmp_path / "checkpoint")
     folder = tmp_path / "out"
     target = ("--target", "hlo", "--tensor-parallel-size", str(ranks), "--dtype", "bfloat16")
-    run(monkeypatch, "export", "neuron", str(folder), "--model", str(tmp_path / "checkpoint"), *target, *SIZES)
+    run(
+        monkeypatch,
+        "export",
+        "neuron",
+        str(folder),
+        "--model",
+        str(tmp_path / "checkpoint"),
+        *target,
+        *SIZES,
+        "--certify",
+    )
     certificate = Certificate.read(folder)
     graphs = Artifact.open(folder).graphs
     assert {graph.kind for graph in graphs} == {"token_generation", "chunked_prefill", "mixed"}

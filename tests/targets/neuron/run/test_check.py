@@ -73,12 +73,14 @@ def test_an_artifact_that_works_passes(
     monkeypatch.setenv("COLUMNS", "300")  # no path is wrapped
     if package is not None:
         neuron_sdk(target, package)
-    artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out[/bold]", target=target)
+    path, certified = tmp_path / "out[/bold]", target == "hlo"
+    artifact = export_tiny(sharp_checkpoints["llama"], path, target=target, certificate=certified)
     code, found = results(artifact, tmp_path / "reports" / "check.json")
     assert code == 0 and list(found) == list(REMEDIES)
     others = {name: result["status"] for name, result in found.items() if result["status"] != "passed"}
     # This model keeps no state, and there is no neuron-monitor here, or no device.
-    assert others == {"snapshots": "skipped", "memory": "skipped"}
+    assert others == dict.fromkeys(("snapshots", "memory", *(() if certified else ("certificate",))), "skipped")
+    assert found["certificate"]["values"].get("layers") == ("2 of 2" if certified else None)
     assert (found["compiler"]["values"]["operators listed"] > 0) == (target == "trn2")
     timed = {f"{name} ms" for name in json.loads((artifact / MANIFEST_NAME).read_text())["graphs"]}
     assert set(found["latency"]["values"]) == timed

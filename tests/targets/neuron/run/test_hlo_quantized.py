@@ -25,6 +25,7 @@ from optimum_neuron.artifacts.weights import rank_weights_name
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.targets.neuron.certificate import certify_export
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
 from optimum_neuron.targets.neuron.lowering import hlo
 
@@ -54,9 +55,8 @@ def mixed(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
             config = NeuronConfig.from_dict({**SIZES, "target": target, "tensor_parallel_size": ranks})
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(export, "quantize", quantize_mixed)
-                made[target, ranks] = export_model(
-                    sharp_checkpoints["llama"], output, config=config, certificate=ranks > 1 or target == "eager"
-                )
+                certify = certify_export if ranks > 1 else None
+                made[target, ranks] = export_model(sharp_checkpoints["llama"], output, config=config, certify=certify)
         return made[target, ranks]
 
     return make
@@ -88,7 +88,7 @@ def test_experts_compute_with_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = {}
     for target in ("eager", "hlo"):
         config = NeuronConfig.from_dict({**sizes, "target": target})
-        export_model(checkpoint, tmp_path / target, config=config, certificate=target == "eager")
+        export_model(checkpoint, tmp_path / target, config=config)
         found[target] = generate(artifact_runner(tmp_path / target), PROMPT, 6)
     assert found["hlo"][0] == found["eager"][0]
     assert (found["hlo"][1] - found["eager"][1]).abs().amax() < 2e-5
@@ -164,7 +164,7 @@ def test_a_table_of_codes_that_the_head_shares_is_gathered_and_multiplied_by_ran
     for name, target, ranks in (("eager", "eager", 1), ("alone", "hlo", 1), ("shared", "hlo", 2)):
         config = NeuronConfig.from_dict({**SIZES, "dtype": dtype, "target": target, "tensor_parallel_size": ranks})
         # That of ranks executes each beside the model.
-        export_model(checkpoint, tmp_path / name, config=config, certificate=target == "eager" or ranks > 1)
+        export_model(checkpoint, tmp_path / name, config=config, certify=certify_export if ranks > 1 else None)
         if ranks == 1:
             found[name] = generate(artifact_runner(tmp_path / name), PROMPT, 6)
     formats = read_formats(tmp_path / "shared")
@@ -186,7 +186,7 @@ def test_ranks_share_the_codes_of_experts(tmp_path: Path, monkeypatch: pytest.Mo
     checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
     monkeypatch.setattr(export, "quantize", quantize_experts)
     config = NeuronConfig.from_dict({**SIZES, "target": "hlo", "tensor_parallel_size": 2})
-    artifact = Artifact.open(export_model(checkpoint, tmp_path / "out", config=config))
+    artifact = Artifact.open(export_model(checkpoint, tmp_path / "out", config=config, certify=certify_export))
     whole, parts = 0, [stored_tensors(artifact.file(rank_weights_name(rank, 2))) for rank in range(2)]
     for name, each in parts[0].items():
         if "experts" in name and "codes" in name:

@@ -234,9 +234,7 @@ def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_pa
     for target in ("hlo", "eager"):
         config = NeuronConfig(**sizes, dtype="float32", target=target)
         model = NeuronModelForCausalLM.from_pretrained(
-            export_model(
-                smollm2_gguf, tmp_path / target, config=config, certificate=target == "eager", dequantize=True
-            )
+            export_model(smollm2_gguf, tmp_path / target, config=config, dequantize=True)
         )
         prompts = [random_tokens(50, seed=1).tolist(), random_tokens(9, seed=2).tolist()]
         tokens = [each.generated_tokens for each in model.generate_batch(prompts, max_new_tokens=12).values()]
