@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import time
@@ -89,7 +88,7 @@ def run(
             table.add_row(*cells(each))
         console().print(table)
         report = {"benchmark": name, "pairs": args.pairs, "machine": describe_machine(), "results": results}
-        publish(json.dumps(report), args.json)
+        publish(report, args.json)
     return 0
 
 

@@ -21,7 +21,7 @@ from optimum_neuron.cli import reported_errors
 
 from ..output import publish
 from .options import parse_arguments
-from .report import plot, print_report
+from .report import print_report
 from .results import Objective, Report
 from .step_costs import Calibration
 from .sweep import check_calibration, run, workload_of
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         objective = Objective(args.itl_p99_ms, args.ttft_p99_ms)
         report = Report(calibration, checks, workload_of(args, 1), rows, objective)
         print_report(report)
-        publish(report.to_json(), args.json, lambda: plot(report, args.plot))
+        publish(report.to_dict(), args.json)
     return 0
 
 

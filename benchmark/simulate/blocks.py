@@ -9,10 +9,9 @@ times. Expected times are fitted to published runs of slots; nobody has measured
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -27,7 +26,8 @@ from optimum_neuron.graphs.spec import GraphSpec
 from optimum_neuron.tune.simulate import Outcome
 
 from ..options import add_result_options, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, publish
+from ..section import Report, Section
 from .lengths import LENGTHS, Lengths
 from .simulation import Workload, simulate
 
@@ -86,9 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
                 for system, config in systems(args, LENGTHS[name]).items():
                     found[name].append(serve(args, LENGTHS[name], system, config, cost))
                     advance(f"{name}: {system}")
-        for name, rows in found.items():
-            print_table(name, rows)
-        publish(json.dumps({"benchmark": "simulate.blocks", "options": _plain(args), "systems": found}), args.json)
+        report = {"benchmark": "simulate.blocks", "options": _plain(args), "systems": found}
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 
@@ -149,16 +149,21 @@ def _numbers(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def print_table(name: str, rows: list[dict[str, Any]]) -> None:
-    """One row per system, with its requests per second beside those of slots."""
-    headers = [
-        header.replace("_ms", " ms").replace("_s", "/s").replace("_", " ") for header in rows[0] if header != "system"
-    ]
-    table = make_table(f"{name}: {LENGTHS[name].source}", ("system",), (*headers, "times slots"))
-    for row in rows:
-        numbers = [f"{value:,.1f}" for header, value in row.items() if header != "system"]
-        table.add_row(row["system"], *numbers, f"{row['requests_s'] / rows[0]['requests_s']:.2f}")
-    console().print(table)
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each kind of lengths: every system, and its requests per second over those of slots."""
+    for name, rows in report["systems"].items():
+        numbers = [header for header in rows[0] if header != "system"]
+        headers = [each.replace("_ms", " ms").replace("_s", "/s").replace("_", " ") for each in numbers]
+        table = Table(f"{name}: {LENGTHS[name].source}", ("system",), (*headers, "times slots"))
+        for row in rows:
+            ratio = row["requests_s"] / rows[0]["requests_s"]
+            table.add_row(row["system"], *(f"{row[each]:,.1f}" for each in numbers), f"{ratio:.2f}")
+        yield table
+
+
+ABOUT = """**Simulated**, not measured: blocks have not run on a device. Llama-3.1-8B on 8 cores of trn2, a step takes what `optimum-cli neuron estimate` \
+expects. Slots and blocks have the same memory. [What is simulated](../benchmark/README.md#simulate)."""
+SECTION = Section("Blocks on Neuron, simulated", ABOUT, tables)
 
 
 def _plain(args: Namespace) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def parse_arguments(description: str | None, arguments: list[str] | None) -> Nam
     goal = parser.add_argument_group("objective and files")
     add_option(goal, "--itl-p99-ms", type=above_zero, metavar="MS", help="longest 99th percentile between two tokens")
     add_option(goal, "--ttft-p99-ms", type=above_zero, metavar="MS", help="longest 99th percentile to the first token")
-    add_result_options(goal, plot="simulate.png")
+    add_result_options(goal)
     args = parser.parse_args(arguments)
     if (args.decode_ms is None) != (args.chunk_ms is None):
         parser.error("--decode-ms and --chunk-ms need each other: give both, or neither")

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,25 +131,22 @@ class Report:
     rows: list[Row]
     objective: Objective
 
-    def to_json(self) -> str:
-        """One line."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable."""
         rows = []
         for row in self.rows:
             shown = {**row.setting._asdict(), **asdict(row), "meets_objective": self.objective.is_met(row)}
             rows.append({name: value for name, value in shown.items() if name not in ("setting", "timeline")})
-        return json.dumps(
-            {
-                "benchmark": "simulate",
-                "calibration": asdict(self.calibration),
-                "check": [check._asdict() for check in self.checks],
-                "workload": {
-                    name: value for name, value in asdict(self.workload).items() if name not in ("users", "requests")
-                },
-                "objective": self.objective._asdict(),
-                "rows": rows,
-                "recommendation": recommendations(self.rows, self.objective),
-            }
-        )
+        workload = {name: value for name, value in asdict(self.workload).items() if name not in ("users", "requests")}
+        return {
+            "benchmark": "simulate",
+            "calibration": asdict(self.calibration),
+            "check": [check._asdict() for check in self.checks],
+            "workload": workload,
+            "objective": self.objective._asdict(),
+            "rows": rows,
+            "recommendation": recommendations(self.rows, self.objective),
+        }
 
 
 def recommendations(rows: list[Row], objective: Objective) -> list[str]:

@@ -70,4 +70,4 @@ def test_drawings_are_those_that_the_script_draws(name: str) -> None:
     drawings = load("drawings")
     assert set(drawings.DRAWINGS) == {path.stem for path in (DOCS / "drawings").glob("*.svg")}
     drawn = drawings.DRAWINGS[name]().svg()
-    assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run python docs/drawings.py"
+    assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run make results"

@@ -48,8 +48,8 @@ def outcome(policy: Policy = "mixed", calibration: Calibration | None = None, **
     return simulate(config(policy), options, (calibration or Calibration()).seconds, workload)
 
 
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
-    assert main([*SMALL, *options, "--plot", str(tmp_path / "plot.png")]) == 0
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, Any], str]:
+    assert main([*SMALL, *options]) == 0
     shown = capsys.readouterr().out
     return json.loads(shown.splitlines()[-1]), shown
 
@@ -115,19 +115,16 @@ def test_the_scheduler_is_the_projects_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(outcome().kinds.values()) == len(steps)
 
 
-def test_sweep_prints_tables_a_sentence_a_plot_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found, shown = run(capsys, tmp_path, "--ctx-batch-sizes", "1", "2", "--itl-p99-ms", "60", "--host-ms", "1")
+def test_sweep_prints_tables_a_sentence_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found, shown = run(capsys, "--ctx-batch-sizes", "1", "2", "--itl-p99-ms", "60", "--host-ms", "1")
     assert len(found["rows"]) == 8 and found["check"] == []
     assert found["calibration"]["launch_ms"] == 1
     assert all(row["meets_objective"] == (row["itl_p99_ms"] <= 60) for row in found["rows"])
     assert "meets the objective" in found["recommendation"][0]
     assert " ".join(found["recommendation"]) in " ".join(shown.split())
-    assert (tmp_path / "plot.png").is_file()
 
 
-def test_replicas_share_users_and_the_fewest_are_recommended(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_replicas_share_users_and_the_fewest_are_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--users",
         "40",
@@ -143,12 +140,12 @@ def test_replicas_share_users_and_the_fewest_are_recommended(
         "40",
         "--ttft-p99-ms",
     )
-    found, _ = run(capsys, tmp_path, *options, "4000")
+    found, _ = run(capsys, *options, "4000")
     one, five, ten = found["rows"]
     assert one["ttft_p99_ms"] > 4000 > five["ttft_p99_ms"] > ten["ttft_p99_ms"]
     assert ten["tok_s"] > five["tok_s"] > 3 * one["tok_s"]
     assert "5 replicas" in found["recommendation"][0]
-    found, _ = run(capsys, tmp_path, *options, "1")
+    found, _ = run(capsys, *options, "1")
     assert "nothing meets the TTFT p99 of 1 ms" in found["recommendation"][0]
 
 
@@ -176,14 +173,13 @@ def test_calibration_from_measured_steps_and_from_two_times(tmp_path: Path) -> N
     ],
 )
 def test_bad_options_get_one_sentence(
-    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([*SMALL, *options, "--plot", str(tmp_path / "plot.png")])
+        main([*SMALL, *options])
     captured = capsys.readouterr()
     assert stopped.value.code in (1, 2) and not captured.out
     assert message in captured.err.splitlines()[-1]
-    assert not (tmp_path / "plot.png").exists()
 
 
 @pytest.mark.parametrize(
