@@ -101,7 +101,7 @@ def facts(report: Report) -> list[str]:
         found.append(f"limits {limits['read'] / 1e9:.1f} GB/s, {products}")
     rounds = options.get("rounds") or options.get("repeats") or report.get("rounds")
     if isinstance(rounds, int):  # some reports have their rounds there
-        found.append(f"{rounds} rounds")
+        found.append(f"{rounds} round{'s' * (rounds > 1)}")
     return found
 
 
