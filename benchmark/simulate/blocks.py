@@ -27,7 +27,7 @@ from optimum_neuron.tune.simulate import Outcome
 
 from ..options import add_result_options, make_parser, positive
 from ..output import Table, publish
-from ..section import Report, Section
+from ..section import Compared, Report, Section
 from .lengths import LENGTHS, Lengths
 from .simulation import Workload, simulate
 
@@ -161,9 +161,21 @@ def tables(report: Report) -> Iterator[Table]:
         yield table
 
 
+def compared(report: Report) -> Iterator[Compared]:
+    """Blocks, compared with slots of the same memory."""
+    for lengths, (slots, *others) in report["systems"].items():
+        for row in others:
+            for name, value in row.items():
+                if name.endswith(("_ms", "_s")):
+                    group = f"{lengths}, {row['system']}"
+                    yield Compared(
+                        group, name.replace("_", " "), value, {"slots": slots[name]}, not name.endswith("_ms")
+                    )
+
+
 ABOUT = """**Simulated**, not measured: blocks have not run on a device. Llama-3.1-8B on 8 cores of trn2, a step takes what `optimum-cli neuron estimate` \
 expects. Slots and blocks have the same memory. [What is simulated](../benchmark/README.md#simulate)."""
-SECTION = Section("Blocks on Neuron, simulated", ABOUT, tables)
+SECTION = Section("Blocks on Neuron, simulated", ABOUT, tables, compared)
 
 
 def _plain(args: Namespace) -> dict[str, Any]:
