@@ -25,7 +25,7 @@ SOURCES := $(shell find optimum_neuron commands -name '*.py' -o -name '*.cpp' -o
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm test-vllm-newest docs newcomer lint format bench bench-peers bench-serving bench-vllm clean
+.PHONY: help install demo test test-full test-architectures test-avx2 test-neuron test-neuron-full test-vllm test-vllm-newest docs results newcomer lint format bench bench-peers bench-serving bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ docs: $(INSTALLED) ## build the documentation site in build/docs; a warning is a
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -c docs . build/docs
 	@echo "build/docs/index.html"
 
+results: $(INSTALLED) ## write the tables and pictures of README and docs/results.md from benchmark/published
+	$(BIN)/python -m benchmark.publish
+
 newcomer: ## time the first steps of a user, from an empty folder to an answered HTTP request (1 GB)
 	$(PYTHON) -m benchmark.newcomer --editable
 
@@ -83,20 +86,16 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
-	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python -m benchmark.generate --artifacts build/artifacts --json build/benchmark/generate.json
 
 bench-peers: $(DEMO_MODEL) ## compare with other runtimes for a CPU, each in an environment of its own in build/peers (6.5 GB)
-	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python -m benchmark.peers --json build/benchmark/peers.json
 
 bench-serving: $(DEMO_MODEL) ## measure how long prompts stall decoding, by policy and in transformers
-	@$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python -m benchmark.serving.stall --artifacts build/artifacts --json build/benchmark/stall.json
 
 bench-vllm: ## measure a server with long prompts in the mix against the policy of its predecessors
 	$(MAKE) --no-print-directory .venv-vllm/installed-vllm VENV=.venv-vllm
-	@.venv-vllm/bin/python -m pip install -q matplotlib
 	.venv-vllm/bin/python -m benchmark.http.serve --artifacts build/artifacts --json build/benchmark/serve.json
 
 clean: ## remove what was built, but not the environments

@@ -2,9 +2,7 @@
 """Measurements of the runtime. Run from the root of the repository.
 
     python -m benchmark.generate               generate() against transformers
-    python -m benchmark.generate.competing     the same beside a process that takes a core
     python -m benchmark.generate.decode        a decode step, by live rows, context and block size
-    python -m benchmark.generate.chunks        prefill in chunks of several sizes
     python -m benchmark.generate.first_use     the first request of a slot against later ones
     python -m benchmark.generate.host          what generate() and the engine take beside the graph of a step
     python -m benchmark.recurrent              models with recurrences against transformers, and their states' share of a step
@@ -15,7 +13,6 @@
     python -m benchmark.serving.blocks         engine and vLLM: blocks against slots of the same memory
     python -m benchmark.http.serve             servers, driven by vLLM's own client
     python -m benchmark.vllm.overhead          where the time of vLLM's steps goes
-    python -m benchmark.vllm.prefix_reuse      a prefix computed again, copied, or gathered from pages
     python -m benchmark.kernels.dense          the cpu target's kernels against torch's operators
     python -m benchmark.kernels.experts        its kernel of experts against transformers' grouped_mm
     python -m benchmark.kernels.quantized      its kernels of quantized weights against those of plain ones
@@ -24,7 +21,8 @@
     python -m benchmark.newcomer               the first steps of a user, from an empty folder to an answered request
     python -m benchmark.estimate               step times on Neuron by published runs, and their errors
     python -m benchmark.tune                   what the tuner predicts for a trace on this CPU, beside what is then served
+    python -m benchmark.publish                what README, results and their pictures show of the runs in published/
 
 Each explains itself with --help. What they share is in this folder; no folder below it imports another. README.md says how to
-read the numbers, and has those that decisions rest on.
+read the numbers.
 """

@@ -32,10 +32,6 @@ class Limits:
     read: float
     products: dict[str, float]
 
-    def __str__(self) -> str:
-        products = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in self.products.items())
-        return f"limits: {self.read / 1e9:.1f} GB/s, {products}"
-
     def best(self, other: Limits) -> Limits:
         """The higher of each: another process can only have lowered them."""
         products = {name: max(rate, other.products[name]) for name, rate in self.products.items()}

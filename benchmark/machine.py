@@ -26,12 +26,20 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit that is measured; "-dirty" where code differs from it."""
+    here = Path(__file__).parent
+    code = ["optimum_neuron", "benchmark", ":!benchmark/published"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = _git(here.parent, "rev-parse", "--short", "HEAD")
+        changed = _git(here.parent, "diff", "--name-only", "HEAD", "--", *code)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return f"{commit}{'-dirty' * bool(changed)}" if commit else None
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 class OtherProcesses:

@@ -28,25 +28,18 @@ def add_model_options(group: Any) -> None:
     add_option(group, "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV cache")
 
 
-def add_file_options(parser: ArgumentParser, plot: str | None = None) -> None:
+def add_file_options(parser: ArgumentParser) -> None:
     """`--artifacts`, for `artifacts_folder`, and the options of results, as a group."""
     group = parser.add_argument_group("files")
     text = "keep exports here for the next run; they are made again when code or options change (default: a temporary folder)"
     add_option(group, "--artifacts", type=Path, metavar="FOLDER", default=None, help=text)
-    add_result_options(group, plot)
+    add_result_options(group)
 
 
-def add_result_options(group: Any, plot: str | None = None) -> None:
-    """`--json` and, where the benchmark draws something, `--plot`.
-
-    Args:
-        plot: the file in build/benchmark that it draws, unless told otherwise.
-    """
-    text = "write the JSON object here as well"
+def add_result_options(group: Any) -> None:
+    """`--json`."""
+    text = "write the JSON object here as well; benchmark/published has those that README and results show"
     add_option(group, "--json", type=Path, metavar="FILE", default=None, help=text)
-    if plot is not None:
-        file = Path("build/benchmark") / plot
-        add_option(group, "--plot", type=Path, metavar="FILE.png", default=file, help="the plot to write")
 
 
 @contextmanager

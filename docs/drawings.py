@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/drawings/*.svg, the drawings of concepts.md: what stands in them is asked of the scheduler and of the graphs."""
+"""Draws docs/drawings/*.svg, the drawings of concepts.md: what stands in them is asked of the scheduler, of the graphs and of measured steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from html import escape
+import json
+import sys
 from pathlib import Path
 
 from optimum_neuron import NeuronConfig, Request, SchedulerOptions
@@ -12,49 +12,31 @@ from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.graphs.spec import graph_specs
 
 
-FOLDER = Path(__file__).parent / "drawings"
-DECODE, CHUNK, SECOND, EMPTY, LINE = "#4c9be8", "#f2a541", "#7fc97f", "#eceff3", "#5b6470"
-# Widths of steps in the drawing: decode rows alone, a chunk alone, and both. Only their order is that of real steps.
-DECODE_TIME, CHUNK_TIME, MIXED_TIME = 20, 40, 50
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a script's own folder is docs/
+
+from benchmark.drawing import Drawing  # noqa: E402
 
 
-@dataclass
-class Drawing:
-    """Shapes on a white ground, readable on dark pages too."""
+FOLDER = ROOT / "docs" / "drawings"
+STEPS = ROOT / "benchmark" / "published" / "stall.json"
+DECODE, CHUNK, SECOND, EMPTY = "#4c9be8", "#f2a541", "#7fc97f", "#eceff3"
+# Widths of steps without a measurement: decode rows alone, a chunk alone, and both.
+MADE_UP = {"token_generation": 20.0, "chunked_prefill": 40.0, "mixed": 50.0}
 
-    width: int
-    height: int
-    title: str
-    shapes: list[str] = field(default_factory=list)
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, text: str = "", size: int = 12) -> None:
-        self.shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{LINE}" stroke-width="0.7"/>'
-        )
-        if text:
-            self.text(x + width / 2, y + height / 2 + size * 0.36, text, anchor="middle", size=size)
-
-    def text(
-        self, x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, bold: bool = False
-    ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
-        self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(text)}</text>'
-        )
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        self.shapes.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{LINE}" stroke-width="1.4" marker-end="url(#head)"/>'
-        )
-
-    def svg(self) -> str:
-        head = (
-            f'<svg viewBox="0 0 {self.width} {self.height}" xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" '
-            f'fill="#1d2430" role="img"><title>{escape(self.title)}</title>\n<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" '
-            f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>\n'
-            f'<rect width="{self.width}" height="{self.height}" rx="6" fill="#ffffff"/>\n'
-        )
-        return head + "\n".join(self.shapes) + "\n</svg>\n"
+def widths() -> tuple[dict[str, float], str]:
+    """The width of each kind of step, of a chunk 40, and the sentence that says where they are from."""
+    if not STEPS.is_file():
+        return MADE_UP, "widths are made up, and a step with both takes longest"
+    report = json.loads(STEPS.read_text(encoding="utf-8"))
+    ms = {step["kind"]: step["ms"] for step in reversed(report["steps"])}
+    times = ", ".join(f"{ms[kind]:.1f}" for kind in MADE_UP)
+    sizes = f"{report['options']['slots']} slots, chunks of {report['options']['chunk_size']}"
+    return (
+        {kind: 40 * ms[kind] / ms["chunked_prefill"] for kind in MADE_UP},
+        f"widths as measured ({sizes}): decode, chunk, both take {times} ms",
+    )
 
 
 def steps() -> Drawing:
@@ -70,7 +52,7 @@ def steps() -> Drawing:
     drawing.box(110, 308, 14, 12, DECODE)
     drawing.text(130, 318, "a new token", size=11)
     drawing.box(220, 308, 14, 12, CHUNK)
-    drawing.text(240, 318, "a chunk of the prompt; widths are made up, and a step with both takes longest", size=11)
+    drawing.text(240, 318, f"a chunk of the prompt; {widths()[1]}", size=11)
     return drawing
 
 
@@ -94,10 +76,10 @@ def _timeline(drawing: Drawing, top: int, policy: str, meaning: str) -> None:
     drawing.text(20, top + 8, f"{policy}: {meaning}", bold=True)
     for slot in range(4):
         drawing.text(100, top + 34 + slot * 28, f"request {slot}", anchor="end", size=11)
-    x = 110
+    x, taken = 110.0, widths()[0]
     while x < 720:
         step = scheduler.schedule()
-        width = DECODE_TIME if not step.chunks else MIXED_TIME if step.decodes else CHUNK_TIME
+        width = taken["token_generation" if not step.chunks else "mixed" if step.decodes else "chunked_prefill"]
         for decode in step.decodes:
             drawing.box(x, top + 20 + int(decode.request_id) * 28, width - 2, 22, DECODE)
         for chunk in step.chunks:

@@ -54,6 +54,11 @@ def prose(document: Path) -> str:
     return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
+def by_hand(document: Path) -> str:
+    """The text without what `python -m benchmark.publish` writes."""
+    return re.sub(r"<!-- results .*?<!-- end -->", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def commands(text: str) -> Iterator[Command]:
     """Every call of a program in the lines of a shell."""
     for line in text.replace("\\\n", " ").splitlines():

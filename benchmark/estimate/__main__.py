@@ -11,9 +11,8 @@ fitted on as many cores of that chip. left out: the error where all runs are fit
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,8 @@ from optimum_neuron.cli import reported_errors
 from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, StepTimes
 
 from ..options import add_result_options, make_parser
-from ..output import console, make_table, publish
+from ..output import Table, publish
+from ..section import Report, Section
 
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         left_out = left_out_errors(data)
         rows = list(_rows(data, left_out, times))
         found = {kind: asdict(accuracy(data, left_out, kind, times)) for kind in ("decode", "prefill")}
-        _print(rows, found, times)
-        publish(json.dumps({"runs": rows, "accuracy": found, "times": asdict(times)}), args.json)
+        report = {"benchmark": "estimate", "runs": rows, "accuracy": found, "times": asdict(times)}
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 
@@ -75,22 +76,28 @@ def _rows(data: Sequence[Measurement], left_out: Sequence[float], times: StepTim
         }
 
 
-def _print(rows: Sequence[Mapping[str, object]], found: dict[str, dict[str, float]], times: StepTimes) -> None:
+def tables(report: Report) -> Iterator[Table]:
+    """Every run, the errors by kind of run, and the constants."""
+    rows = report["runs"]
     names = [name for name in rows[0] if name != "source"]
-    table = make_table("Published runs", names[:4], names[4:])
+    table = Table("Published runs", names[:4], names[4:])
     for row in sorted(rows, key=lambda row: (str(row["step"]), str(row["seen"]))):
         table.add_row(*(_cell(name, row[name]) for name in names))
-    console().print(table)
-    medians = make_table(
-        "Median errors; published / estimated, of four in five strangers", ["step"], list(found["decode"])
-    )
+    yield table
+    found = report["accuracy"]
+    medians = Table("Median errors; published / estimated, of four in five strangers", ["step"], list(found["decode"]))
     for kind, errors in found.items():
         medians.add_row(kind, *(f"{value:.3f}" for value in errors.values()))
-    console().print(medians)
-    constants = make_table("Constants", ["constant"], ["fitted", "in step_times.py"])
-    for name, value in asdict(times).items():
+    yield medians
+    constants = Table("Constants", ["constant"], ["fitted", "in step_times.py"])
+    for name, value in report["times"].items():
         constants.add_row(name, f"{value:.4g}", f"{getattr(STEP_TIMES, name):.4g}")
-    console().print(constants)
+    yield constants
+
+
+ABOUT = """What `optimum-cli neuron estimate` expects of steps, and the times that others published. No device is measured here. Held out: runs of other models \
+and software. Strangers: runs without a twin of the same sizes among the fitted ones. [What the columns are](../benchmark/README.md#estimate)."""
+SECTION = Section("Estimates and published times", ABOUT, tables)
 
 
 def _cell(name: str, value: object) -> str:

@@ -6,10 +6,10 @@ The checkpoint is made on the spot, tensor by tensor. The process may have two o
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, artifacts_folder, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, publish
+from ..section import Report, Section
 
 
 if TYPE_CHECKING:
@@ -70,16 +71,16 @@ def main() -> int:
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             sizes, measured = _run(args, folder)
-        limit = limit_of(sizes)
-        _print(args, sizes, measured, limit)
-        document = {
+        report = {
+            "benchmark": "export_memory",
             "options": {name: value for name, value in vars(args).items() if name not in ("artifacts", "json")},
             "sizes": asdict(sizes),
-            "limit": limit,
+            "limit": limit_of(sizes),
             "measured": asdict(measured),
             "machine": describe_machine(),
         }
-        publish(json.dumps(document), args.json)
+        SECTION.show(report)
+        publish(report, args.json)
     return 1 if measured.exit_code else 0
 
 
@@ -112,16 +113,24 @@ def _run(args: Namespace, folder: Path) -> tuple[Sizes, Measured]:
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _print(args: Namespace, sizes: Sizes, measured: Measured, limit: int) -> None:
-    what = [args.shape, args.stored, args.quantization or args.dtype, args.target]
-    numbers = (sizes.total, sizes.largest, limit, *(measured.peaks[name] for name in ("VmData", "RssAnon", "VmHWM")))
-    table = make_table(
-        "Memory of an export, GB" if not measured.exit_code else "An export that failed: memory until then, GB",
+def tables(report: Report) -> Iterator[Table]:
+    """The one export."""
+    options, sizes, measured = (report[name] for name in ("options", "sizes", "measured"))
+    what = [options["shape"], options["stored"], options["quantization"] or options["dtype"], options["target"]]
+    peaks = [measured["peaks"][name] for name in ("VmData", "RssAnon", "VmHWM")]
+    table = Table(
+        "An export that failed: memory until then, GB" if measured["exit_code"] else "Memory of an export, GB",
         ("shape", "stored", "exported", "target"),
         ("checkpoint", "largest tensor", "limit", "taken", "touched", "resident", "seconds"),
     )
-    table.add_row(*what, *(f"{number / 1e9:.2f}" for number in numbers), f"{measured.seconds:.0f}")
-    console().print(table)
+    numbers = (sizes["total"], sizes["largest"], report["limit"], *peaks)
+    table.add_row(*what, *(f"{number / 1e9:.2f}" for number in numbers), f"{measured['seconds']:.0f}")
+    yield table
+
+
+ABOUT = """Random weights, in a process whose private memory the kernel limits to two of the largest tensors and 2 GB. `taken` is private memory that can be \
+written to, `touched` the part of it that was in use, `resident` that and pages of mapped files. [How it is measured](../benchmark/README.md#export_memory)."""
+SECTION = Section("Memory of an export", ABOUT, tables)
 
 
 if __name__ == "__main__":

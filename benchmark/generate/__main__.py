@@ -73,7 +73,7 @@ def parse_arguments() -> Namespace:
     repeats_help = "measured calls per system and case, in turn"
     add_option(size, "--repeats", type=positive, metavar="ROUNDS", default=5, help=repeats_help)
     add_option(size, "--seed", type=int, metavar="SEED", default=0, help="of the random prompts")
-    add_file_options(parser, plot="generate.png")
+    add_file_options(parser)
     return parser.parse_args()
 
 
@@ -81,14 +81,14 @@ def main() -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import plot, print_tables
+        from .report import print_tables
 
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             report = run(args, folder)
         print_tables(report)
         equal = warn_of_results(report)
-        publish(report.to_json(), args.json, lambda: plot(report, args.plot))
+        publish(report.to_dict(), args.json)
     return 0 if equal or args.dtype != "float32" else 1
 
 

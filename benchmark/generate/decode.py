@@ -8,7 +8,6 @@ turns, round after round, on a cache of random numbers: zeros that nobody wrote 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, console, publish
 
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def main() -> int:
             "contexts": contexts_table(contexts, read),
             "blocks": blocks_table(blocks),
         }
-        publish(json.dumps(report), args.json)
+        publish(report, args.json)
     return 0
 
 
@@ -176,9 +175,7 @@ def turn(runner: GraphRunner, case: Case, steps: int) -> float:
 def rows_table(rows: dict[Case, float]) -> list[dict[str, object]]:
     """Prints and returns what rows cost."""
     alone = rows[Case(1, 1, ROWS_CONTEXT)]
-    table = make_table(
-        f"A decode step behind {ROWS_CONTEXT} tokens", (), ("slots", "live rows", "ms", "times one slot's")
-    )
+    table = Table(f"A decode step behind {ROWS_CONTEXT} tokens", (), ("slots", "live rows", "ms", "times one slot's"))
     for case, ms in rows.items():
         table.add_row(str(case.slots), str(case.rows), f"{ms:.2f}", f"{ms / alone:.2f}")
     console().print(table)
@@ -187,9 +184,7 @@ def rows_table(rows: dict[Case, float]) -> list[dict[str, object]]:
 
 def contexts_table(contexts: dict[Case, tuple[float, float]], read: float) -> list[dict[str, object]]:
     """Prints and returns what contexts cost beyond the shortest, beside what reading their keys and values takes."""
-    table = make_table(
-        "A decode step of one row", (), ("context", "ms", "beyond the first", "to read K and V", "ratio")
-    )
+    table = Table("A decode step of one row", (), ("context", "ms", "beyond the first", "to read K and V", "ratio"))
     results: list[dict[str, object]] = []
     first_ms, first_bytes = next(iter(contexts.values()))
     for case, (ms, size) in contexts.items():
@@ -205,7 +200,7 @@ def blocks_table(blocks: dict[Case, float]) -> list[dict[str, object]]:
     """Prints and returns what blocks cost over slots."""
     slots = next(iter(blocks.values()))
     title = f"A decode step of {BLOCKS_ROWS} rows behind {BLOCKS_CONTEXT:,} tokens each"
-    table = make_table(title, ("cache",), ("ms", "times slots'"))
+    table = Table(title, ("cache",), ("ms", "times slots'"))
     for case, ms in blocks.items():
         table.add_row(f"blocks of {case.block}" if case.block else "slots", f"{ms:.2f}", f"{ms / slots:.2f}")
     console().print(table)

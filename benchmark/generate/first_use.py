@@ -6,19 +6,21 @@ Each case loads an artifact anew in this process. Without warm-up the system giv
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, digits, publish
+from ..section import Report, Section
 
 
 if TYPE_CHECKING:
@@ -74,21 +76,14 @@ def main() -> int:
         with artifacts_folder(args.artifacts) as folder:
             path = export(args.model or default_model(), config, folder).path
             results = [_measure(load_ours(path).model.runner, args, warm_up=each) for each in (False, True)]
-        table = make_table(
-            f"A prompt of {args.prompt_length} tokens", ("",), ("first, ms", "later, ms", "first / later")
-        )
-        for each in results:
-            ratio = f"{each.first_ms / each.later_ms:.2f}"
-            table.add_row(
-                "with warm-up" if each.warm_up else "without", f"{each.first_ms:.1f}", f"{each.later_ms:.1f}", ratio
-            )
-        console().print(table)
         report = {
             "benchmark": "first_use",
+            "options": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
             "machine": describe_machine(),
             "results": [asdict(each) for each in results],
         }
-        publish(json.dumps(report), args.json)
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 
@@ -108,6 +103,22 @@ def _measure(runner: GraphRunner, args: Namespace, *, warm_up: bool) -> Result:
             runner.prefill([Chunk(slot, prompt)])
             times.append(1e3 * (time.perf_counter() - start))
     return Result(warm_up, statistics.median(times[1 : args.slots]), statistics.median(times[args.slots :]))
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """First and later requests."""
+    title = f"A prompt of {report['options']['prompt_length']} tokens in each of {report['options']['slots']} slots"
+    table = Table(title, ("",), ("first, ms", "later, ms", "first / later"))
+    for each in report["results"]:
+        ratio = each["first_ms"] / each["later_ms"]
+        name = "after a warm-up" if each["warm_up"] else "without warm-up"
+        table.add_row(name, digits(each["first_ms"]), digits(each["later_ms"]), f"{ratio:.2f}")
+    yield table
+
+
+ABOUT = """The first request of a slot, compared with later ones in the same slot, with and without a warm-up of the runner. \
+[How it is measured](../benchmark/README.md#generate)."""
+SECTION = Section("First use of a slot", ABOUT, tables)
 
 
 if __name__ == "__main__":

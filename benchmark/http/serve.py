@@ -84,7 +84,7 @@ def parse_arguments() -> Namespace:
     size = parser.add_argument_group("sizes")
     add_option(size, "--slots", type=positive, metavar="ROWS", default=8, help="requests at a time, in all systems")
     add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=128, help="prompt tokens of our steps")
-    add_file_options(parser, plot="serve.png")
+    add_file_options(parser)
     return parser.parse_args()
 
 
@@ -92,14 +92,15 @@ def main() -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import plot, print_tables
+        from .report import SECTION
 
         check_vllm()
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             results = run(args, folder.resolve())
-        print_tables(results)
-        publish(results.to_json(), args.json, lambda: plot(results, args.plot))
+        report = results.to_dict()
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 

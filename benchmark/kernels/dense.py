@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from optimum_neuron.targets.cpu.plan.program import Attend, Layer, Linears
 
-from ..output import make_table
+from ..output import Table
 from .pairs import Result, compare, run
 from .plans import Operands, Run
 
@@ -93,7 +93,7 @@ def row(kernel: str, dtype: torch.dtype, shape: str, milliseconds: float, times_
 
 def main() -> int:
     """Runs the benchmark; returns the exit code."""
-    table = make_table("CPU kernels", ("kernel", "dtype", "shape"), ("ms", "times faster than torch"))
+    table = Table("CPU kernels", ("kernel", "dtype", "shape"), ("ms", "times faster than torch"))
     return run("dense", __doc__, table, measure_all, _cells)
 
 

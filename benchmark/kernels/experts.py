@@ -25,7 +25,7 @@ from optimum_neuron.graphs.experts import ExpertsCall, dense_experts
 from optimum_neuron.targets.cpu.layout import use_natural_layout
 from optimum_neuron.targets.cpu.operators import OPS
 
-from ..output import make_table
+from ..output import Table
 from .pairs import Result, compare, run
 from .plans import bind_module
 
@@ -117,7 +117,7 @@ def measure(shape: Shape, dtype: torch.dtype, pairs: int) -> list[Result]:
 
 def main() -> int:
     """Runs the benchmark; returns the exit code."""
-    table = make_table(
+    table = Table(
         "Layers of experts", ("experts", "dtype"), ("tokens", "ms", "times faster than grouped_mm", "than all experts")
     )
     return run("experts", __doc__, table, measure_all, _cells)

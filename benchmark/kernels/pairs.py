@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,11 +18,8 @@ from optimum_neuron.targets.cpu.host import CPU_VARIABLE, InstructionSet, instru
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_result_options, make_parser, positive
-from ..output import console, publish, warn
+from ..output import Table, console, publish, warn
 
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Result = dict[str, Any]
 
@@ -89,7 +85,7 @@ def run(
             table.add_row(*cells(each))
         console().print(table)
         report = {"benchmark": name, "pairs": args.pairs, "machine": describe_machine(), "results": results}
-        publish(json.dumps(report), args.json)
+        publish(report, args.json)
     return 0
 
 

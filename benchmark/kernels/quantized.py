@@ -19,7 +19,7 @@ from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, UNUSED_S
 from optimum_neuron.targets.cpu.plan.program import Codes, Layer, Linears
 
 from ..limits import measure_limits
-from ..output import make_table
+from ..output import Table
 from .dense import plan_linears
 from .pairs import Result, compare, run
 from .plans import Operands, Run
@@ -141,7 +141,7 @@ def main() -> int:
     title = f"Quantized linear layers, {INPUTS} -> {OUTPUTS}"
     columns = ("rows", "ms", "times as fast as plain", "of memory's rate")
     rounded = ("activations of int8: ms", "times as fast as without", "of memory's rate ")
-    table = make_table(title, ("weight", "dtype"), (*columns, *rounded))
+    table = Table(title, ("weight", "dtype"), (*columns, *rounded))
     return run("quantized", __doc__, table, measure_all, _cells)
 
 

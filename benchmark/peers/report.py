@@ -1,110 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows results: a table for each model and precision, a plot of ratios, and JSON. Measures nothing."""
+"""Shows a run's JSON: a table for each model and precision, what is lost, and a picture. Measures nothing."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from ..limits import Limits
-from ..output import console, drawing, make_table
-from .names import OURS
-from .results import Group
+from ..drawing import Drawing, Panel, dots
+from ..output import Table, digits
+from ..section import Compared, Report, Section
+from .names import OURS, PEERS
 
 
-@dataclass(frozen=True)
-class Report:
-    """All results of a run.
-
-    Attributes:
-        missing: why peers are in no table.
-        notes: what is to be known of the numbers.
-    """
-
-    groups: list[Group]
-    limits: Limits
-    machine: dict[str, Any]
-    options: dict[str, Any]
-    missing: dict[str, str]
-    notes: list[str]
-
-    def to_json(self) -> str:
-        """One line."""
-        told = {name: getattr(self, name) for name in ("machine", "options", "missing", "notes")}
-        groups = [group.to_dict() for group in self.groups]
-        return json.dumps({"benchmark": "peers", **told, "limits": asdict(self.limits), "groups": groups})
+Group = Mapping[str, Any]
+Found = Mapping[str, float | None]
+AGREEMENT = "tokens as the reference's"
+ABOUT = """Each runtime has an environment and a process of its own, the same weights, token ids and number of threads, and they take turns. \
+Prefill and new tokens are in tokens per second (more is better), a decode step in milliseconds (less is better). In brackets is the share of the \
+machine's limit: what reading weights and cache, or computing, takes at least, over what it took. \
+[What each row means](../benchmark/README.md#peers)."""
 
 
-def print_tables(report: Report, peers: Sequence[str]) -> None:
-    """Medians, this project's ratio to each peer (above 1: this project is better), and the share of the machine's limit."""
-    out = console(200)
-    out.print(f"{report.machine['cpu']}, {report.options['threads']} threads; {report.limits}")
-    for group in report.groups:
-        out.print(_table(group, peers))
-        for peer, reasons in group.reasons.items():
-            for reason in reasons:
-                out.print(f"  {peer}: {reason}")
-    for peer, reason in report.missing.items():
-        out.print(f"{peer}: {reason}")
-    for note in report.notes:
-        out.print(note)
+def is_ours(peer: str) -> bool:
+    """Return whether a name is this project, by whatever options."""
+    return PEERS[peer].worker[0] == PEERS[OURS].worker[0]
 
 
-def _table(group: Group, peers: Sequence[str]) -> Table:
-    shown = [peer for peer in peers if any(peer in group.values[figure] for figure in group.figures())]
-    title = f"{group.model}, {group.precision}: median, x times {OURS} is better, % of the machine's limit"
-    table = make_table(title, ("",), shown)
-    for figure in group.figures():
-        table.add_row(figure, *(cell(group, figure, peer) for peer in shown))
-    if group.agreement:
-        shares = [group.agreement.get(peer) for peer in shown]
-        table.add_row("tokens as the reference's", *("" if share is None else f"{share:.0%}" for share in shares))
+def place(group: Group) -> str:
+    """Return the heading of a group."""
+    return f"{group['model']}, {group['precision']}"
+
+
+def shown(group: Group, report: Report) -> list[str]:
+    """Return the peers that have a number in a group, in the order of the command."""
+    there = {peer for of_peers in group["figures"].values() for peer in of_peers}
+    return [peer for peer in (OURS, *report["options"]["peers"]) if peer in there]
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each group: medians and shares."""
+    for group in report["groups"]:
+        peers = shown(group, report)
+        table = Table(place(group), ("",), [PEERS[peer].label for peer in peers])
+        for row in _rows(group, peers, cell):
+            table.add_row(*row)
+        yield table
+
+
+def _rows(group: Group, peers: Sequence[str], written: Callable[[Found], str]) -> Iterator[tuple[str, ...]]:
+    for figure, values in group["figures"].items():
+        yield figure, *(written(values[peer]) if peer in values else "" for peer in peers)
+    if agreement := group["agreement"]:
+        yield AGREEMENT, *(f"{agreement[peer]:.0%}" if peer in agreement else "" for peer in peers)
+
+
+def cell(found: Found) -> str:
+    """Return a median, and its share of the limit where there is one."""
+    share = found["share"]
+    return digits(found["median"]) + ("" if share is None else f" ({share:.0%})")
+
+
+def compared(report: Report) -> Iterator[Compared]:
+    """Every figure of every group that this project has, with those of the other runtimes."""
+    for group in report["groups"]:
+        for figure, values in group["figures"].items():
+            others = {PEERS[peer].label: found["median"] for peer, found in values.items() if not is_ours(peer)}
+            if OURS in values:
+                yield Compared(place(group), figure, values[OURS]["median"], others, figure.endswith("tok/s"))
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Why numbers are missing, and what else to know of the run."""
+    for group in report["groups"]:
+        for peer, reasons in group["reasons"].items():
+            yield f"Missing, {place(group)}, {PEERS[peer].label}: {'; '.join(reasons)}."
+    for peer, reason in report["missing"].items():
+        yield f"Missing, {PEERS[peer].label}: {reason}."
+    shares = [
+        found["share"] or 0
+        for group in report["groups"]
+        for row in group["figures"].values()
+        for found in row.values()
+    ]
+    if max(shares) > 1:
+        yield "A share above 100% means that the machine gave more during that case than while its limits were measured."
+    yield from report["notes"]
+
+
+def picture(report: Report) -> Drawing:
+    """How many times better this project is than each other runtime, row by row."""
+    panels = []
+    for group in report["groups"]:
+        rows: dict[str, dict[str, float]] = {}
+        for row in compared({**report, "groups": [group]}):
+            ahead = {name: 1 / times for name, times in row.ahead().items() if times < math.inf}
+            if ahead:
+                rows[row.name] = ahead
+        if rows:
+            panels.append(
+                Panel(place(group), "times better than the other runtime, above 1 this project wins", rows, 1)
+            )
+    return dots("This project and other runtimes", panels)
+
+
+def summary_table(report: Report) -> Table:
+    """One table of medians: all rows of a run, and all other runtimes; variants of a runtime only where they win a row."""
+    won = {name for row in compared(report) for name in row.lost()}
+    peers = [OURS, *(peer for peer in report["options"]["peers"] if _in_summary(peer, won))]
+    several = len({group["model"] for group in report["groups"]}) > 1
+    table = Table("", ("",), [PEERS[peer].label for peer in peers])
+    for group in report["groups"]:
+        heading = f"**{place(group) if several else group['precision']}** "
+        for name, *cells in _rows(group, peers, lambda found: digits(found["median"])):
+            table.add_row(heading + name, *cells)
+            heading = ""
     return table
 
 
-def cell(group: Group, figure: str, peer: str) -> str:
-    """A figure, its ratio and its share, where there are such."""
-    median, ratio, share = group.median(figure, peer), group.ratio(figure, peer), group.share(figure, peer)
-    if median is None:
-        return ""
-    words = [f"{median:,.0f}" if median >= 100 else f"{median:.1f}"]
-    words += [] if ratio is None or peer == OURS else [f"x{ratio:.2f}"]
-    words += [] if share is None else [f"{share:.0%}"]
-    return " ".join(words)
+def _in_summary(peer: str, won: set[str]) -> bool:
+    return not is_ours(peer) and (not PEERS[peer].variant or PEERS[peer].label in won)
 
 
-def plot(report: Report, peers: Sequence[str], path: Path) -> None:
-    """For each model and precision that this project has, its ratio to every peer, figure by figure."""
-    groups = [group for group in report.groups if any(OURS in of_figure for of_figure in group.values.values())]
-    if not groups:
-        return
-    with drawing(path, len(groups), figsize=(7 * len(groups), 4.5), squeeze=False) as (figure, axes):
-        for axis, group in zip(axes[0], groups, strict=True):
-            _bars(axis, group, [peer for peer in peers if peer != OURS])
-        figure.suptitle(f"{OURS}: times better than each peer, {report.machine['cpu']}", fontsize=10)
+def kinds(rows: Sequence[Compared]) -> list[str]:
+    """Return what is lost, each kind of row once."""
+    words = {
+        "prefill": "prefill",
+        "decode": "decode",
+        "first": "start",
+        "load,": "load",
+        "export": "export",
+    }
+    found = [words.get(row.what.split()[0], "memory" if "memory" in row.what else "throughput") for row in rows]
+    return list(dict.fromkeys(found))
 
 
-def _bars(axes: Any, group: Group, peers: Sequence[str]) -> None:
-    figures = [case.figure for case in group.cases if OURS in group.values.get(case.figure, {})]
-    width = 0.8 / max(1, len(peers))
-    for index, peer in enumerate(peers):
-        known = [
-            (place, ratio) for place, name in enumerate(figures) if (ratio := group.ratio(name, peer)) is not None
-        ]
-        if known:
-            places = [place + (index - (len(peers) - 1) / 2) * width for place, _ in known]
-            heights = [ratio - 1 for _, ratio in known]  # up where this project is ahead, down where it is behind
-            axes.bar(places, heights, width * 0.92, bottom=1, color=f"C{index}", label=peer)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(figures)), [name.partition(", ")[0] for name in figures], rotation=20, fontsize=8)
-    axes.set_title(f"{group.model}, {group.precision}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=7)
+SECTION = Section("Other runtimes", ABOUT, tables, compared, notes, picture)

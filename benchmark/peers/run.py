@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from optimum_neuron import progress
 
@@ -16,7 +18,6 @@ from .measure import Runner
 from .models import WEIGHT_BITS, Shape, checkpoint_folder
 from .names import OURS, PEERS
 from .prepare import Workshop, available_memory, live_together
-from .report import Report
 from .results import Group
 from .schedule import Prompts, cases, longest_row, turns
 from .workers.protocol import Sizes
@@ -25,8 +26,8 @@ from .workers.protocol import Sizes
 Checks = tuple[Sequence[list[int]], list[list[int]]]
 
 
-def run(args: Namespace) -> Report:
-    """Prepares everything once, then measures each group."""
+def run(args: Namespace) -> dict[str, Any]:
+    """Prepares everything once, then measures each group; returns the JSON object."""
     sizes = Sizes(tuple(args.batches), longest_row(args.prompts, args.batches))
     with progress.stage("Making environments"):
         workshop = Workshop.open(args.folder, [OURS, *args.peers], args.threads, sizes, bool(args.instruction_set))
@@ -45,8 +46,16 @@ def run(args: Namespace) -> Report:
             groups.append(group)
     for group in groups:
         group.set_limits(limits, Shape.of(checkpoint_folder(group.model, workshop.folder / "models")))
-    options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "folder")}
-    return Report(groups, limits, describe_machine(), options, workshop.missing, notes(workshop, args.instruction_set))
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "folder")}
+    return {
+        "benchmark": "peers",
+        "machine": describe_machine(),
+        "options": options,
+        "missing": workshop.missing,
+        "notes": notes(workshop, args.instruction_set),
+        "limits": asdict(limits),
+        "groups": [group.to_dict() for group in groups],
+    }
 
 
 def measure(group: Group, workshop: Workshop, checkpoint: Path, checks: Checks, args: Namespace) -> None:

@@ -8,21 +8,18 @@ tokens, from prefill in chunks as a prompt is taken in.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from optimum_neuron.cli import add_option, reported_errors
 from optimum_neuron.config import TARGETS
 
 from ..options import add_file_options, artifacts_folder, at_least, make_parser, positive
-from ..output import console, drawing, make_table, publish
+from ..output import Table, publish
+from ..section import Report, Section
 
-
-if TYPE_CHECKING:
-    from .variants import Measured
 
 EXAMPLES = """
 how to read it:
@@ -61,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Namespace:
     add_option(size, "--texts", type=positive, metavar="COUNT", default=16, help="one of a module each")
     add_option(size, "--length", type=at_least(2), metavar="TOKENS", default=512, help="of each text")
     add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=128, help="prompt tokens of a step")
-    add_file_options(parser, "quality.png")
+    add_file_options(parser)
     return parser.parse_args(arguments)
 
 
@@ -72,37 +69,34 @@ def main(arguments: list[str] | None = None) -> int:
         from .variants import measure_all
 
         with artifacts_folder(args.artifacts) as folder:
-            measured = measure_all(args, folder)
-        _print(measured)
-        publish(json.dumps(measured.to_dict()), args.json, lambda: _draw(measured, args.plot))
+            report = measure_all(args, folder).to_dict()
+        SECTION.show(report)
+        publish(report, args.json)
     return 0
 
 
-def _print(measured: Measured) -> None:
-    title = f"{measured.model}: {measured.tokens} tokens of {measured.texts.source} ({measured.texts.digest[:12]})"
+def tables(report: Report) -> Iterator[Table]:
+    """Every variant."""
+    first = report["variants"][0]
+    title = f"{report['model']}: {report['tokens']:,} tokens of {first['text']} (digest {first['text_sha256'][:12]})"
     numbers = ["MB", "ppl", "vs float32", "KL mean", "KL 99%", "KL max", "top-1"]
-    table = make_table(title, ["variant", "dtype"], numbers)
-    for each in measured.variants:
-        of = each.figures
-        values: list[Any] = [
-            f"{each.of['weight_bytes'] / 1e6:.1f}",
-            f"{of.perplexity:.4f}",
-            f"{of.perplexity / of.reference_perplexity:.5f}",
-            *(f"{value:.2e}" for value in (of.kl_mean, of.kl_p99, of.kl_max)),
-            f"{of.top1:.2%}",
-        ]
-        table.add_row(each.name, each.of["dtype"], *values)
-    console().print(table)
+    table = Table(title, ["variant", "dtype"], numbers)
+    for each in report["variants"]:
+        table.add_row(
+            "+".join(Path(part).name for part in each["name"].split("+")),
+            each["dtype"],
+            f"{each['weight_bytes'] / 1e6:.1f}",
+            f"{each['perplexity']:.4f}",
+            f"{each['perplexity'] / each['reference_perplexity']:.5f}",
+            *(f"{each[name]:.2e}" for name in ("kl_mean", "kl_p99", "kl_max")),
+            f"{each['top1']:.2%}",
+        )
+    yield table
 
 
-def _draw(measured: Measured, path: Path) -> None:
-    """Quality over size: mean KL divergence of each variant by the bytes of its weights."""
-    with drawing(path, figsize=(6, 4)) as (_, axes):
-        for each in measured.variants:
-            place = each.of["weight_bytes"] / 1e6, max(each.figures.kl_mean, 1e-12)
-            axes.scatter(*place)
-            axes.annotate(Path(each.name).name, place, xytext=(5, 5), textcoords="offset points")
-        axes.set(xlabel="weights, MB", ylabel="KL divergence from float32, nats per token", yscale="log")
+ABOUT = """Perplexity, KL divergence from transformers in float32, in nats, and the share of tokens for which both have the same most likely next one. \
+[How it is measured](../benchmark/README.md#quality)."""
+SECTION = Section("Quality", ABOUT, tables)
 
 
 if __name__ == "__main__":

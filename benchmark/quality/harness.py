@@ -7,7 +7,6 @@ that generate take any. Requests are run as many at a time as the artifact has r
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from optimum_neuron.cli import add_option, reported_errors
 
 from ..options import add_result_options, make_parser, positive
-from ..output import console, make_table, publish
+from ..output import Table, console, publish
 
 
 EXAMPLES = """
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     with reported_errors():
         found = evaluate(args)
         _print(found)
-        publish(json.dumps(found), args.json)
+        publish(found, args.json)
     return 0
 
 
@@ -100,7 +99,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    table = make_table(found["artifact"], ["task", "figure"], ["value"])
+    table = Table(found["artifact"], ["task", "figure"], ["value"])
     for task, values in found["results"].items():
         for name, value in values.items():
             if isinstance(value, float):

@@ -67,6 +67,7 @@ class Measured:
         """As JSON; a variant's record is complete in itself, so that an artifact may keep it."""
         of = {"reference": "transformers, float32", "text": self.texts.source, "text_sha256": self.texts.digest}
         return {
+            "benchmark": "quality",
             "model": self.model,
             "tokens": self.tokens,
             "variants": [{"name": each.name, **each.of, **of, **each.figures.to_card()} for each in self.variants],

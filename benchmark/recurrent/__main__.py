@@ -83,14 +83,14 @@ def main() -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import print_tables
+        from .report import SECTION
 
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             report = run(args, folder)
-        print_tables(report)
+        SECTION.show(report.to_dict())
         equal = warn_of_results(report)
-        publish(report.to_json(), args.json)
+        publish(report.to_dict(), args.json)
     return 0 if equal else 1
 
 

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
 from ..limits import Limits
 from ..measure import Case
-from ..output import console, make_table
+from ..output import Table, digits
+from ..section import Compared, Section
+from ..section import Report as Json
+from ..systems import OURS
 from .parts import NAMES, Parts
 
 
@@ -58,69 +59,73 @@ class Report:
     limits: Limits
     cases: list[ShapeCase]
 
-    def to_json(self) -> str:
-        """One line."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable."""
         cases = [each.to_dict(self.limits) for each in self.cases]
-        return json.dumps({"benchmark": "recurrent", **asdict(self), "cases": cases})
+        return {"benchmark": "recurrent", **asdict(self), "cases": cases}
 
 
-def print_tables(report: Report) -> None:
-    """Medians; a ratio above 1 means that this runtime is faster."""
-    out, machine = console(170), report.machine
-    out.print(
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['kernels']}, torch {machine['torch']}, transformers "
-        f"{machine['transformers']}, {report.new_tokens} new tokens, {report.rounds} rounds"
-    )
-    out.print(str(report.limits))
-    for name, about in report.shapes.items():
-        out.print(f"{name}: {about}{', its first layers alone' if report.quick else ''}")
-    out.print(_speeds(report.cases, report.limits))
-    out.print(_parts(report.cases))
+def tables(report: Json) -> Iterator[Table]:
+    """Speeds of all systems, and the parts of this runtime's own runs."""
+    yield _speeds(report)
+    yield _parts(report)
 
 
-def _speeds(cases: list[ShapeCase], limits: Limits) -> Table:
+def compared(report: Json) -> Iterator[Compared]:
+    """Prefill and decode of each case."""
+    for each in report["cases"]:
+        speeds = each["case"]["speeds"]
+        for what, name, more in (("prefill tok/s", "prefill_tok_s", True), ("ms/step", "step_ms", False)):
+            others = {system: speed[name]["median"] for system, speed in speeds.items() if system != OURS}
+            yield Compared(", ".join(_place(each)), what, speeds[OURS][name]["median"], others, more)
+
+
+def _place(each: dict[str, Any]) -> tuple[str, str, str, str]:
+    case = each["case"]
+    return each["shape"], each["dtype"], f"{case['batch_size']} rows", f"{case['prompt_length']:,} tokens"
+
+
+def _speeds(report: Json) -> Table:
     numbers = ("prefill tok/s", "ratio", "at most", "ms/step", "ratio", "equal tokens", "state MB a row", "weights MB")
-    table = make_table(
-        "Medians; ratios are this runtime's, above 1 is faster", ("shape", "type", "rows", "prompt", "system"), numbers
-    )
-    for each in cases:
-        case, ratios, most = each.case, each.case.ratios(), each.at_most(limits)
-        for name, speed in case.speeds.items():
-            ratio, agreement = ratios.get(name), case.agreement.get(name)
+    title = "Medians; a ratio above 1 means that this project is faster"
+    table = Table(title, ("shape", "type", "rows", "prompt", "system"), numbers)
+    for each in report["cases"]:
+        for name, speed in each["case"]["speeds"].items():
+            ratio, agreement = each["ratios"].get(name), each["case"]["agreement"].get(name)
             table.add_row(
-                each.shape,
-                each.dtype,
-                str(case.batch_size),
-                f"{case.prompt_length:,}",
-                name,
-                f"{speed.prefill_tok_s.median:,.0f}",
+                *_place(each),
+                "this project" if name == OURS else f"transformers, {name}",
+                digits(speed["prefill_tok_s"]["median"]),
                 f"{ratio['prefill']:.2f}" if ratio else "",
-                f"{most[name]:.2f}",
-                f"{speed.step_ms.median:,.1f}",
+                f"{each['at_most'][name]:.2f}",
+                digits(speed["step_ms"]["median"]),
                 f"{ratio['decode']:.2f}" if ratio else "",
-                f"{agreement.equal_tokens / agreement.tokens:.0%}" if agreement else "",
-                "" if ratio else f"{each.state_bytes / 1e6:.1f}",
-                "" if ratio else f"{each.weights_bytes / 1e6:,.0f}",
+                f"{agreement['equal_tokens'] / agreement['tokens']:.0%}" if agreement else "",
+                "" if ratio else f"{each['state_bytes'] / 1e6:.1f}",
+                "" if ratio else f"{each['weights_bytes'] / 1e6:,.0f}",
             )
         table.add_section()
     return table
 
 
-def _parts(cases: list[ShapeCase]) -> Table:
-    title = "What of a run of this runtime's graphs is for what, operators one at a time"
-    table = make_table(title, ("shape", "type", "rows", "prompt", "run"), ("ms", *NAMES, "state"))
-    for each in cases:
-        for kind, parts in sorted(each.parts.items(), reverse=True):
-            whole = sum(parts.ms.values())
-            table.add_row(
-                each.shape,
-                each.dtype,
-                str(each.case.batch_size),
-                f"{each.case.prompt_length:,}",
-                kind,
-                f"{whole:,.1f}",
-                *(f"{parts.ms[name] / whole:.1%}" for name in NAMES),
-                f"{parts.state_share:.1%}",
-            )
+def _parts(report: Json) -> Table:
+    title = "Shares of this project's own runs, operators one at a time"
+    table = Table(title, ("shape", "type", "rows", "prompt", "run"), ("ms", *NAMES, "state"))
+    for each in report["cases"]:
+        for kind, parts in sorted(each["parts"].items(), reverse=True):
+            whole = sum(parts["ms"].values())
+            shares = [f"{parts['ms'][name] / whole:.1%}" for name in NAMES]
+            table.add_row(*_place(each), kind, digits(whole), *shares, f"{each['state_shares'][kind]:.1%}")
         table.add_section()
     return table
+
+
+def notes(report: Json) -> Iterator[str]:
+    """The shapes."""
+    for name, about in report["shapes"].items():
+        yield f"{name}: {about}{', its first layers alone' if report['quick'] else ''}."
+
+
+ABOUT = """Models of random weights in the shapes of published ones. transformers runs its own torch code, as on each CPU. `at most` is how many times as \
+fast a prefill can be on this machine. [How it is measured](../benchmark/README.md#recurrent)."""
+SECTION = Section("Models with recurrences", ABOUT, tables, compared, notes)

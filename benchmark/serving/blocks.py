@@ -69,7 +69,7 @@ def parse_arguments() -> Namespace:
     add_option(size, "--tail", type=not_negative, metavar="SIGMA", default=0.9, help=tail_help)
     add_option(size, "--repeats", type=positive, metavar="ROUNDS", default=3, help="rounds, all systems in turn")
     add_option(size, "--seed", type=int, metavar="SEED", default=0, help="of the random prompts and lengths")
-    add_file_options(parser, plot="blocks.png")
+    add_file_options(parser)
     args = parser.parse_args()
     if args.users < max(args.rows, args.slots):
         parser.error(f"--users {args.users} do not fill --rows {args.rows} and --slots {args.slots}: raise --users")
@@ -89,16 +89,16 @@ def main() -> int:
     os.environ.update(VLLM_PLUGINS="optimum_neuron", VLLM_NO_USAGE_STATS="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     os.environ.update(VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_LOGGING_LEVEL="WARNING")
     with reported_errors():
-        from .block_sizes import plot_sizes
-        from .report import print_tables
+        from .report import BLOCKS
 
         if VLLM in args.through:
             check_vllm()
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             results = run(args, folder)
-        print_tables(results)
-        publish(results.to_json(), args.json, lambda: plot_sizes(results, args.plot))
+        report = results.to_dict()
+        BLOCKS.show(report)
+        publish(report, args.json)
     return 0
 
 
@@ -129,7 +129,6 @@ def run(args: Namespace, folder: Path) -> Results:
             open_server(through, name, path, opened) for through in args.through for name, path in artifacts.items()
         ]
         results.measure("users", users, servers, warm_up=replace(users, requests=args.users + 1, new_tokens=8))
-    results.ratios = over_slots(results.numbers["users"], args.through)
     return results
 
 
@@ -167,18 +166,6 @@ def open_server(through: str, name: str, artifact: Path, opened: ExitStack) -> S
     server = VllmServer(title, artifact)
     opened.callback(server.close)
     return server
-
-
-def over_slots(systems: dict[str, dict[str, float]], through: list[str]) -> dict[str, float]:
-    """Throughput and longest pauses of each system with blocks, over those with slots of the same memory."""
-    ratios = {}
-    for who in through:
-        slots = systems[f"{who}: {SLOTS}"]
-        for name, blocks in systems.items():
-            if name.startswith(f"{who}: ") and blocks is not slots:
-                ratios[f"{name}, tok/s over slots'"] = blocks["tok_s"] / slots["tok_s"]
-                ratios[f"{name}, ITL p99 over slots'"] = blocks["itl_p99_ms"] / slots["itl_p99_ms"]
-    return ratios
 
 
 if __name__ == "__main__":

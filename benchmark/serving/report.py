@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects and shows what serving measured: tables, ratios, a plot of the steps, and JSON."""
+"""Collects and shows what serving measured."""
 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optimum_neuron import progress
 
+from ..drawing import Drawing, Panel, dots
 from ..machine import OtherProcesses, describe_machine
-from ..output import console, drawing, make_table
+from ..output import Table, digits
+from ..section import Compared, Report, Section
 from .servers import OurServer, Server
-from .workloads import LONG, PromptSource, Stall, Trace, Workload
+from .workloads import PromptSource, Trace, Workload
 
 
-COLORS = {"token_generation": "#4c72b0", "chunked_prefill": "#dd8452", "mixed": "#55a868"}
+MIXED = "mixed"
 
 
 @dataclass
@@ -34,7 +35,6 @@ class Results:
         traces: of the last round, by scenario and system.
         other_cores: cores that other processes kept busy, by scenario.
         steps: median times of the last round's steps, by kind.
-        ratios: what the command compares, by what it calls it.
     """
 
     benchmark: str
@@ -46,7 +46,6 @@ class Results:
     workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
     other_cores: dict[str, float | None] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
-    ratios: dict[str, float] = field(default_factory=dict)
     traces: dict[str, dict[str, Trace]] = field(default_factory=dict)
 
     @classmethod
@@ -90,10 +89,9 @@ class Results:
             if "prompt_tokens" in trace.counters
         }
 
-    def to_json(self) -> str:
-        """One line."""
-        fields = {key: value for key, value in vars(self).items() if key != "traces"}
-        return json.dumps(fields, default=str)
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable."""
+        return {key: value for key, value in vars(self).items() if key != "traces"}
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -123,69 +121,82 @@ def _padding(counters: dict[str, Any]) -> dict[str, Any]:
     return {"padded_share": share, "graph_calls": counters["graph_calls"]}
 
 
-def print_tables(results: Results) -> None:
-    """One table per scenario, then the ratios."""
-    out, machine = console(), results.machine
-    out.print(
-        f"{results.model}, {results.options['dtype']}, {machine['cpu']}, {machine['threads']} threads, torch "
-        f"{machine['torch']}, transformers {machine['transformers']}, medians of {results.options['repeats']} rounds"
-    )
-    for scenario, systems in results.numbers.items():
-        sizes = ", ".join(f"{key} {value}" for key, value in results.workloads[scenario].items())
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each scenario."""
+    for scenario, systems in report["numbers"].items():
+        load = report["workloads"][scenario].items()
+        sizes = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in load if not isinstance(value, dict))
         names = list(dict.fromkeys(name for numbers in systems.values() for name in numbers))
-        titles = [name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " ") for name in names]
-        table = make_table(f"{scenario}: {sizes}", ("system",), (*titles, "padding"))
+        table = Table(f"{scenario} ({sizes})", ("system",), (*map(_title, names), "padding"))
         for system, numbers in systems.items():
-            padding = results.padding[scenario].get(system)
+            padding = report["padding"][scenario].get(system)
             share = f"{padding['padded_share']:.0%}" if padding else ""
-            cells = [f"{numbers[name]:,.1f}" if name in numbers else "" for name in names]
-            table.add_row(system, *cells, share)
-        out.print(table)
-    table = make_table("What it is worth", ("ratio",), ("",))
-    for name, value in results.ratios.items():
-        table.add_row(name, f"{value:.2f}")
-    if table.rows:
-        out.print(table)
+            table.add_row(system, *(digits(numbers.get(name)) for name in names), share)
+        yield table
 
 
-def plot(results: Results, path: Path) -> None:
-    """A line per system: its steps around the arrival of the long prompt, by kind, and the newcomer's first token."""
-    traces = {name: trace for name, trace in results.traces.get("stall", {}).items() if LONG in trace.submitted}
-    if not traces:
-        return
-    window = (-0.3, max(trace.ttft(LONG) for trace in traces.values()) * 1.1)
-    stall = Stall(**results.workloads["stall"])
-    with drawing(path, figsize=(11, 0.9 + 0.6 * len(traces))) as (_, axes):
-        for row, trace in enumerate(traces.values()):
-            _plot_steps(axes, row, trace, window)
-        axes.axvline(0, color="k", lw=1)
-        axes.set_yticks(range(len(traces)), list(traces))
-        axes.invert_yaxis()
-        axes.set_xlim(window)
-        axes.set(
-            xlabel=f"seconds from the arrival of a prompt of {stall.long_prompt:,} tokens beside {stall.decodes} decoding "
-            f"requests"
-        )
-        _add_legend(axes)
+def _title(name: str) -> str:
+    words = name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " ")
+    return words.replace("ttft", "TTFT").replace("itl", "ITL").replace("percent", "%")
 
 
-def _plot_steps(axes: Any, row: int, trace: Trace, window: tuple[float, float]) -> None:
-    came = trace.submitted[LONG]
-    for kind, color in COLORS.items():
-        spans = [(start - came, end - start) for step, start, end in trace.steps if step == kind]
-        shown = [span for span in spans if window[0] < span[0] < window[1]]
-        axes.broken_barh(shown, (row - 0.3, 0.6), color=color, ec="w", lw=0.3)
-    if not trace.steps:  # no steps are told: a mark per token of one decoding request
-        times = [time - came for time in trace.tokens["decode0"] if window[0] < time - came < window[1]]
-        axes.plot(times, [row] * len(times), "|", color="0.3", ms=12)
-    axes.plot([trace.ttft(LONG)], [row], marker="v", color="k", ms=8)
+def policies(report: Report) -> Iterator[Compared]:
+    """The policy mixed, compared with the others and the peer."""
+    for scenario, systems in report["numbers"].items():
+        if MIXED in systems:
+            yield from _compared(scenario, MIXED, {name: name for name in systems if name != MIXED}, systems)
 
 
-def _add_legend(axes: Any) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+def blocks_and_slots(report: Report) -> Iterator[Compared]:
+    """Each size of blocks, compared with slots of the same memory that serve the same way."""
+    systems = report["numbers"]["users"]
+    for through in report["options"]["through"]:
+        slots = f"{through}: slots"
+        for name in systems:
+            if name.startswith(f"{through}: ") and name != slots:
+                yield from _compared(name, name, {"slots": slots}, systems)
 
-    names = {"token_generation": "decode", "chunked_prefill": "prompt chunk", "mixed": "both"}
-    handles = [Patch(color=color, label=names[kind]) for kind, color in COLORS.items()]
-    first = Line2D([], [], marker="v", color="k", ls="", label="its first token")
-    axes.legend(handles=[*handles, first], frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+
+def _compared(
+    group: str, ours: str, others: dict[str, str], systems: dict[str, dict[str, float]]
+) -> Iterator[Compared]:
+    for number, value in systems[ours].items():
+        values = {label: systems[name][number] for label, name in others.items() if number in systems[name]}
+        if number.endswith(("_ms", "tok_s")):
+            yield Compared(group, _title(number), value, values, number.endswith("tok_s"))
+
+
+def sizes_picture(report: Report) -> Drawing:
+    """Throughput, pauses and empty cache, by the size of a block."""
+    axes = {
+        "tok_s": ("New tokens of all requests", "tokens per second, more is better"),
+        "itl_p99_ms": ("The pause that 1 of 100 tokens exceeds", "ms, less is better"),
+        "unfilled_percent": ("Cache that requests have and that is empty", "%, less is better"),
+    }
+    panels = []
+    for number, (title, axis) in axes.items():
+        rows: dict[str, dict[str, float]] = {}
+        for system, numbers in report["numbers"]["users"].items():
+            through, _, label = system.partition(": ")
+            if number in numbers:
+                rows.setdefault(label, {})[through] = numbers[number]
+        if rows:
+            panels.append(Panel(title, axis, rows))
+    return dots("Blocks and slots of the same memory", panels)
+
+
+STALL = Section(
+    "Long prompts among decodes",
+    "The engine under each policy, and transformers' continuous batching, on the same prompts. `mixed` is the default. ITL is the pause between "
+    "two tokens of a request, TTFT the time to the first token. [What each scenario is](../benchmark/README.md#serving).",
+    tables,
+    policies,
+)
+BLOCKS = Section(
+    "Blocks",
+    "A cache of blocks and slots of the same memory: the requests have very different lengths. ITL is the pause between two tokens of a "
+    "request, TTFT the time to the first token. [How it is measured](../benchmark/README.md#blocks).",
+    tables,
+    blocks_and_slots,
+    picture=sizes_picture,
+)

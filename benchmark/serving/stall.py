@@ -71,7 +71,7 @@ def parse_arguments() -> Namespace:
     add_option(size, "--requests", type=positive, metavar="COUNT", default=32, help="of all users")
     add_option(size, "--repeats", type=positive, metavar="ROUNDS", default=5, help="rounds, all systems in turn")
     add_option(size, "--seed", type=int, metavar="SEED", default=0, help="of the random prompts")
-    add_file_options(parser, plot="stall.png")
+    add_file_options(parser)
     args = parser.parse_args()
     if "packing" in args.scenarios and args.slots < PACKED_ROWS:
         parser.error(
@@ -85,13 +85,14 @@ def main() -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import plot, print_tables
+        from .report import STALL
 
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
             results = run(args, folder)
-        print_tables(results)
-        publish(results.to_json(), args.json, lambda: plot(results, args.plot))
+        report = results.to_dict()
+        STALL.show(report)
+        publish(report, args.json)
     return 0
 
 
@@ -129,7 +130,6 @@ def measure_policies(results: Results, checkpoint: str, args: Namespace, folder:
         peers = [TransformersServer("transformers", loaded, tokens, args.slots, args.slots * longest)]
     if "stall" in args.scenarios:
         results.measure("stall", stall, [*ours, *peers])
-        results.ratios = worth_of_mixed_steps(results.numbers["stall"])
     if "users" in args.scenarios:
         users = Users(args.users, args.requests, args.long_prompt // 6, args.long_prompt // 32)
         results.measure("users", users, [*ours, *peers])
@@ -141,20 +141,6 @@ def measure_policies(results: Results, checkpoint: str, args: Namespace, folder:
         ]
         fewer = Stall(args.slots - 2, args.short_prompt, args.long_prompt, 16, 96, 16)
         results.measure("behind", Behind(fewer, 6, 0.15), servers)
-
-
-def worth_of_mixed_steps(systems: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Ratios of the scenario stall between the policy mixed and the others; empty without it."""
-    if "mixed" not in systems:
-        return {}
-    mixed = systems["mixed"]
-    ratios = {"mixed ITL p99 / decode-only ITL": mixed["itl_p99_ms"] / mixed["decode_itl_ms"]}
-    for name, other in systems.items():
-        if name != "mixed":
-            ratios[f"mixed TTFT / {name} TTFT"] = mixed["ttft_ms"] / other["ttft_ms"]
-            ratios[f"mixed tok/s / {name} tok/s"] = mixed["tok_s"] / other["tok_s"]
-            ratios[f"{name} ITL max / mixed ITL max"] = other["itl_max_ms"] / mixed["itl_max_ms"]
-    return ratios
 
 
 def packing_servers(checkpoint: str, args: Namespace, folder: Path) -> list[OurServer]:

@@ -7,7 +7,6 @@ tokens, and throughput. Ratios are served over predicted: above 1, the predictio
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..options import (
 )
 from ..output import publish
 from .made_trace import made_trace
-from .report import Comparison, print_comparisons
+from .report import SECTION, Comparison
 
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def main(arguments: list[str] | None = None) -> int:
         model = args.model or default_model()
         report = tune_model(model, trace, slo, target="cpu", axes=args.search, options={"dtype": args.dtype})
         comparisons = _serve(args, model, report)
-        print_comparisons(report, comparisons)
         found = {
             "benchmark": "tune",
             "model": Path(model).name,
@@ -94,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
             "about": list(report.about),
             "served": [comparison.to_dict() for comparison in comparisons],
         }
-        publish(json.dumps(found), args.json)
+        SECTION.show(found)
+        publish(found, args.json)
     return 0
 
 

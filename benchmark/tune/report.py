@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optimum_neuron.tune.answers import Figures
 
-from ..output import console, make_table
+from ..output import Table, digits
+from ..section import Report, Section
 
-
-if TYPE_CHECKING:
-    from optimum_neuron.tune.tune import Report
 
 SHOWN = {"ttft": (50, 90), "itl": (50, 90), "e2e": (50, 90)}
 
@@ -43,15 +41,21 @@ class Comparison:
         return {"candidate": self.name, "compared": compared}
 
 
-def print_comparisons(report: Report, comparisons: Sequence[Comparison]) -> None:
-    """A table for each candidate, then how far apart both are at most."""
-    out = console()
-    for sentence in report.about:
-        out.print(sentence)
-    for comparison in comparisons:
-        table = make_table(comparison.name, ("figure",), ("predicted", "served", "served over predicted"))
-        for name, predicted, served in comparison.rows():
-            table.add_row(name, f"{predicted:,.1f}", f"{served:,.1f}", f"{served / predicted:.2f}")
-        out.print(table)
-    ratios = [served / predicted for comparison in comparisons for _, predicted, served in comparison.rows()]
-    out.print(f"Served over predicted: {min(ratios):.2f} to {max(ratios):.2f}.")
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each candidate."""
+    for served in report["served"]:
+        table = Table(served["candidate"], ("figure",), ("predicted", "served", "served over predicted"))
+        for name, each in served["compared"].items():
+            table.add_row(name, digits(each["predicted"]), digits(each["served"]), f"{each['ratio']:.2f}")
+        yield table
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What the tuner says, and how far apart both are at most."""
+    yield from report["about"]
+    ratios = [each["ratio"] for served in report["served"] for each in served["compared"].values()]
+    yield f"Served over predicted: {min(ratios):.2f} to {max(ratios):.2f}."
+
+
+ABOUT = "What `optimum-cli neuron tune` predicts for a trace, and what is then served. [How it is measured](../benchmark/README.md#tune)."
+SECTION = Section("Predictions of tune", ABOUT, tables, notes=notes)

@@ -13,7 +13,6 @@ Every function is timed from outside, by a wrapper around it. Graphs run on one 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
@@ -31,7 +30,7 @@ from ..options import (
     make_parser,
     positive,
 )
-from ..output import console, make_table, publish
+from ..output import Table, console, publish
 
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def main() -> int:
         with artifacts_folder(args.artifacts) as folder:
             results = run(args, folder)
         print_table(results)
-        publish(json.dumps(results), args.json)
+        publish(results, args.json)
     return 0
 
 
@@ -151,9 +150,7 @@ def print_table(results: dict[str, Any]) -> None:
     times = ("step_ms", "graph_ms", "idle_ms", "idle_share", "plugin_ms", "plugin_share")
     columns = (*times, "scheduler_ms", "outputs_ms")
     headers = [column.replace("_", " ") for column in columns]
-    table = make_table(
-        "Medians over rounds of medians over steps; shares are of a step", ("load", "scheduling"), headers
-    )
+    table = Table("Medians over rounds of medians over steps; shares are of a step", ("load", "scheduling"), headers)
     for load, engines in results["loads"].items():
         for name, numbers in engines.items():
             cells = (f"{numbers[each]:.1%}" if each.endswith("share") else f"{numbers[each]:.2f}" for each in columns)

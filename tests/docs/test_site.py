@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator
@@ -70,4 +71,21 @@ def test_drawings_are_those_that_the_script_draws(name: str) -> None:
     drawings = load("drawings")
     assert set(drawings.DRAWINGS) == {path.stem for path in (DOCS / "drawings").glob("*.svg")}
     drawn = drawings.DRAWINGS[name]().svg()
-    assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run python docs/drawings.py"
+    assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run make results"
+
+
+def test_steps_are_drawn_as_wide_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawings = load("drawings")
+    kinds = {"mixed": 30.0, "token_generation": 15.0, "chunked_prefill": 20.0}
+    run = {
+        "steps": [{"kind": kind, "ms": ms} for kind, ms in kinds.items()],
+        "options": {"slots": 4, "chunk_size": 24},
+    }
+    (tmp_path / "stall.json").write_text(json.dumps(run), encoding="utf-8")
+    monkeypatch.setattr(drawings, "STEPS", tmp_path / "stall.json")
+    widths, sentence = drawings.widths()
+    assert widths == {"token_generation": 30.0, "chunked_prefill": 40.0, "mixed": 60.0}
+    assert "4 slots, chunks of 24" in sentence and "15.0, 20.0, 30.0 ms" in sentence
+    assert 'width="58"' in drawings.steps().svg()
+    monkeypatch.setattr(drawings, "STEPS", tmp_path / "nothing.json")
+    assert "made up" in drawings.widths()[1]

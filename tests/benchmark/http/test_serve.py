@@ -16,7 +16,7 @@ import pytest
 from benchmark import machine
 from benchmark.http import serve
 from benchmark.http.load import Arrival, Load, Mix, bench, bench_command, draw_arrivals, write_trace
-from benchmark.http.report import Results, plot, print_tables, summarize
+from benchmark.http.report import SECTION, Results, summarize
 from benchmark.http.servers import RunningServer, System, all_chunks_system, our_system, vllm_cpu_system
 
 
@@ -50,9 +50,9 @@ def detailed(**changes: Any) -> dict[str, Any]:
 
 def results(**rounds: list[dict[str, Any]]) -> Results:
     options = {"dtype": "bfloat16", "long_share": 0.25, "long_prompt": [1500, 2000], "short_prompt": [50, 100]}
-    options |= {"new_tokens": [32, 96], "repeats": 1}
-    machine = {"cpu": "a CPU", "cores": 2, "vllm": "0.32.0", "torch": "2.13.0"}
-    found = Results("model.gguf", ["optimum_neuron", "all_chunks", "vllm_cpu"], "all_chunks", options, machine)
+    options |= {"new_tokens": [32, 96], "repeats": 1, "slots": 8, "chunk_size": 128}
+    machine = {"cpu": "a CPU", "threads": 2, "kernels": "avx2", "vllm": "0.32.0", "torch": "2.13.0"}
+    found = Results("model.gguf", ["optimum_neuron", "all_chunks", "vllm_cpu"], options, machine)
     for system, each in rounds.items():
         for one in each:
             found.add("1 req/s", system, one)
@@ -90,24 +90,20 @@ def test_a_load_of_which_every_request_failed_is_an_error_with_the_clients_reaso
         summarize([broken])
 
 
-def test_ratios_above_one_are_better_for_times_and_for_throughput() -> None:
+def test_this_project_is_compared_by_its_defaults_for_times_and_for_throughput() -> None:
     slow = detailed(itls=[[0.04, 0.08], [0.12, 2.0]], duration=4.0)
-    ratios = results(optimum_neuron=[detailed()], all_chunks=[slow]).ratios()["1 req/s"]
-    assert list(ratios) == ["optimum_neuron"]
-    assert ratios["optimum_neuron"]["itl_max_ms"] == pytest.approx(4)
-    assert ratios["optimum_neuron"]["itl_p50_ms"] == pytest.approx(4)
-    assert ratios["optimum_neuron"]["output_tok_s"] == pytest.approx(2)
-    assert ratios["optimum_neuron"]["ttft_p50_ms"] == pytest.approx(1)
+    rows = list(SECTION.compared(results(optimum_neuron=[slow], all_chunks=[detailed()]).to_dict()))
+    lost = {row.what: row.lost() for row in rows}
+    assert {row.group for row in rows} == {"1 req/s"} and lost["TTFT p50 ms"] == {}
+    for what, times in (("ITL p50 ms", 4), ("ITL max ms", 4), ("new tok/s", 2)):
+        assert list(lost[what].values()) == [pytest.approx(times)]
 
 
-def test_json_is_one_line_with_the_numbers_of_each_round_and_no_single_pauses() -> None:
-    text = results(optimum_neuron=[detailed(), detailed(duration=1.0)], all_chunks=[detailed()]).to_json()
-    assert "\n" not in text
-    assert "itls" not in text
-    found = json.loads(text)
-    assert [one["output_tok_s"] for one in found["rounds"]["1 req/s"]["optimum_neuron"]] == [3.0, 6.0]
-    assert found["numbers"]["1 req/s"]["optimum_neuron"]["output_tok_s"] == pytest.approx(4)
-    assert found["ratios"]["1 req/s"]["optimum_neuron"]["output_tok_s"] == pytest.approx(4 / 3)
+def test_json_has_the_numbers_of_each_round_and_no_single_pauses() -> None:
+    report = results(optimum_neuron=[detailed(), detailed(duration=1.0)], all_chunks=[detailed()]).to_dict()
+    assert "itls" not in json.dumps(report)
+    assert [one["output_tok_s"] for one in report["rounds"]["1 req/s"]["optimum_neuron"]] == [3.0, 6.0]
+    assert report["numbers"]["1 req/s"]["optimum_neuron"]["output_tok_s"] == pytest.approx(4)
 
 
 def test_systems_are_shown_in_one_order_whoever_was_measured_first() -> None:
@@ -115,14 +111,14 @@ def test_systems_are_shown_in_one_order_whoever_was_measured_first() -> None:
     assert list(found.numbers()["1 req/s"]) == ["optimum_neuron", "all_chunks", "vllm_cpu"]
 
 
-def test_tables_and_plot_show_every_system(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = results(optimum_neuron=[detailed()], all_chunks=[detailed()], vllm_cpu=[detailed()])
-    print_tables(found)
+def test_tables_and_picture_show_every_system(capsys: pytest.CaptureFixture[str]) -> None:
+    report = results(optimum_neuron=[detailed()], all_chunks=[detailed()], vllm_cpu=[detailed()]).to_dict()
+    SECTION.show(report)
     shown = capsys.readouterr().out
-    assert shown.count("vllm_cpu") == shown.count("optimum_neuron") == 2  # its numbers and its ratios
-    pytest.importorskip("matplotlib")
-    plot(found, tmp_path / "plots" / "serve.png")
-    assert (tmp_path / "plots" / "serve.png").read_bytes().startswith(b"\x89PNG")
+    assert SECTION.picture is not None
+    drawn = SECTION.picture(report).svg()
+    for system in ("this project", "this project, whole prompts in a step", "vLLM&#x27;s CPU backend"):
+        assert system.replace("&#x27;", "'") in shown and system in drawn
 
 
 def test_a_load_has_its_share_of_long_prompts_at_random_places() -> None:

@@ -23,7 +23,7 @@ from benchmark.peers.models import Needs, Shape
 from benchmark.peers.names import FLOATS, OURS, WHOLE_TILE_CONFIG, Environment, Peer
 from benchmark.peers.prepare import live_together
 from benchmark.peers.process import Worker, WorkerError
-from benchmark.peers.report import Report, cell, plot, print_tables
+from benchmark.peers.report import SECTION, cell
 from benchmark.peers.results import FIRST_TOKEN, LOAD, PEAK, Group, agreed
 from benchmark.peers.schedule import Case, Prompts, Turn, cases, longest_row, turns
 from benchmark.peers.workers.protocol import Generated, UnsupportedError
@@ -160,7 +160,7 @@ def test_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_does_not_install_is_named_with_its_reason_and_tried_again(tmp_path: Path) -> None:
-    peer = Peer("lost", ("lost",), FLOATS, Environment((str(tmp_path / "nothing.whl"),)))
+    peer = Peer("lost", "lost", ("lost",), FLOATS, Environment((str(tmp_path / "nothing.whl"),)))
     for _ in range(2):
         with pytest.raises(UnavailableError, match=r"^not installed: .*nothing\.whl.* \(see .*lost\.log\)"):
             python_of(peer, tmp_path, avx2=False)
@@ -169,12 +169,12 @@ def test_what_does_not_install_is_named_with_its_reason_and_tried_again(tmp_path
 
 def test_an_environment_is_made_once_and_another_one_for_avx2(tmp_path: Path) -> None:
     always, avx2 = {"CXXFLAGS": "-O2"}, {"CMAKE_ARGS": "-DX=1"}
-    peer = Peer("made", ("made",), FLOATS, Environment((), variables=always, avx2=avx2))
+    peer = Peer("made", "made", ("made",), FLOATS, Environment((), variables=always, avx2=avx2))
     for name, variables in (("made", always), ("made-avx2", always | avx2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / STAMP).write_text(json.dumps({"packages": [], "variables": variables}))
         assert python_of(peer, tmp_path, avx2=variables != always) == tmp_path / name / "bin" / "python"
-    assert python_of(Peer("here", ("here",)), tmp_path, avx2=True) == Path(sys.executable)
+    assert python_of(Peer("here", "here", ("here",)), tmp_path, avx2=True) == Path(sys.executable)
 
 
 def test_ratios_above_one_are_better_and_shares_are_of_the_limit() -> None:
@@ -184,9 +184,9 @@ def test_ratios_above_one_are_better_and_shares_are_of_the_limit() -> None:
     assert group.share(PREFILL.figure, OURS) == pytest.approx(0.25)
     assert group.share(DECODE.figure, OURS) == pytest.approx(0.5)
     assert group.ratio(SERVE.figure, "llamacpp") is group.share(SERVE.figure, "llamacpp") is None
-    assert cell(group, DECODE.figure, "llamacpp") == "30.0 x3.00 17%"
-    assert cell(group, DECODE.figure, OURS) == "10.0 50%"
-    assert cell(group, DECODE.figure, "vllm") == ""
+    figures = group.to_dict()["figures"]
+    assert cell(figures[DECODE.figure]["llamacpp"]) == "30.0 (17%)"
+    assert cell(figures[PREFILL.figure][OURS]) == "200 (25%)"
 
 
 def test_what_takes_longer_is_the_limit_reading_or_computing() -> None:
@@ -250,20 +250,22 @@ def test_workers_live_together_where_memory_has_room_for_all() -> None:
     assert not live_together(1_200_000_000, 7, 32, 16 << 30)
 
 
-def test_tables_json_and_plot_have_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_with_its_reasons_notes_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
     group = filled()
     group.explain("vllm", "has no int8")
-    machine = {"cpu": "a CPU"}
-    limits = Limits(3e10, {"float32": 4e11, "bfloat16": 2e12})
-    report = Report([group], limits, machine, {"threads": 2}, {"openvino": "not installed: no wheel"}, ["a note"])
-    print_tables(report, [OURS, "llamacpp", "openvino", "vllm"])
+    report = {
+        "machine": {"cpu": "a CPU", "threads": 2, "kernels": "avx2"},
+        "options": {"peers": ["llamacpp", "openvino", "vllm"], "rounds": 3},
+        "missing": {"openvino": "not installed: no wheel"},
+        "notes": ["a note"],
+        "limits": {"read": 3e10, "products": {"float32": 4e11, "bfloat16": 2e12}},
+        "groups": [group.to_dict()],
+    }
+    SECTION.show(report)
     shown = capsys.readouterr().out
-    for text in ("30.0 x3.00 17%", "vllm: has no int8", "openvino: not installed: no wheel", "a note", "30.0 GB/s"):
+    for text in ("30.0 (17%)", "vLLM (CPU): has no int8", "OpenVINO: not installed: no wheel", "a note", "30.0 GB/s"):
         assert text in shown
-    found = json.loads(report.to_json())
-    assert found["groups"][0]["figures"][DECODE.figure]["llamacpp"]["ratio"] == 3
-    plot(report, [OURS, "llamacpp"], tmp_path / "peers.png")
-    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+    assert "Won, a-model, float32: 2 of 2 rows." in shown
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import pytest
 
 from benchmark import model
 from benchmark.serving import blocks, stall
-from benchmark.serving.block_sizes import plot_sizes
-from benchmark.serving.report import Results
+from benchmark.serving.report import BLOCKS
 from benchmark.serving.workloads import Job, PromptSource, Trace, Users
 
 
@@ -122,29 +121,15 @@ def test_results_name_the_command_that_made_them_and_compare_blocks_with_slots_o
 ) -> None:
     args = arguments(monkeypatch, blocks, *SMALL, "--through", "engine", "--block-sizes", "64", "128")
     results = blocks.run(args, tmp_path)
-    found = json.loads(results.to_json())
+    found = json.loads(json.dumps(results.to_dict()))
     assert found["benchmark"] == "blocks" and "traces" not in found
     assert list(found["numbers"]["users"]) == ["engine: slots", "engine: blocks of 64", "engine: blocks of 128"]
-    assert found["ratios"] == pytest.approx(
-        {
-            "engine: blocks of 64, tok/s over slots'": 1.5,
-            "engine: blocks of 64, ITL p99 over slots'": 1,
-            "engine: blocks of 128, tok/s over slots'": 1.5,
-            "engine: blocks of 128, ITL p99 over slots'": 1,
-        }
-    )
+    slots = {(row.group, row.what): row.ahead()["slots"] for row in BLOCKS.compared(found)}
+    for size in (64, 128):
+        assert slots[f"engine: blocks of {size}", "tok/s"] == pytest.approx(1 / 1.5)
+        assert slots[f"engine: blocks of {size}", "ITL p99 ms"] == pytest.approx(1)
+    assert BLOCKS.picture is not None
+    drawn = BLOCKS.picture(found).svg()
+    assert drawn.count(">blocks of 64<") == drawn.count(">slots<") >= 2
     packing = arguments(monkeypatch, stall, "--model", "m", "--scenarios", "packing", "--repeats", "1")
-    assert json.loads(stall.run(packing, tmp_path).to_json())["benchmark"] == "stall"
-
-
-@pytest.mark.usefixtures("_fake_systems")
-def test_a_plot_is_drawn_of_several_sizes_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    def results(*sizes: str) -> Results:
-        args = arguments(monkeypatch, blocks, *SMALL, "--through", "engine", "--block-sizes", *sizes)
-        return blocks.run(args, tmp_path)
-
-    plot_sizes(results("128"), tmp_path / "one.png")
-    plot_sizes(results("64", "128"), tmp_path / "two.png")
-    assert [path.name for path in tmp_path.glob("*.png")] == ["two.png"]
+    assert stall.run(packing, tmp_path).to_dict()["benchmark"] == "stall"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what README.md and docs/results.md say of measurements, and their pictures, from the files in benchmark/published.
+
+Each file is what one run of a benchmark wrote by --json. Every row of it stands in docs/results.md. The run in peers.json is also in README.md. A
+section of the page stands as long as its file does. A test fails where a document or a picture differs from the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from optimum_neuron.cli import reported_errors
+
+from .options import make_parser
+from .peers import report as peers
+from .section import Report, Section, page, run_line, verdict
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED, PICTURES = ROOT / "benchmark" / "published", ROOT / "docs" / "measured"
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+SUMMARY = PUBLISHED / "peers.json"
+EXAMPLES = """
+examples:
+  python -m benchmark.peers --json benchmark/published/peers.json && python -m benchmark.publish
+"""
+
+
+# By what a report calls its benchmark, in the order of the page: the module and the name of its section.
+SECTIONS = {
+    "peers": "peers.report:SECTION",
+    "serve": "http.report:SECTION",
+    "stall": "serving.report:STALL",
+    "blocks": "serving.report:BLOCKS",
+    "first_use": "generate.first_use:SECTION",
+    "recurrent": "recurrent.report:SECTION",
+    "quality": "quality.__main__:SECTION",
+    "export_memory": "export_memory.__main__:SECTION",
+    "tune": "tune.report:SECTION",
+    "estimate": "estimate.__main__:SECTION",
+}
+
+
+def section_of(benchmark: str) -> Section:
+    """Import and return the section of a benchmark."""
+    module, _, name = SECTIONS[benchmark].partition(":")
+    section: Section = getattr(importlib.import_module(f"benchmark.{module}"), name)
+    return section
+
+
+def reports(folder: Path) -> list[tuple[Path, Section, Report]]:
+    """Return the published runs, in the order of the page.
+
+    Raises:
+        ValueError: a file that no section shows.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report.get("benchmark") not in SECTIONS:
+            known = ", ".join(SECTIONS)
+            raise ValueError(
+                f"{path.name} is of benchmark {report.get('benchmark')!r}, which has no section; known are {known}"
+            )
+        found.append((path, section_of(report["benchmark"]), report))
+    places = list(SECTIONS)
+    return sorted(found, key=lambda each: places.index(each[2]["benchmark"]))
+
+
+def documents(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Return each file that follows from the published runs, and its text."""
+    pages, taken = [], set()
+    for path, section, report in reports(folder):
+        picture = PICTURES / f"{path.stem}.svg"
+        text = page(section, report, path.name, f"measured/{picture.name}")
+        if section.title in taken:  # another run of the same benchmark
+            text = text.replace(f"## {section.title}", f"## {section.title}: {path.stem}", 1)
+        taken.add(section.title)
+        pages.append(text)
+        if section.picture is not None:
+            yield picture, section.picture(report).svg()
+    yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
+    yield README, replaced(README, summary(json.loads((folder / SUMMARY.name).read_text(encoding="utf-8"))))
+
+
+def summary(report: Report) -> dict[str, str]:
+    """Return the blocks of README.md."""
+    rows = [row for row in peers.compared(report) if row.ahead()]
+    lost, level = [row for row in rows if row.lost()], [row for row in rows if row.level()]
+    won = len(rows) - len(lost) - len(level)
+    table = peers.summary_table(report)
+    sentence = f"of {len(rows)} rows {won} won, {len(level)} level, {len(lost)} lost: {', '.join(peers.kinds(lost)) or 'none'}"
+    lines = "\n".join(f"- {line}" for line in verdict(rows))
+    return {"speed": sentence, "peers": f"{run_line(report)}\n\n{table.markdown()}\n\n{lines}"}
+
+
+def replaced(document: Path, blocks: dict[str, str]) -> str:
+    """Return the text of a document with other contents between its markers.
+
+    Raises:
+        ValueError: the document has no such markers.
+    """
+    text = document.read_text(encoding="utf-8")
+    for name, content in blocks.items():
+        begin, end = f"<!-- results {name} -->", "<!-- end -->"
+        before, _, rest = text.partition(begin)
+        old, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{document.name} has no {begin} with an {end}; write both where the numbers go")
+        gap = "\n\n" if old.startswith("\n") else ""
+        text = f"{before}{begin}{gap}{content}{gap}{end}{after}"
+    return text
+
+
+def main() -> int:
+    """Writes all files; returns the exit code."""
+    make_parser("publish", __doc__, EXAMPLES).parse_args()
+    with reported_errors():
+        PICTURES.mkdir(exist_ok=True)
+        wanted = dict(documents(PUBLISHED))
+        for stale in set(PICTURES.glob("*.svg")) - wanted.keys():
+            stale.unlink()
+        for path, text in wanted.items():
+            path.write_text(text, encoding="utf-8")
+        runpy.run_path(str(ROOT / "docs" / "drawings.py"), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
