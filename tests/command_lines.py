@@ -399,7 +399,7 @@ LINTS = [
 ]
 BENCH = ("neuron", "bench", "{artifact}", "--new-tokens", "2")
 BENCHES = [
-    _line(("neuron", "bench"), USAGE, "artifact"),
+    _line(("neuron", "bench"), USAGE, "MODEL"),
     _line(("neuron", "bench", "{empty_folder}"), REFUSED, "{empty_folder}"),
     _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
     _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),

@@ -194,10 +194,15 @@ CARDS = {
 
 
 @pytest.mark.parametrize("metadata", CARDS)
-def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(metadata: str, tmp_path: Path) -> None:
+def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(
+    metadata: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n# x\n", encoding="utf-8")
     assert card_facts(tmp_path / "README.md") == CARDS[metadata]
     assert card_facts(tmp_path / "none.md") == {}
+    caplog.clear()
+    (tmp_path / "README.md").write_text("# x\n", encoding="utf-8")
+    assert card_facts(tmp_path / "README.md") == {} and not capsys.readouterr().err and not caplog.text
     (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
     assert card_facts(tmp_path / "README.md") == {}
 
