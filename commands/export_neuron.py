@@ -120,7 +120,7 @@ def _add_output_options(basics: Any, devices: Any) -> None:
         "--no-certificate",
         dest="certificate",
         action="store_false",
-        help="do not execute the devices' graphs on this CPU beside the model; `neuron inspect --verify` then has nothing to repeat",
+        help="do not compare the devices' graphs with the model on this CPU; `neuron inspect --verify` then has nothing to repeat",
     )
 
 

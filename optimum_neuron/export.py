@@ -266,7 +266,7 @@ def _write(
         if certificate and config.target in HLO_TARGETS:
             from .targets.neuron.certificate.certify import certify
 
-            with progress.stage("Executing graphs beside the eager step"):
+            with progress.stage("Comparing executed graphs with the eager step"):
                 certify(model, job).write(writer.path)
         with progress.stage("Hashing files"):
             writer.commit(

@@ -10,6 +10,7 @@ from ..artifacts.artifact import Artifact
 from ..artifacts.measurements import Measurements
 from ..cli import graph_table
 from ..graphs.state_sizes import StateSizes, byte_count
+from .facts import rounding_of
 
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 def print_artifact(artifact: Artifact, measured: Measurements | None, terminal: Console) -> None:
     """Nothing is loaded, and no file but the manifest is read."""
     terminal.print(_facts(artifact))
+    if artifact.config.activations is not None:
+        terminal.print(rounding_of(artifact.config.activations), soft_wrap=True)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
     if measured is not None and measured.speeds:
         terminal.print(_speeds(measured.speeds))
