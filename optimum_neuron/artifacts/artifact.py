@@ -220,10 +220,12 @@ def _what_it_is(path: Path) -> str:
     if path.is_dir():
         return f"{path} holds no {MANIFEST_NAME}; name the folder that optimum-cli export neuron wrote"
     if _HUB_ID.fullmatch(str(path)):
-        return (
-            f"{path} is no folder here; if it is a checkpoint on the Hub, export it: {export}; if it is an artifact there, download it: "
-            f"hf download {path} --local-dir OUT"
+        download = (
+            ""
+            if ":" in path.name
+            else f"; if it is an artifact there, download it: hf download {path} --local-dir OUT"
         )
+        return f"{path} is no folder here; if it is a checkpoint on the Hub, export it: {export}{download}"
     return f"{path} does not exist; name the folder that optimum-cli export neuron wrote"
 
 

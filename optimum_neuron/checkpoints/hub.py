@@ -23,6 +23,7 @@ from .hub_errors import HTTP_ERROR, told
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 # Seconds for the Hub's first answer.
 _PATIENCE = 5.0
 # A drive and a colon begin a path of Windows.
@@ -129,5 +130,5 @@ def _why_unreachable(repo_id: str, token: str | bool | None) -> str | None:
     except HfHubHTTPError:
         return None
     except HTTP_ERROR as error:
-        return first_line(error)
+        return _NUMBER.sub("", first_line(error))
     return None

@@ -230,7 +230,7 @@ def test_a_manifest_without_one_of_its_keys_is_refused(artifact: Path, key: str)
         ("nothing", "nothing does not exist; name the folder that optimum-cli export neuron wrote"),
         (".", r"\. holds no neuron_config\.json; name the folder that optimum-cli export neuron wrote"),
         ("org/name", r"no folder here; .*: optimum-cli export neuron --model org/name OUT; .*: hf download org/name"),
-        ("org/name:q4.gguf", r"optimum-cli export neuron --model org/name:q4\.gguf OUT"),
+        ("org/name:q4.gguf", r"optimum-cli export neuron --model org/name:q4\.gguf OUT$"),
     ],
 )
 def test_a_name_without_an_artifact_is_not_found(
