@@ -54,7 +54,6 @@ GUIDE = """\
 examples:
   optimum-cli neuron generate HuggingFaceTB/SmolLM2-135M-Instruct --prompt "What is a prefill?"
   optimum-cli neuron serve smollm2/
-  optimum-cli neuron inspect smollm2/
 """
 
 

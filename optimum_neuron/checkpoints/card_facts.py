@@ -38,7 +38,7 @@ def card_facts(path: Path) -> dict[str, Any]:
         for name, pattern in (("license", LICENSE), ("license_name", LICENSE_NAME), ("license_link", LINK))
         if isinstance(data.get(name), str) and re.fullmatch(pattern, data[name])
     }
-    languages = data.get("language")
+    languages: Any = data.get("language")
     languages = [languages] if isinstance(languages, str) else languages
     is_list = isinstance(languages, list) and 0 < len(languages) <= _MOST_LANGUAGES
     if is_list and all(isinstance(each, str) and re.fullmatch(LANGUAGE, each) for each in languages):

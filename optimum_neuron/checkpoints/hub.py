@@ -26,8 +26,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 # Seconds for the Hub's first answer.
 _PATIENCE = 5.0
-# A drive and a colon begin a path of Windows.
-_DRIVE = 1
 
 
 class HubFile(NamedTuple):
@@ -38,9 +36,9 @@ class HubFile(NamedTuple):
 
 
 def hub_file(model: str | Path) -> HubFile | None:
-    """The file of a Hub repository that a name stands for; None for every other name, and for a local path that exists."""
+    """Return the file of a Hub repository that a name stands for; None for others, for a drive of Windows, and for a path that exists."""
     repo_id, colon, name = str(model).partition(":")
-    if not (colon and name) or len(repo_id) == _DRIVE or name.startswith("/") or Path(model).expanduser().exists():
+    if not (colon and name) or len(repo_id) == 1 or name.startswith("/") or Path(model).expanduser().exists():
         return None
     try:
         validate_repo_id(repo_id)
