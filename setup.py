@@ -10,7 +10,7 @@ import importlib
 import os
 import shutil
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,11 +71,19 @@ class BuildKernels(Command):
         if self.editable_mode:
             return
         native_build = own_module("native_build")
-        for folder in {path.parent for path in self._outputs()}:
-            shutil.rmtree(folder, ignore_errors=True)  # of other sources, or for other machines
-            folder.mkdir(parents=True)
-        for path, instruction_set in self._outputs().items():
-            native_build.build(path, instruction_set, native_build.PORTABLE[sys.platform])
+        outputs = self._outputs()
+        for folder in {path.parent for path in outputs}:
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in set(folder.iterdir()) - outputs.keys():  # of other sources, or unfinished
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
+        for path, instruction_set in outputs.items():
+            if path.exists():  # an earlier build has left it, and its name is a digest of its sources
+                continue
+            unfinished = path.with_suffix(".unfinished")
+            # pip shows this with -v alone.
+            done = partial(print, "compiled for", instruction_set.name, flush=True)
+            native_build.build(unfinished, instruction_set, native_build.PORTABLE[sys.platform], done)
+            unfinished.replace(path)
 
     def get_outputs(self) -> list[str]:
         return [] if self.editable_mode else [str(path) for path in self._outputs()]

@@ -97,7 +97,7 @@ _CACHE: _Options = {
 _CODES_OF_CACHE: _Options = {
     "--kv-cache-dtype": (
         {"choices": KV_CACHE_DTYPES},
-        "keep keys and values as codes of 8 bits, with a scale for each token and head (default: they are of the type of activations)",
+        "keep keys and values as codes of 8 bits, with a scale for each token and head (default: they have the type of activations)",
     ),
 }
 _CODES: _Options = {
@@ -155,8 +155,8 @@ _DEVICES: _Options = {
     ),
     "--long-frequencies": (
         _ON,
-        "give all texts of a LongRoPE model the rotary frequencies of long ones, as vLLM does (default: those of short ones, which bound the "
-        "sequence length)",
+        "with a LongRoPE model, use the rotary frequencies of long texts for all texts, as vLLM does (default: those of short texts, which limit "
+        "the sequence length)",
     ),
     "--kernels": (
         {"nargs": "+", "choices": KERNELS, "metavar": "NAME"},
@@ -211,7 +211,7 @@ def _add(group: Any, options: _Options, *, unset: bool = False) -> None:
 
 
 def config_options(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a command's arguments is a NeuronConfig's."""
+    """Return those arguments of a command that a NeuronConfig has."""
     options = {name: args[name] for name in NeuronConfig.option_names()}
     for name in ("prefill_chunk_buckets", "context_buckets", "kernels"):
         if options[name] is None:

@@ -31,7 +31,7 @@ cost, the certificate, quantized weights, and speeds where some were recorded. -
 digests of all files but the weights first.
 
 --verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. An export with
---certify wrote it after it had executed the graphs by XLA on its CPU, all ranks at once, beside the model itself: prompts in chunks among
+--certify wrote it after it had executed the graphs by XLA on its CPU, all ranks at once, and compared them with the model: prompts in chunks among
 neighbours, decode steps, idle rows, copied slots, over slots full of history. This machine needs torch-xla, no device. It
 compares the digest of every graph, lints them, makes the same inputs again, executes the graphs, and compares with the
 numbers that the model gave: as "difference of bound", where the bound is 16 times what moving each module's results by
@@ -44,6 +44,16 @@ examples:
   optimum-cli neuron inspect llama-trn2/
   optimum-cli neuron inspect llama-trn2/ --html llama.html
   optimum-cli neuron inspect llama-trn2/ --verify
+"""
+
+
+OVERVIEW = """\
+Export, run, serve and check causal language models with graphs of fixed sizes. Each command has a --help of its own."""
+
+GUIDE = """\
+examples:
+  optimum-cli neuron generate HuggingFaceTB/SmolLM2-135M-Instruct --prompt "What is a prefill?"
+  optimum-cli neuron serve smollm2/
 """
 
 
@@ -92,7 +102,7 @@ class NeuronCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        explain(parser, None, "")
+        explain(parser, OVERVIEW, GUIDE)
         parser.add_argument("--version", action="version", version=f"optimum-neuron-runtime {__version__}")
 
     SUBCOMMANDS = tuple(
@@ -147,7 +157,7 @@ def _inspect(args: Namespace) -> None:
 
 
 def _verify(folder: Path, *, trust_remote_code: bool) -> bool:
-    """Prints what was certified beside what is so here; whether all of it holds."""
+    """Print what was certified and what was found here; return whether all of it holds."""
     from rich.table import Table
 
     from optimum_neuron.artifacts.artifact import Artifact

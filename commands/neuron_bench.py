@@ -9,6 +9,7 @@ from pathlib import Path
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.cli import (
+    add_named_model,
     add_option,
     add_rank_options,
     check_plot,
@@ -21,12 +22,13 @@ from optimum_neuron.cli import (
 
 
 DESCRIPTION = """\
-Measure an artifact on this machine, by the engine that serves it: prompts of some lengths alone (tokens per second, time to the first
-token), and rows that decode together (time per step, tokens per second, time between two tokens of a row). Each is run once before it
-is measured; medians stand beside the least and the most of all repetitions. Prompts are random tokens, and nothing is reused.
+Measure the speed of an artifact on this machine, or of a checkpoint, which is exported into the cache on first use. The engine
+that serves it runs single prompts of some lengths (tokens per second, time to the first token), and rows that decode together (time
+per step, tokens per second, time between two tokens of a row). A run that is not measured comes first. The table has the median, the
+least and the most of all repetitions. Prompts are random tokens, and nothing is reused.
 
-padding      of the tokens that a prompt's graphs have room for, the share that is none of its own
-idle rows    of the rows of the decode graph, the share that nobody has
+padding      the share of a prompt's graphs that holds no token of it
+idle rows    the share of the decode graph's rows that holds no request
 
 --json writes all of it, in the form that docs/bench.md explains, and --plot draws it. Neither replaces a file."""
 
@@ -46,7 +48,7 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_named_model(parser)
         add_option(
             parser,
             "--prompt-lengths",
@@ -69,12 +71,13 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
             metavar="TOKENS",
             help="tokens that each row has before it decodes (default: 128, or what fits)",
         )
-        add_option(parser, "--new-tokens", type=int, metavar="TOKENS", default=32, help="that each row gets")
-        parser.add_argument("--repeat", type=int, default=3, help="measurements of each (default: %(default)s)")
+        add_option(parser, "--new-tokens", type=int, metavar="TOKENS", default=32, help="new tokens of each row")
+        parser.add_argument(
+            "--repeat", type=int, default=3, help="repetitions of each measurement (default: %(default)s)"
+        )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a new file")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
-        add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
     def run(self) -> None:
         with reported_errors():
@@ -82,15 +85,14 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
 
 
 def _bench(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.artifacts.find import is_from_hub
+    from optimum_neuron.first_use import open_named
 
     # Before torch is imported: wrong files and folders are reported at once.
     refuse_existing("--json", args.json)
     refuse_existing("--plot", args.plot)
     if args.plot is not None:
         check_plot(args.plot)
-    artifact = Artifact.open(args.artifact, with_graphs=args.trust_remote_code or not is_from_hub(args.artifact))
+    artifact = open_named(args)
 
     from optimum_neuron.bench.measure import Plan
     from optimum_neuron.bench.report import plot, print_report

@@ -28,7 +28,7 @@ LS = """\
 List the entries of the compile cache, the last used first."""
 
 PRUNE = """\
-Make room in the compile cache: entries go whose last use is the longest ago. What an export needs of them is compiled again.
+Make room in the compile cache: the entries that were used longest ago go first. An export compiles again what it needs of them.
 Exports may run meanwhile. With OPTIMUM_NEURON_CACHE_SIZE=10GB set, every export keeps the cache that small by itself."""
 
 VERIFY = """\
@@ -37,8 +37,8 @@ where an entry is not what was stored, and stays."""
 
 SYNC = """\
 Exchange compiled graphs with a Hub repository: entries that one side lacks are taken from the other. What is downloaded enters the
-cache only as what its digests say. For Neuron devices it is native code that somebody else compiled: name only repositories
-whose authors you trust. HF_HUB_OFFLINE is honoured. The exit code is 1 where an entry is not what was stored."""
+cache only as what its digests say. For Neuron devices it is native code that others have compiled: name only repositories
+of authors that you trust. HF_HUB_OFFLINE is honoured. The exit code is 1 where an entry is not what was stored."""
 
 
 def parsed(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
@@ -76,7 +76,7 @@ class CacheListCommand(BaseOptimumCLICommand):
 class CachePruneCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron cache prune`."""
 
-    COMMAND = CommandInfo(name="prune", help="Remove entries of the compile cache that nobody used for long.")
+    COMMAND = CommandInfo(name="prune", help="Remove old entries of the compile cache.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
@@ -100,7 +100,7 @@ class CachePruneCommand(BaseOptimumCLICommand):
             metavar="AGE",
             help="remove what was not used for so long, as in 12h, 30d or 2w",
         )
-        add_option(parser, "--dry-run", action="store_true", help="tell what would be removed, and remove nothing")
+        add_option(parser, "--dry-run", action="store_true", help="list what would be removed, and remove nothing")
 
     def run(self) -> None:
         with reported_errors():

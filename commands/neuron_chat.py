@@ -15,11 +15,12 @@ from optimum_neuron.cli import add_named_model, add_rank_options, explain, repor
 
 DESCRIPTION = '''\
 Chat with an artifact, or with a checkpoint, which is exported into the cache on first use. The history stays in a slot of the
-artifact's cache, so each turn computes only what is new in it: your message, and what differs from what the slot holds. A line behind each answer tells how many tokens that were, how many were
-reused, time to the first token, speed, and the room that is left. Models with recurrent state go on from snapshots of it.
+artifact's cache, so each turn computes only what is new in it: your message, and what differs from what the slot holds. The line
+after each answer has the tokens that were computed and reused, time to the first token, speed, and the room that is left. Models
+with recurrent state continue from snapshots of it.
 
 Ctrl-C ends an answer, and what there is of it stays in the history. At an empty prompt Ctrl-C and Ctrl-D leave. A line that
-ends with \\ goes on in the next one, and """ stands before and behind a message of several lines.
+ends with \\ continues on the next one, and """ begins and ends a message of several lines.
 
 /help lists the commands: /clear, /system, /retry, /undo, /save, /load, /stats, /set and /exit.
 

@@ -15,7 +15,7 @@ from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
 
 DESCRIPTION = """\
-Tell what a model needs on AWS Neuron hardware, and how fast it may be, before it is exported or anything is rented. Only
+Show what a model needs on AWS Neuron hardware, and how fast it may be, before it is exported or anything is rented. Only
 the model's config is read: no weights, and no Neuron software or device.
 
 Memory, per core: weights and KV cache to the byte; the most that a step needs for its activations; and a reserve for the
@@ -37,14 +37,14 @@ examples:
   optimum-cli neuron estimate --model artifact/ --target trn2 --tensor-parallel-size 4 --json estimate.json
 
 then:
-  optimum-cli export neuron --model ... --target trn2 --tensor-parallel-size 4 ... artifact/
+  optimum-cli export neuron --model meta-llama/Llama-3.1-8B --target trn2 --tensor-parallel-size 4 artifact/
 """
 
 
 class NeuronEstimateCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron estimate`."""
 
-    COMMAND = CommandInfo(name="estimate", help="Tell which Neuron instances hold a model, and how fast it may be.")
+    COMMAND = CommandInfo(name="estimate", help="Show which Neuron instances hold a model, and how fast it may be.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:

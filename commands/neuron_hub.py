@@ -16,8 +16,8 @@ CARD = """\
 Write the model card of an artifact, README.md, as the Hub reads it: how it was compiled, sizes, quantization, how to load and
 serve it, and what was measured. Nothing in it is made up: without measurements it says so.
 
---bench and --quality record measurements in the artifact, in measurements.json beside its files, where neuron inspect and
-neuron push find them. A README.md that somebody wrote, or changed, is only replaced with --overwrite."""
+--bench and --quality record measurements in the artifact's folder, in measurements.json, where neuron inspect and neuron push
+find them. A README.md that was written or changed by hand is only replaced with --overwrite."""
 
 PUSH = """\
 Upload an artifact to a repository of the Hub, all in one commit, with its README.md or one that is made as neuron card does. The
@@ -43,7 +43,7 @@ class NeuronCardCommand(BaseOptimumCLICommand):
             "--quality", type=Path, metavar="FILE", help="record the figures of python -m benchmark.quality --json"
         )
         _add_card_options(parser)
-        parser.add_argument("--overwrite", action="store_true", help="replace a README.md that somebody wrote")
+        parser.add_argument("--overwrite", action="store_true", help="replace a README.md that was written by hand")
 
     def run(self) -> None:
         with reported_errors():

@@ -33,9 +33,9 @@ alone. Where neuronx-cc is on PATH, its own list of operators is used.
 Exporting for a Neuron target does the same and stops at the first error. The exit code is 1 where there is one.
 
 --cost counts what one run of each graph has to do on one core: what it reads and writes of device memory (READ ONCE is what its
-weights, inputs and cache alone would take), what of them it transposes, products, collectives, and the time that
+weights, inputs and cache alone would take), how much of them it transposes, products, collectives, and the time that
 memory and products leave possible. It is a bound, not an estimate: see optimum-cli neuron estimate. Of routed experts it shows the
-form that each graph computes them in, chosen by the same count, beside what computing every expert for every token would take.
+form that each graph computes them in, chosen by the same count, and what computing every expert for every token would take.
 Of sums over cores it shows, for each graph that has the choice, which form it has and what both take: every core gets the whole sum,
 or its part of the tokens, computes what follows token by token of that part alone, and gathers where others need all."""
 
@@ -64,7 +64,7 @@ class NeuronLintCommand(BaseOptimumCLICommand):
         parser.add_argument(
             "--target",
             choices=("auto", *HLO_TARGETS),
-            help="whose rules (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)",
+            help="rules of this target (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)",
         )
 
         parser.add_argument(
@@ -117,7 +117,7 @@ def _lint(args: Namespace) -> bool:
 
 
 def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable[tuple[str, bytes, GraphIO]]]:
-    """The target whose rules hold, and the name, HLO and description of each graph."""
+    """Return the target of the rules, and the name, HLO and description of each graph."""
     if config is None:
         from optimum_neuron.artifacts.artifact import Artifact
         from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, artifact_target

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MISSING = 3  # the exit code
 
 DESCRIPTION = f"""\
-Tell whether all graphs that an export would compile are compiled already: in the compile cache, or with --repo in a Hub
+Show whether all graphs that an export would compile are compiled already: in the compile cache, or with --repo in a Hub
 repository. It takes the options of optimum-cli export neuron, and the model's config alone: no weights are downloaded or read.
 The exit code is 0 where all are there, {MISSING} where one is missing, and 1 for an error.
 
@@ -42,7 +42,7 @@ then, where all is in the repository:
 class CacheLookupCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron cache lookup`."""
 
-    COMMAND = CommandInfo(name="lookup", help="Tell whether an export would find its graphs compiled.")
+    COMMAND = CommandInfo(name="lookup", help="Show whether an export would find its graphs compiled.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
@@ -53,7 +53,10 @@ class CacheLookupCommand(BaseOptimumCLICommand):
         group = parser.add_argument_group("model")
         add_model_options(group, required=True)
         group.add_argument(
-            "--adapter", action="append", metavar="ADAPTER", help="refused: only its weights tell its graphs"
+            "--adapter",
+            action="append",
+            metavar="ADAPTER",
+            help="refused: its graphs depend on its weights, which are not read",
         )
         add_graph_options(parser)
 
@@ -63,11 +66,11 @@ class CacheLookupCommand(BaseOptimumCLICommand):
             config = NeuronConfig.from_dict(config_options(vars(args)))
             if args.adapter is not None:
                 raise ValueError(
-                    f"--adapter {args.adapter[0]} changes weights, and which of them stay tied, only they tell, which are not "
-                    f"read; leave --adapter out to look for the graphs of the model itself"
+                    f"--adapter {args.adapter[0]} changes weights, and the graphs depend on which of them stay tied; weights are not read "
+                    f"here, so leave --adapter out to look for the graphs of the model itself"
                 )
             if args.repo is None and args.repo_revision is not None:
-                raise ValueError(f"--repo-revision {args.repo_revision} is of a repository; name it by --repo")
+                raise ValueError(f"--repo-revision {args.repo_revision} needs a repository; name it by --repo")
 
             from optimum_neuron.artifacts.user_cache import cache_root
             from optimum_neuron.targets.cache.lookup import lookup

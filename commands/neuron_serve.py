@@ -30,8 +30,8 @@ same routes, in which every running request gets a token in every step. It needs
 pip install 'optimum-neuron-runtime[serve]'.
 
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
-them; others are told when to come again (429). A client that goes away frees its slot. SIGTERM or Ctrl-C lets those
-who are there finish within --drain-timeout, and refuses others (503); a second one ends at once."""
+them; others are refused with a time to try again (429). A client that disconnects frees its slot. After SIGTERM or Ctrl-C
+running requests finish within --drain-timeout, and new ones are refused (503); a second signal ends at once."""
 
 EXAMPLES = f"""\
 examples:
@@ -64,7 +64,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             "--backend",
             choices=BACKENDS,
             default="auto",
-            help="who serves: vLLM, the engine of this package, or vLLM where it is installed (default: %(default)s)",
+            help="server to run: vLLM, the engine of this package, or vLLM if it is installed (default: %(default)s)",
         )
         parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
         parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
@@ -80,14 +80,14 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             "--max-queue",
             type=int,
             metavar="REQUESTS",
-            help=f"of the engine's server, how many requests may wait for a slot (default: {DEFAULT_QUEUE})",
+            help=f"with the engine's server, requests that may wait for a slot (default: {DEFAULT_QUEUE})",
         )
         add_option(
             parser,
             "--drain-timeout",
             type=float,
             metavar="SECONDS",
-            help="of the engine's server, from SIGTERM or Ctrl-C to the end of requests that have no answer "
+            help="with the engine's server, time from SIGTERM or Ctrl-C to the end of requests that have no answer "
             f"(default: {DEFAULT_DRAIN:g})",
         )
         add_option(
@@ -96,7 +96,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             type=int,
             default=1,
             metavar="REPLICAS",
-            help="of vLLM, engines with one address, each with its own copy of the state and its own cores",
+            help="with vLLM, engines at one address, each with its own copy of the state and its own cores",
         )
         add_option(
             parser,
@@ -156,7 +156,7 @@ def _check(args: Namespace) -> None:
     if args.data_parallel_size < 1:
         raise ValueError(f"--data-parallel-size {args.data_parallel_size} must be at least 1")
     if args.max_queue is not None and args.max_queue < 0:
-        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, where nobody waits")
+        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
     if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
         raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
     for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
@@ -169,7 +169,7 @@ def _check_backend(args: Namespace, backend: str) -> None:
         value = getattr(args, option)
         if backend == "vllm" and value is not None:
             raise ValueError(
-                f"--{option.replace('_', '-')} {value} is of the engine's server, and vLLM serves; leave it out, or add "
+                f"--{option.replace('_', '-')} {value} is an option of the engine's server, and vLLM serves; leave it out, or add "
                 f"--backend engine"
             )
     if backend == "engine" and args.data_parallel_size > 1:

@@ -29,7 +29,7 @@ and Mooncake's (timestamp, input_length, output_length, hash_ids) are taken as t
 
 Limits are percentiles over all requests, and of itl over all pauses of all requests: ttft=2s is ttft.p99=2s. What meets all of
 them comes first; then throughput, then room below the limits, then minutes of compiling. Exit code {MISSED}: nothing meets them,
-and what comes nearest is told.
+and what comes nearest is printed.
 
 For this CPU, graphs are exported with the model's weights and each is measured. For a device, step times are those of
 optimum-cli neuron estimate: predicted, never measured. Candidates that do not fit a core's memory, or --compile-budget, are left
@@ -133,7 +133,7 @@ _OF_MODELS = (
 
 def _check(args: Namespace) -> None:
     if (args.model is None) == (args.artifact is None):
-        raise ValueError("name either --model, whose sizes are searched, or --artifact, which has its own")
+        raise ValueError("name either --model, to search its sizes, or --artifact, which has its own")
     if args.requests is not None and args.requests < 0:
         raise ValueError(f"--requests {args.requests} must be at least 0, which is all of the trace")
     if args.artifact is None:
@@ -141,7 +141,7 @@ def _check(args: Namespace) -> None:
     for name in _OF_MODELS:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"--{name.replace('_', '-')} is of a search, and --artifact {args.artifact} has its own sizes; leave it out"
+                f"--{name.replace('_', '-')} is an option of a search, and --artifact {args.artifact} has its own sizes; leave it out"
             )
 
 

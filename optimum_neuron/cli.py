@@ -34,7 +34,7 @@ REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError, Me
 
 
 class CommandParser(ArgumentParser):
-    """A command's parser, whose errors are one line, and which knows what a misspelled option is close to."""
+    """A parser of a command: its errors are one line, with the nearest option where one is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses a word that looks like an option and is none, before it makes the words around it mean something else."""
@@ -67,7 +67,7 @@ def _near(word: str, known: Sequence[str]) -> str:
 
 
 def explain(parser: ArgumentParser, description: str | None, examples: str) -> None:
-    """Gives a command its texts, whose lines stay as they are.
+    """Give a command its texts, and keep their lines as they are.
 
     Options cannot be abbreviated: an abbreviation would be ambiguous between --like-this and --like_this.
     """
@@ -114,7 +114,7 @@ def add_rank_options(parser: Any) -> None:
         parser,
         "--rank-python",
         metavar="PYTHON",
-        help="on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md tells which), for "
+        help="on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md names them), for "
         "the processes that hold its ranks (default: OPTIMUM_NEURON_RANK_PYTHON, or this one)",
     )
     add_option(

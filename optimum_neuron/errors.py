@@ -11,15 +11,15 @@ import re
 _OF_PATHS = {
     errno.ENOENT: "does not exist; check the name",
     errno.EEXIST: "exists already, and is something else; name another one, or remove it",
-    errno.EACCES: "may not be used so by this user (Permission denied); name another one, or change who may",
-    errno.EPERM: "may not be used so by this user (Operation not permitted); name another one",
+    errno.EACCES: "is not accessible to this user (Permission denied); name another one, or change its permissions",
+    errno.EPERM: "cannot be changed so by this user (Operation not permitted); name another one",
     errno.EISDIR: "is a folder; name a file",
     errno.ENOTDIR: "cannot be there: a part of its path is a file; name another path",
     errno.ENAMETOOLONG: "cannot be there: File name too long; shorten it",
     errno.ELOOP: "is a link that leads to itself; name what it should lead to",
     errno.EROFS: "lies on a disk that is only read (Read-only file system); name another place",
-    errno.ENOSPC: "finds no space left on its disk; free some, or name another place",
-    errno.EDQUOT: "finds nothing left of this user's share of the disk; free some, or name another place",
+    errno.ENOSPC: "has no space left on its disk; free some, or name another place",
+    errno.EDQUOT: "exceeds this user's share of the disk; free some, or name another place",
     errno.EFBIG: "becomes larger than a file may be here (ulimit -f); raise the limit, or name another place",
     errno.EMFILE: "is one file more than this process may open (ulimit -n); raise the limit",
     errno.EPIPE: "is not read any more (Broken pipe); keep its reader open",
@@ -29,13 +29,13 @@ _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 
 
 def told(error: BaseException) -> str:
-    """What an error of the system says, as a sentence with a remedy; of any other error its own text, or its type."""
+    """Return an error of the system as a sentence with a remedy, and any other error as its own text, or its type."""
     if isinstance(error, UnicodeError):
         return _of_text(error)
     asked = _NO_MEMORY.search(str(error))
     if asked is not None or isinstance(error, MemoryError):
         size = f" for {int(asked[1]) / 1e9:,.1f} GB" if asked is not None else ""
-        return f"this process has no memory left{size}; lower --batch-size or --sequence-length, or take a larger machine (or ulimit)"
+        return f"this process has no memory left{size}; choose a smaller batch size or sequence length, or a larger machine (or ulimit)"
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__
     if error.filename is None and error.errno == errno.ENOENT:

@@ -197,7 +197,7 @@ def _of_slots(generation_config: GenerationConfig, config: NeuronConfig) -> Gene
     kind, length = generation_config.cache_implementation, generation_config.max_cache_len
     if kind not in (None, "static"):
         raise ValueError(
-            f"cache_implementation={kind!r} is no cache of an artifact, whose slots have a fixed size; leave it out, or use 'static'"
+            f"cache_implementation={kind!r} is no cache of an artifact, which has slots of a fixed size; leave it out, or use 'static'"
         )
     if length is not None and length != config.sequence_length:
         raise ValueError(

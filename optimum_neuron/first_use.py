@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from .artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from .artifacts.find import find_artifact
 from .artifacts.partial import locked_folder
 from .artifacts.user_cache import cache_folder
+from .checkpoints.hub import hub_file
 from .config import NeuronConfig
 from .inspect.export_command import option_words
 from .version import __version__
@@ -38,6 +40,9 @@ CACHE_KIND = "exports"
 # Of an export that nobody gave sizes for: some requests at a time, each of an answer's usual length.
 DEFAULT_ROWS, LONGEST_DEFAULT = 4, 4096
 _LONGEST_STEM = 60
+_OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+# As `cli.add_named_model` has them.
+_OWN_OPTIONS = {"--batch-size", "--sequence-length", "--revision", "--token", "--trust-remote-code"}
 _REMEDY = "name an artifact, a checkpoint folder, a .gguf file, or a Hub id as in org/name"
 
 
@@ -60,7 +65,7 @@ class Opened:
 
 
 def open_or_export(source: Source, sizes: Mapping[str, int]) -> Opened:
-    """Opens the artifact that `source` names, or the one that the checkpoint of that name becomes on first use.
+    """Open the artifact that `source` names, or the one that the checkpoint of that name becomes on first use.
 
     Args:
         sizes: the `batch_size` and `sequence_length` that were asked for, of which an artifact has to have the same.
@@ -143,6 +148,8 @@ def export_once(
         except BlockingIOError:
             tell(f"{source.model} is exported by another process; waiting for it")
             held.enter_context(locked_folder(lock, wait=True))
+        if output.is_symlink():
+            raise PermissionError(f"{output} is a link, which may lead out of the cache; remove it")
         try:
             return Opened(Artifact.open(output), True)
         except (FileNotFoundError, ArtifactError):
@@ -152,8 +159,20 @@ def export_once(
             f"{config.sequence_length:,} tokens, to {output}; for other options: {export_command(source, config)}"
         )
         named = checkpoint.folder / (checkpoint.gguf_file or "")
-        export_model(named, output, config=config, trust_remote_code=checkpoint.trust_remote_code, overwrite=True)
+        with _naming(export_command(source, config)):
+            export_model(named, output, config=config, trust_remote_code=checkpoint.trust_remote_code, overwrite=True)
         return Opened(Artifact.open(output), True)
+
+
+@contextmanager
+def _naming(command: str) -> Iterator[None]:
+    """Add to an error that names options of an export the command that takes them."""
+    try:
+        yield
+    except ValueError as error:
+        if not set(_OPTION.findall(str(error))) - _OWN_OPTIONS:
+            raise
+        raise ValueError(f"{error}; the command that takes such options: {command}") from error
 
 
 def export_command(source: Source, config: NeuronConfig) -> str:
@@ -167,7 +186,7 @@ def export_command(source: Source, config: NeuronConfig) -> str:
 
 
 def _check_name(model: str) -> None:
-    """Raises FileNotFoundError where a name is neither of a file or folder of a right kind, nor a possible Hub id."""
+    """Raise FileNotFoundError where a name is neither of a file or folder of a right kind, nor a possible Hub id."""
     path, problem = Path(model).expanduser(), None
     if not model:
         problem = "the name of the model is empty"
@@ -183,11 +202,11 @@ def _check_name(model: str) -> None:
 
 
 def _is_hub_name(model: str) -> bool:
-    """Whether a repository may have that name; behind a colon stands a file of it."""
+    """Return whether a repository, or a file of one, may have that name."""
     try:
-        validate_repo_id(model.partition(":")[0])
+        validate_repo_id(model)
     except HFValidationError:
-        return False
+        return hub_file(model) is not None
     return True
 
 

@@ -401,14 +401,14 @@ LINTS = [
 ]
 BENCH = ("neuron", "bench", "{artifact}", "--new-tokens", "2")
 BENCHES = [
-    _line(("neuron", "bench"), USAGE, "artifact"),
+    _line(("neuron", "bench"), USAGE, "MODEL"),
     _line(("neuron", "bench", "{empty_folder}"), REFUSED, "{empty_folder}"),
     _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
     _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),
     _line((*BENCH, "--prompt-lengths", "x"), USAGE, "invalid int value: 'x'"),
     _line((*BENCH, "--batch", "1", "9"), REFUSED, "--batch 9 rows are more than the batch_size=3"),
     _line((*BENCH, "--batch", "-1"), REFUSED, "--batch -1"),
-    _line((*BENCH, "--batch-size", "3"), USAGE, "--batch-size; did you mean --batch?"),
+    _line((*BENCH, "--batch-size", "9"), REFUSED, "batch_size=9 differs from the 3"),
     _line((*BENCH, "--context-length", "-1"), REFUSED, "--context-length -1 must be at least 1"),
     _line((*BENCH, "--new-tokens", "1"), REFUSED, "--new-tokens 1 must be at least 2"),
     _line((*BENCH, "--new-tokens", "99"), REFUSED, "99 new tokens do not fit sequence_length=64"),

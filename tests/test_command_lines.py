@@ -15,6 +15,7 @@ from broken_files import Files
 from command_lines import LINES, REFUSED, USAGE, Line
 from helpers import export_tiny
 from optimum.commands import optimum_cli
+from parsers import command_classes, parser_of
 
 
 # These also run as processes of their own: one that is not understood, one that is refused when torch is loaded; the others by the
@@ -25,6 +26,7 @@ QUICK = [
 ]
 SAMPLE = [line for line in LINES[:: len(LINES) // 6] if line not in QUICK]
 # Lines on stderr beside the error: libraries' own warnings about what is then refused.
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OTHERS = re.compile(r"\[(transformers|optimum_neuron)\] |.*Warning: |  (return|warnings)\b")
 
 
@@ -44,6 +46,13 @@ def filled(files: Files, tmp_path: Path) -> Callable[[str], str]:
     return lambda word: re.sub(r"\{([a-z_]+(?::[^}]+)?)\}", path, word)
 
 
+def foreign_options(words: tuple[str, ...], error: str) -> set[str]:
+    """Return the options that an error names and its command does not have; those of an export stand after that word."""
+    command = max((each for each in command_classes() if words[: len(each)] == each), key=len)
+    named = OPTION.findall(re.split(r"optimum-cli|\bexport", error)[0])
+    return set(named) - parser_of(command)._option_string_actions.keys()
+
+
 def check(line: Line, filled: Callable[[str], str], code: object, stderr: str, folder: Path) -> None:
     assert code == line.code
     assert "Traceback" not in stderr
@@ -56,6 +65,8 @@ def check(line: Line, filled: Callable[[str], str], code: object, stderr: str, f
         assert re.match(r"(optimum-cli\b.*|Optimum CLI tool): error: ", error), stderr
     for words in line.tells:
         assert filled(words) in error
+    if line.code == REFUSED:
+        assert not foreign_options(line.words, error)
     assert not list(folder.iterdir()), "something was written"
 
 

@@ -45,7 +45,7 @@ def test_an_error_is_one_line_that_says_something(error: Exception, line: str) -
         ),
         (OSError(errno.ECONNREFUSED, "Connection refused"), "Connection refused"),
         (OSError(errno.EIO, "Input/output error", "disk"), "disk: Input/output error"),
-        (MemoryError(), "this process has no memory left; lower --batch-size or --sequence-length"),
+        (MemoryError(), "this process has no memory left; choose a smaller batch size or sequence length"),
         (
             RuntimeError("alloc: can't allocate memory: you tried to allocate 2300000000 bytes. Error 12"),
             "no memory left for 2.3 GB;",

@@ -335,7 +335,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_with_the_reason(
     [
         (
             "no-such-owner/no-such-model",
-            r"no-such-model is no local path, is not in the Hub cache, and the Hub cannot be reached",
+            r"no-such-model is no local path, the Hub cache \S+ does not have it, and the Hub cannot be reached \(HF_HUB_OFFLINE is set\)",
         ),
         ("./no/such/folder", r"\./no/such/folder is neither a local path nor a Hub repository"),
         ("/no/such/model.gguf", r"/no/such/model.gguf does not exist"),

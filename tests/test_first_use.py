@@ -18,7 +18,7 @@ from helpers import export_tiny
 from optimum.commands import optimum_cli
 from safetensors.torch import load_file, save_file
 
-from optimum_neuron import first_use, targets
+from optimum_neuron import export, first_use, targets
 from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.partial import locked_folder
 from optimum_neuron.first_use import Source, open_or_export
@@ -75,6 +75,23 @@ def test_the_command_that_is_told_exports_the_same_artifact(
     assert (made.config.batch_size, made.config.sequence_length, made.config.output_logits) == (2, 256, True)
 
 
+def test_an_error_that_names_options_of_an_export_ends_with_its_command(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError(problem)
+
+    monkeypatch.setattr(export, "export_model", refuse)
+    for problem, ends in (
+        ("pass --dequantize", f"OUT --model {tiny_checkpoint}"),
+        ("lower --batch-size", "batch-size"),
+    ):
+        with pytest.raises(ValueError, match=problem) as refused:
+            opened(tiny_checkpoint)
+        assert ends in str(refused.value)
+        assert ("optimum-cli export neuron" in str(refused.value)) is (problem == "pass --dequantize")
+
+
 def test_a_gguf_file_answers(
     tiny_checkpoint: Path, tmp_path: Path, exports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +140,14 @@ def test_an_edited_checkpoint_is_exported_anew_and_a_damaged_export_again(
     assert after.file("weights/model.safetensors").read_bytes() != whole
 
 
+def test_an_export_in_the_cache_that_is_a_link_is_not_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    made = opened(tiny_checkpoint).path
+    made.rename(tmp_path / "elsewhere")
+    made.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="is a link, which may lead out of the cache; remove it"):
+        opened(tiny_checkpoint)
+
+
 def test_those_who_ask_together_export_once_and_wait(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,11 +158,11 @@ def test_those_who_ask_together_export_once_and_wait(
             waits.set()
         return entered(folder, wait=wait)
 
-    export = first_use.Artifact.open
+    open_artifact = first_use.Artifact.open
 
     def slow(path: Path) -> Artifact:
         waits.wait(30)  # the lock is held until another one waits for it
-        return export(path)
+        return open_artifact(path)
 
     monkeypatch.setattr(first_use, "locked_folder", seen)
     monkeypatch.setattr(first_use.Artifact, "open", slow)
@@ -167,7 +192,9 @@ def test_an_artifact_keeps_its_sizes(tiny_checkpoint: Path, tmp_path: Path, expo
             "folder",
             "folder holds neither neuron_config.json (an artifact) nor config.json (a checkpoint); name an artifact",
         ),
-        ("files", "files holds GGUF files; choose one, as --model files/one.gguf"),
+        ("files", "files holds GGUF files; name one of them, as files/one.gguf"),
+        (r"C:\models\tiny", r"C:\models\tiny does not exist; name an artifact"),
+        ("C:model.gguf", "C:model.gguf does not exist"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_may_be_named(

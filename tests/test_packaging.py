@@ -58,7 +58,7 @@ def copy_project(folder: Path) -> Path:
 
 
 def build_wheel(folder: Path, **variables: str) -> Path:
-    source = copy_project(folder)
+    source = folder / "source" if (folder / "source").exists() else copy_project(folder)
     command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
     run(*command, cwd=folder, **variables)
     (wheel,) = folder.glob("*.whl")
@@ -154,6 +154,15 @@ def test_wheel_without_libraries_runs_anywhere(variables: dict[str, str], tmp_pa
     wheel = build_wheel(tmp_path, **variables)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_libraries_that_a_build_has_left_in_the_clone_are_not_built_again(wheel: Path, tmp_path: Path) -> None:
+    source, compiler = copy_project(tmp_path), write_compiler(tmp_path, "exit 1")
+    left = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    zipfile.ZipFile(wheel).extractall(left, LIBRARIES)
+    (left / next(iter(LIBRARIES))).with_name("of-other-sources.so").touch()
+    names = zipfile.ZipFile(build_wheel(tmp_path, CXX=str(compiler))).namelist()
+    assert {name for name in names if name.endswith(".so")} == LIBRARIES
 
 
 def test_editable_install_builds_no_libraries(tmp_path: Path) -> None:

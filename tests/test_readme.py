@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS, PAGES, README, ROOT, SHELL, all_commands, blocks, by_hand, code_spans, prose
+from documents import DOCUMENTS, PAGES, README, ROOT, SHELL, all_commands, blocks, by_hand, code_spans, commands, prose
 from optimum.commands import optimum_cli
+from parsers import command_classes, parser_of
 
 
 MOST_WORDS = 700
@@ -41,28 +42,32 @@ def test_make_targets_exist() -> None:
 def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = shell_commands("optimum-cli")
     assert {tuple(call[:2]) for call in calls} >= {("export", "neuron"), ("neuron", "generate")}
-    commands = importlib.import_module("optimum.commands.register.neuron")
-    export = importlib.import_module("optimum.commands.register.export_neuron")
-    neuron = [subcommand.subcommand_class for subcommand in commands.NeuronCommand.SUBCOMMANDS]
-    nested = [each.subcommand_class for command in neuron for each in command.SUBCOMMANDS]
-    for command in (export.NeuronExportCommand, *neuron, *nested):
-        monkeypatch.setattr(command, "run", lambda self: None)
+    parse(monkeypatch, calls)
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, calls: Iterable[Sequence[str]]) -> None:
+    """Have optimum-cli parse the words of commands, and run none of them."""
+    for words, command in command_classes().items():
+        if words != ("neuron",):
+            monkeypatch.setattr(command, "run", lambda self: None)
     for call in calls:
         monkeypatch.setattr(sys, "argv", ["optimum-cli", *call])
         optimum_cli.main()
 
 
-def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    neuron = importlib.import_module("optimum.commands.register.neuron").NeuronCommand
-    named = [("neuron", each.name) for each in neuron.SUBCOMMANDS]
-    nested = [
-        ("neuron", each.name, sub.name) for each in neuron.SUBCOMMANDS for sub in each.subcommand_class.SUBCOMMANDS
-    ]
-    for command in (("export", "neuron"), *named, *nested):
-        monkeypatch.setattr(sys, "argv", ["optimum-cli", *command, "--help"])
-        with pytest.raises(SystemExit):
-            optimum_cli.main()
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", capsys.readouterr().out))
+@pytest.mark.parametrize("words", command_classes(), ids=" ".join)
+def test_a_help_begins_with_what_the_command_does_and_has_examples_that_parse(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = parser_of(words)
+    assert re.match(r"[A-Z][a-z]+,? [a-z]", parser.description or "")
+    calls = [call.words[1:] for call in commands(parser.epilog or "") if call.program == "optimum-cli"]
+    assert [call for call in calls if call[: len(words)] == words]
+    parse(monkeypatch, calls)
+
+
+def test_options_in_the_text_exist() -> None:
+    known = {option for words in command_classes() for option in parser_of(words)._option_string_actions}
     spans = {span.split()[0].partition("=")[0] for span in code_spans() if span.startswith("--")}
     assert spans <= known
 

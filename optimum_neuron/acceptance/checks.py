@@ -234,7 +234,7 @@ def _check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
             raise CheckError(f"token id {token} makes logits that are not finite")
         chosen = -1 if output.chunk_tokens is None else int(output.chunk_tokens[0])
         if output.chunk_tokens is not None and not 0 <= chosen < artifact.model.vocab_size:
-            raise CheckError(f"behind token id {token} it chose {chosen}, of {artifact.model.vocab_size} tokens")
+            raise CheckError(f"after token id {token} it chose {chosen}, of {artifact.model.vocab_size} tokens")
     return {"embeddings": size, "refused": 2}
 
 

@@ -14,7 +14,7 @@ REMEDIES = {
     "compiler": "install neuronx-cc from AWS's Neuron repository, or report the operators that it does not list",
     "certificate": "the graphs are not those that the export executed: export the model again with --certify",
     "load": "check neuron-ls, NEURON_RT_VISIBLE_CORES and that the SDK is the one that compiled the artifact",
-    "golden": "export with --dtype float32 to tell rounding from a fault, then with one layer fewer each time to find it",
+    "golden": "export with --dtype float32 to separate rounding from a fault, then with one layer fewer each time to find it",
     "chunks": "a graph is not deterministic or its scatter is wrong: report it with the JSON of this check",
     "neighbours": "a row reads another row's cache: report it with the JSON of this check",
     "slot copy": "the copy_slot graph is wrong: turn off prefix reuse and report it with the JSON of this check",

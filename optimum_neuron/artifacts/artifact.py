@@ -10,6 +10,7 @@ weights/tp<rank>.safetensors                            or each rank's shards of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ WEIGHTS_FOLDER = "weights"
 WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
+# A repository of the Hub, or a file of one.
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?::.+\.gguf)?")
 # 2: a slot keeps more than keys and values; what it keeps beside them would be overlooked by a reader of 1.
 FORMAT_VERSION = 6
 # Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
@@ -206,18 +209,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _what_it_is(path: Path) -> str:
-    """What a path that is no artifact's is, and how one is made of it."""
+    """Return what a path that is no artifact's is, and how to get an artifact."""
+    export = f"optimum-cli export neuron --model {path} OUT"
     if path.suffix == ".gguf" and path.is_file():
-        return f"{path} is a GGUF file, not an artifact; export it first: optimum-cli export neuron --model {path} OUT"
+        return f"{path} is a GGUF file, not an artifact; export it first: {export}"
     if path.exists() and not path.is_dir():
         return f"{path} is a file, not an artifact; name the folder that optimum-cli export neuron wrote"
     if (path / "config.json").is_file():
-        return (
-            f"{path} holds no {MANIFEST_NAME}, so it is a checkpoint or an unfinished copy, not an artifact; export it first: "
-            f"optimum-cli export neuron --model {path} OUT"
+        return f"{path} holds no {MANIFEST_NAME}, so it is a checkpoint or an unfinished copy, not an artifact; export it first: {export}"
+    if path.is_dir():
+        return f"{path} holds no {MANIFEST_NAME}; name the folder that optimum-cli export neuron wrote"
+    if _HUB_ID.fullmatch(str(path)):
+        download = (
+            ""
+            if ":" in path.name
+            else f"; if it is an artifact there, download it: hf download {path} --local-dir OUT"
         )
-    what = f"holds no {MANIFEST_NAME}" if path.is_dir() else "does not exist"
-    return f"{path} {what}; export an artifact first: optimum-cli export neuron --model MODEL {path}"
+        return f"{path} is no folder here; if it is a checkpoint on the Hub, export it: {export}{download}"
+    return f"{path} does not exist; name the folder that optimum-cli export neuron wrote"
 
 
 def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: bool) -> int:

@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the artifact that a user named, a folder or a Hub repository that is downloaded, and tells where its bytes come from."""
+"""Find the artifact that a user named, a folder or a Hub repository, and whether its bytes come from the Hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
+from ..checkpoints.card_facts import CARD_NAME
 from ..checkpoints.hub import commit_of, download, hub_file, refuse_revision
-from ..checkpoints.hub_errors import cause_of, status_of, told
 from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
 from .hub_cache import is_in_hub_cache
 
@@ -59,7 +50,7 @@ def find_artifact(
         return Artifact.open(path, with_graphs=native_code or not from_hub), from_hub
     if export:
         return None
-    manifest = _hub_manifest(str(model_id), export=export, revision=revision, token=token, **hub)
+    manifest = _hub_manifest(str(model_id), revision=revision, token=token, **hub)
     if manifest is None:
         if export is False:
             raise FileNotFoundError(
@@ -87,17 +78,7 @@ def is_from_hub(folder: Path) -> bool:
     return (folder / _DOWNLOADED).is_file() or any(map(is_in_hub_cache, files))
 
 
-def _hub_manifest(repo_id: str, *, export: bool | None, **options: Any) -> Path | None:
-    with told(repo_id, options["revision"] or "main"):
-        try:
-            return Path(hf_hub_download(repo_id, MANIFEST_NAME, **options))
-        except LocalEntryNotFoundError as error:
-            if export is False and status_of(cause_of(error)) is not None:
-                raise
-            return None  # offline and not in the cache, or the Hub fails: a checkpoint of this name may be there
-        except EntryNotFoundError:
-            return None  # no artifact: a checkpoint of this name may be there
-        except GatedRepoError:
-            raise
-        except (HFValidationError, RepositoryNotFoundError):
-            return None  # nothing of this name: the search for a checkpoint says so
+def _hub_manifest(repo_id: str, **options: Any) -> Path | None:
+    """Return the manifest in the Hub's cache; None where the repository has none. A checkpoint needs the other two files."""
+    path = download(repo_id, [MANIFEST_NAME, "config.json", CARD_NAME], **options) / MANIFEST_NAME
+    return path if path.is_file() else None

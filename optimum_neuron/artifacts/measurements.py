@@ -199,7 +199,7 @@ def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Meas
 
 def _check_config(config: object, path: Path, artifact: Artifact) -> None:
     if config != artifact.config.to_dict():
-        raise ValueError(f"{path} is of an artifact of other sizes than {artifact.path}; measure this one")
+        raise ValueError(f"{path} was measured with other sizes than {artifact.path} has; measure this one")
 
 
 def _medians(document: dict[str, Any]) -> list[dict[str, Any]]:

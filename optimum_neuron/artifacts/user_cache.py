@@ -48,6 +48,8 @@ def untrusted(status: os.stat_result) -> str | None:
     """Why a file or folder is not to be trusted, or None."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(status.st_mode):
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link, which may lead out of the cache"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "can be changed by other users"
     return None

@@ -239,5 +239,5 @@ def _explained_files(output: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise FileExistsError(
-            f"{output} was filled by somebody else while its artifact was made; name another folder"
+            f"{output} was filled by another process while its artifact was made; name another folder"
         ) from error

@@ -74,7 +74,7 @@ def print_report(report: Report, terminal: Console) -> None:
             f"{row.prompt_tokens:,}", _told(row.tokens_per_second), _told(row.ttft_ms), f"{row.padding_share:.0%}"
         )
     rows = Table("rows", "tok/s", "step, ms", "ITL p50, ms", "ITL p99, ms", "idle rows", title_justify="left")
-    rows.title = f"Decode, behind {report.decode[0].context_tokens:,} tokens a row"
+    rows.title = f"Decode, after {report.decode[0].context_tokens:,} tokens a row"
     for each in report.decode:
         rows.add_row(
             str(each.rows),
@@ -95,7 +95,7 @@ def print_report(report: Report, terminal: Console) -> None:
     terminal.print(
         f"loaded in {report.load_seconds:.2f} s, warm in {report.warm_up_seconds:.2f} s; {memory.weights_bytes / 1e6:,.0f} MB of "
         f"weights, {memory.state_bytes / 1e6:,.0f} MB of cache and state{peak}\n"
-        f"medians of {report.repeat} (least to most), behind one that is not counted",
+        f"medians of {report.repeat} (least to most), after one that is not counted",
         soft_wrap=True,
     )
 

@@ -141,7 +141,7 @@ class PeftAdapter:
         )
         if left is not None:
             raise ValueError(
-                f"adapter {self.source} ({self.peft_type}) cannot be merged: {left} stays beside the weights"
+                f"adapter {self.source} ({self.peft_type}) cannot be merged: {left} stays apart from the weights"
             )
         with torch.inference_mode():
             logits = model(input_ids=prompt, use_cache=False).logits
@@ -149,7 +149,7 @@ class PeftAdapter:
         if not difference <= _TOLERANCE:
             raise ValueError(
                 f"adapter {self.source} ({self.peft_type}) cannot be merged: the merged model's logits differ by "
-                f"{difference:.1g} of their range from those with the adapter beside the weights"
+                f"{difference:.1g} of their range from those with the adapter apart from the weights"
             )
 
 

@@ -26,10 +26,10 @@ def card_facts(path: Path) -> dict[str, Any]:
     """`license`, `license_name`, `license_link` and `language` of a card; what is not of the Hub's form is left out, and of a license told."""
     if not path.is_file() or path.stat().st_size > _LARGEST_CARD:
         return {}
-    from huggingface_hub import ModelCard
+    from huggingface_hub import metadata_load
 
     try:
-        data = ModelCard(path.read_text(encoding="utf-8-sig"), ignore_metadata_errors=True).data.to_dict()
+        data = metadata_load(path) or {}
     except Exception as error:  # of a YAML parser, on a text that anybody may have written
         logger.warning("%s: its metadata cannot be read, and no license is taken from it: %s", path, first_line(error))
         return {}
@@ -38,7 +38,7 @@ def card_facts(path: Path) -> dict[str, Any]:
         for name, pattern in (("license", LICENSE), ("license_name", LICENSE_NAME), ("license_link", LINK))
         if isinstance(data.get(name), str) and re.fullmatch(pattern, data[name])
     }
-    languages = data.get("language")
+    languages: Any = data.get("language")
     languages = [languages] if isinstance(languages, str) else languages
     is_list = isinstance(languages, list) and 0 < len(languages) <= _MOST_LANGUAGES
     if is_list and all(isinstance(each, str) and re.fullmatch(LANGUAGE, each) for each in languages):

@@ -242,7 +242,7 @@ class Checkpoint:
             return file
         form = find_quantized(read_object(self.folder / "config.json"), self.folder, self.source)
         for notice in () if form is None or self.codes == DEQUANTIZE else form.notices:
-            logger.warning("%s: %s", self.source, notice)
+            logger.warning("%s", notice)
         return form
 
     def _keep_codes(self, model: PreTrainedModel, without: Sequence[str]) -> None:

@@ -151,7 +151,7 @@ def indexed(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
     outside = next((name for name in sorted(files.values()) if Path(name).name != name), None)
     if outside is not None:
-        raise ValueError(f"{path} names {outside!r}, which is no file beside it; do not use this checkpoint")
+        raise ValueError(f"{path} names {outside!r}, which is no file of its folder; do not use this checkpoint")
     return files
 
 

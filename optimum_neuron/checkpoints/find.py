@@ -25,6 +25,7 @@ from .hub import HubFile, commit_of, download, hub_file, refuse_revision, reposi
 
 ADAPTER_CONFIG = "adapter_config.json"
 GGUF = ".gguf"
+_MERGE = "optimum-cli export neuron OUT --model {} --adapter {}"
 
 
 def find_checkpoint(
@@ -130,23 +131,23 @@ def _refuse_files(source: str, names: Sequence[str], separator: str, problem: st
     files = [name for name in names if name.endswith(GGUF)]
     if files:
         first = f"{source.rstrip('/')}{separator}{files[0]}"
-        raise ValueError(f"{source} {problem}; choose one, as --model {first}; it has {', '.join(files)}")
+        raise ValueError(f"{source} {problem}; name one of them, as {first}; it has {', '.join(files)}")
     if "config.json" not in names:
         raise FileNotFoundError(f"{source} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
     refuse_without_safetensors(names, source)
 
 
 def _refuse_adapter(folder: Path, source: str) -> None:
-    """transformers would load an adapter beside the weights, or not, as PEFT is installed or not."""
+    """Raise where transformers would load an adapter with the weights if PEFT is installed, and without it otherwise."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     if (folder / "config.json").is_file():
         raise ValueError(
-            f"{source} holds a checkpoint and a PEFT adapter; move the adapter's files into a folder of their own, and name it by "
-            f"--adapter to merge it"
+            f"{source} holds a checkpoint and a PEFT adapter; move the adapter's files to another folder ADAPTER, and to merge it: "
+            f"{_MERGE.format(source, 'ADAPTER')}"
         )
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     raise ValueError(
-        f"{source} is a PEFT adapter, not a checkpoint; name the model that it was trained on: --model {base or 'BASE'} "
-        f"--adapter {source}"
+        f"{source} is a PEFT adapter, not a checkpoint; merge it into the model that it was trained on: "
+        f"{_MERGE.format(base or 'BASE', source)}"
     )

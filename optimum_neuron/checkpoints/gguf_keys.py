@@ -17,10 +17,10 @@ REMEDY = "export the checkpoint that the file was made from"
 _WITHOUT_EFFECT = {
     r"general\.(?!type$).*": "it describes the file",
     r"tokenizer\..*": "the tokenizer is made of it",
-    r"quantize\..*": "it tells how the codes were chosen",
-    r"mradermacher\..*": "it tells who quantized the file",
+    r"quantize\..*": "it says how the codes were chosen",
+    r"mradermacher\..*": "it names the author of the file",
     r"split\.tensors\.count": "it counts the tensors",
-    r"@rope\.scaling\.finetuned": "it tells how the model was trained",
+    r"@rope\.scaling\.finetuned": "it says how the model was trained",
     r"@pooling_type": "only embeddings are pooled",
 }
 # Keys that have one value in each file that can be exported, and what another one means.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,10 +18,14 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from .hub_errors import HTTP_ERROR, cause_of, status_of, told
+from ..errors import first_line
+from .hub_errors import HTTP_ERROR, told
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
+# Seconds for the Hub's first answer.
+_PATIENCE = 5.0
 
 
 class HubFile(NamedTuple):
@@ -32,9 +36,9 @@ class HubFile(NamedTuple):
 
 
 def hub_file(model: str | Path) -> HubFile | None:
-    """The file of a Hub repository that a name stands for; None for every other name, and for a local path that exists."""
+    """Return the file of a Hub repository that a name stands for; None for others, for a drive of Windows, and for a path that exists."""
     repo_id, colon, name = str(model).partition(":")
-    if not (colon and name) or name.startswith("/") or Path(model).expanduser().exists():
+    if not (colon and name) or len(repo_id) == 1 or name.startswith("/") or Path(model).expanduser().exists():
         return None
     try:
         validate_repo_id(repo_id)
@@ -76,8 +80,18 @@ def refuse_revision(path: Path, revision: str | None) -> None:
         )
 
 
-def download(repo_id: str, patterns: list[str], *, revision: str | None, token: str | bool | None, **hub: Any) -> Path:
-    """Downloads a Hub repository's files that match `patterns`; what an interrupted download has left is not downloaded again.
+def download(
+    repo_id: str,
+    patterns: list[str],
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    local_files_only: bool = False,
+    **hub: Any,
+) -> Path:
+    """Download a Hub repository's files that match `patterns`, or find them in the cache where the Hub cannot be reached.
+
+    What an interrupted download has left is not downloaded again.
 
     Raises:
         FileNotFoundError: the name is neither a local path nor a repository that can be read, or has no such revision.
@@ -85,17 +99,34 @@ def download(repo_id: str, patterns: list[str], *, revision: str | None, token: 
     """
     with told(repo_id, revision or "main"):
         try:
-            return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=patterns, **hub))
+            problem = "local_files_only is set" if local_files_only else _why_unreachable(repo_id, token)
+            options = {"revision": revision, "token": token, "local_files_only": problem is not None, **hub}
+            return Path(snapshot_download(repo_id, allow_patterns=patterns, **options))
         except GatedRepoError:
             raise
         except (HFValidationError, RepositoryNotFoundError) as error:
             raise FileNotFoundError(
-                f"{repo_id} is neither a local path nor a Hub repository that can be read; check the name, or pass token"
+                f"{repo_id} is neither a local path nor a Hub repository that can be read; check the name, or pass token (--token)"
             ) from error
-        except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-            if status_of(cause_of(error)) is not None:
+        except LocalEntryNotFoundError as error:
+            if problem is None:  # the Hub answers, and fails
                 raise
+            found = "has not all of its files" if hasattr(error, "snapshot_path") else "does not have it"
+            cache = hub.get("cache_dir") or constants.HF_HUB_CACHE
             raise FileNotFoundError(
-                f"{repo_id} is no local path, is not in the Hub cache, and the Hub cannot be reached; check the name or "
+                f"{repo_id} is no local path, the Hub cache {cache} {found}, and the Hub cannot be reached ({problem}); check the name, or "
                 f"go online"
             ) from error
+
+
+def _why_unreachable(repo_id: str, token: str | bool | None) -> str | None:
+    """Return why the Hub gives no answer; None if it gives one. By itself its client waits for minutes."""
+    try:
+        HfApi(token=token).repo_info(repo_id, timeout=_PATIENCE)
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set"
+    except HfHubHTTPError:
+        return None
+    except HTTP_ERROR as error:
+        return _NUMBER.sub("", first_line(error))
+    return None

@@ -106,14 +106,14 @@ def _problem(error: BaseException, repo: str, other_way: str) -> str | None:
             return f"the Hub cannot be reached ({first_line(error)}); check the connection: {_AGAIN}"
         return None
     if status == 401:
-        return "the Hub does not take this token (401); pass another as token (--token), or log in anew: hf auth login"
+        return "the Hub does not take this token (401), or got none; pass one as token (--token), or log in: hf auth login"
     if status == 403:
         return (
-            f"this token may not do that with {repo} (403); ask for access, or pass the token (--token) of somebody who may"
+            f"this token may not do that with {repo} (403); ask for access, or pass a token (--token) that allows it"
             f"{other_way}"
         )
     if status in (409, 412):
-        return f"{repo} was changed by somebody else at the same time ({status}); {_AGAIN}"
+        return f"{repo} was changed at the same time by another program ({status}); {_AGAIN}"
     if status == _TOO_MANY:
         wait = _retry_after(error)
         return f"the Hub has had too many requests (429); {_AGAIN} {f'in {wait} s' if wait else 'later'}"

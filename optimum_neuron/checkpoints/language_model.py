@@ -156,7 +156,7 @@ def _fill(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
     head = whole.get_output_embeddings()
     if len(bodies) != 1 or head is None:
         raise ValueError(
-            f"{source}: the language model of {type(whole).__name__} cannot be told from its other parts: {len(bodies)} modules "
+            f"{source}: the language model of {type(whole).__name__} cannot be separated from its other parts: {len(bodies)} modules "
             f"are those of {type(model).__name__}, and it has {'no' if head is None else 'a'} head"
         )
     name, body = own[0][0], cast(PreTrainedModel, bodies[0])

@@ -50,6 +50,10 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
             return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises nothing narrower
+        if gguf_file is None and not has_tokenizer(folder):
+            raise ValueError(
+                f"{source} has no tokenizer; add the files of one (tokenizer.json and its like)"
+            ) from error
         raise ValueError(
             f"{source}: its tokenizer cannot be read ({first_line(error)}); restore or remove its files (tokenizer.json and its "
             f"like), or download it again"

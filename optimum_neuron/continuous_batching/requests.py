@@ -210,7 +210,7 @@ def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:
         if field.name not in _HONOURED and getattr(config, field.name) != getattr(plain, field.name)
     ]
     if set_names:
-        logger.warning("%s: no meaning for compiled graphs, whose cache was sized at export", ", ".join(set_names))
+        logger.warning("%s: no meaning for compiled graphs, which got their cache at export", ", ".join(set_names))
 
 
 class Outcome:

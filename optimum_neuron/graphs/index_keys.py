@@ -41,7 +41,7 @@ class KeySource(Protocol):
         """From `query [tokens, n, dim]` to its products `[tokens, n, columns]` with the keys, in the query's type."""
 
     def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
-        """What stands for the columns of the largest scores, so many, of what each token sees.
+        """Return what stands for the `count` columns with the largest scores among those that each token sees.
 
         Args:
             scores: `[tokens, heads, columns / of.width]` float32; each head selects by itself.

@@ -184,7 +184,7 @@ def _sizes(facts: Facts) -> str:
 
 
 def _quantization(facts: Facts) -> str:
-    plain, rounded = facts.options["dtype"], facts.options["activations"]
+    plain = facts.options["dtype"]
     rows = [
         (
             each.kind,
@@ -196,13 +196,8 @@ def _quantization(facts: Facts) -> str:
         )
         for each in facts.quantized
     ]
-    told = (
-        f"Activations are rounded to {rounded}, each token's by blocks of 64 inputs, where they meet weights of which the table says so."
-        if rounded
-        else "Activations stay as they are."
-    )
     headers = ("codes", "weights", "scales per output", "of type", "zero points", "activations")
-    return f"{told}\n\n{table(headers, rows)}"
+    return f"A{facts.rounding[1:]}.\n\n{table(headers, rows)}"
 
 
 def _quality(facts: Facts, name: str) -> str:

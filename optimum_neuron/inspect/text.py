@@ -12,6 +12,7 @@ from ..cli import graph_table
 from ..config import HLO_TARGETS
 from ..graphs.state_sizes import StateSizes, byte_count
 from ..targets.neuron.certificate import NOT_CERTIFIED, is_certified
+from .facts import rounding_of
 
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def print_artifact(artifact: Artifact, measured: Measurements | None, terminal: Console) -> None:
     """Nothing is loaded, and no file but the manifest is read."""
     terminal.print(_facts(artifact))
+    if artifact.config.activations is not None:
+        terminal.print(rounding_of(artifact.config.activations), soft_wrap=True)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
     if measured is not None and measured.speeds:
         terminal.print(_speeds(measured.speeds))

@@ -121,8 +121,8 @@ class Forward(Module):
             )
         if attention_mask is not None and (counted[:, 1:] & (attention_mask[:, :-1] == 0)).any():
             raise ValueError(
-                f"labels count a token behind padding, where no logits follow from any text; make it {_IGNORED}, also of the first "
-                f"real token behind padding on the left"
+                f"labels count a token after padding, where no logits follow from any text; make it {_IGNORED}, also of the first "
+                f"real token after padding on the left"
             )
         # Some decoders shift no labels, or add losses of their own: only what names the common function is it.
         forward = inspect.unwrap(type(self._empty).forward)

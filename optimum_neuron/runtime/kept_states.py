@@ -38,7 +38,7 @@ class KeptStates:
         """
         self._check_place(place)
         if not length:
-            raise ValueError(f"slot {slot} holds no tokens, whose state could be kept")
+            raise ValueError(f"slot {slot} holds no tokens, so it has no state to keep")
         cast(KeepsStates, self._executable).keep_state(slot, place)
         self.lengths[place] = length
 

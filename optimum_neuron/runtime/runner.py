@@ -323,9 +323,7 @@ class GraphRunner:
         """
         count = self.config.top_logprobs
         if count is None:
-            raise ValueError(
-                "this artifact tells no log-probabilities; export it with --top-logprobs (top_logprobs=0)"
-            )
+            raise ValueError("this artifact has no log-probabilities; export it with --top-logprobs (top_logprobs=0)")
         tokens, logits = output.of(group)
         assert tokens is not None
         if logits is not None:
@@ -355,7 +353,7 @@ class GraphRunner:
         if not has_groups or graph not in self.family or not holds(graph, context, counts, blocks):
             raise ValueError(
                 f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
-                f"{'' if decode is None else ' beside decode rows'}"
+                f"{'' if decode is None else ' with decode rows'}"
             )
         return graph
 

@@ -140,7 +140,7 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
     config = artifact.config
     if config.kv_block_size is not None:
         raise ValueError(
-            f"{artifact.path} has a cache of blocks (kv_block_size={config.kv_block_size}), whose steps are not measured; export with "
+            f"{artifact.path} has a cache of blocks (kv_block_size={config.kv_block_size}), and steps of such are not measured; export with "
             f"slots"
         )
     runner = TimedRunner(executable, config, artifact.graphs, artifact.model)

@@ -43,7 +43,7 @@ class Machine(Protocol):
         """Bytes that a config needs of one core, or of the host, and that there are."""
 
     def compile_minutes(self, config: NeuronConfig) -> float:
-        """Of all graphs, one after the other."""
+        """Return the minutes that compiling all graphs takes, one after the other."""
 
     def snapshots(self, config: NeuronConfig) -> int | None:
         """As in `Scheduler`."""

@@ -107,7 +107,7 @@ def tune_artifact(path: Path, trace: Trace, slo: Slo, *, trust_remote_code: bool
     config = artifact.config
     if config.target not in ("cpu", *NEURON_TARGETS):
         raise ValueError(
-            f"{path} is for target={config.target!r}, whose steps have no times here; export it for cpu or a device"
+            f"{path} is for target={config.target!r}, and steps of it have no times here; export it for cpu or a device"
         )
     trace.check_length(config.sequence_length)
     candidate = Candidate(config)

@@ -281,7 +281,7 @@ class ModelRunner:
                 self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))
 
     def _end_prompts(self, parts: Sequence[PromptPart[SlotRequest]]) -> None:
-        """Hands out what is told of prompts of which nothing is missing any more."""
+        """Hand out the scores of prompts that are complete."""
         assert self._computed is not None
         for state in (part.request for part in parts):
             scores = state.prompt_scores

@@ -75,7 +75,7 @@ def configure(vllm_config: VllmConfig) -> None:
 def _check_logprobs(mode: str, config: NeuronConfig) -> None:
     if config.top_logprobs is not None and mode != RAW_LOGPROBS and not config.returns_decode_logits:
         raise ValueError(
-            f"--logprobs-mode {mode} needs logits on the host, and this artifact's graphs tell {RAW_LOGPROBS} alone; leave it out, "
+            f"--logprobs-mode {mode} needs logits on the host, and this artifact's graphs return {RAW_LOGPROBS} alone; leave it out, "
             f"or export the artifact with --output-logits"
         )
 
@@ -210,7 +210,7 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
     events = vllm_config.kv_events_config
     if compiled is None and events is not None and events.enable_kv_cache_events:
         raise ValueError(
-            "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out, or "
+            "--kv-events-config is not supported: this artifact's cache has slots, and no blocks; leave it out, or "
             "export with --kv-block-size 128"
         )
     if given().prefix_caching and not _reuses_prefixes(vllm_config, artifact):

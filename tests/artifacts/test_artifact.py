@@ -225,11 +225,20 @@ def test_a_manifest_without_one_of_its_keys_is_refused(artifact: Path, key: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("nothing", "nothing does not exist"), ("", "holds no neuron_config.json")]
+    ("name", "words"),
+    [
+        ("nothing", "nothing does not exist; name the folder that optimum-cli export neuron wrote"),
+        (".", r"\. holds no neuron_config\.json; name the folder that optimum-cli export neuron wrote"),
+        ("org/name", r"no folder here; .*: optimum-cli export neuron --model org/name OUT; .*: hf download org/name"),
+        ("org/name:q4.gguf", r"optimum-cli export neuron --model org/name:q4\.gguf OUT$"),
+    ],
 )
-def test_a_folder_without_an_artifact_is_not_found(tmp_path: Path, name: str, words: str) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"{words}; export an artifact first: optimum-cli export neuron"):
-        Artifact.open(tmp_path / name)
+def test_a_name_without_an_artifact_is_not_found(
+    tmp_path: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=words):
+        Artifact.open(Path(name))
 
 
 @pytest.mark.parametrize(

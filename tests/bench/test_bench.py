@@ -69,7 +69,7 @@ def test_a_report_is_printed_written_and_drawn(
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "bench", str(cpu_artifact("llama")), *words])
     optimum_cli.main()
     shown = capsys.readouterr().out
-    for text in ("Prefill, a prompt alone", "Decode, behind 8 tokens a row", "medians of 2", "threads on"):
+    for text in ("Prefill, a prompt alone", "Decode, after 8 tokens a row", "medians of 2", "threads on"):
         assert text in shown
     report = json.loads(written.read_text())
     assert list(report) == [

@@ -144,7 +144,7 @@ def test_without_peft_an_adapter_is_refused_and_all_else_works(
 def test_an_adapter_as_the_model_is_refused_and_its_base_named(
     tiny_checkpoint: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    words = rf"{adapter} is a PEFT adapter, not a checkpoint; .*: --model {tiny_checkpoint} --adapter {adapter}$"
+    words = rf"{adapter} is a PEFT adapter, not a checkpoint; .*: optimum-cli .* --model {tiny_checkpoint} --adapter {adapter}$"
     refused(ValueError, words, adapter, tmp_path / "artifact", None)
 
 
@@ -154,5 +154,5 @@ def test_an_adapter_among_the_checkpoint_s_files_is_not_merged_silently(
     both = tmp_path / "both"
     shutil.copytree(tiny_checkpoint, both)
     shutil.copytree(adapter, both, dirs_exist_ok=True)
-    words = r"both holds a checkpoint and a PEFT adapter; move the adapter's files into a folder of their own"
+    words = r"both holds a checkpoint and a PEFT adapter; move the adapter's files to another folder"
     refused(ValueError, words, both, tmp_path / "artifact", None)

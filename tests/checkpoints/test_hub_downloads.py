@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from gguf_files import write_gguf
@@ -16,6 +20,8 @@ from hub_server import REPO, LoopbackHub, connected_hub
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron.artifacts.find import find_artifact
+from optimum_neuron.checkpoints import hub as downloads
 from optimum_neuron.checkpoints.find import find_checkpoint, find_config
 from optimum_neuron.checkpoints.hub import HubFile, hub_file
 
@@ -66,7 +72,7 @@ def test_of_several_files_those_are_downloaded_that_the_index_names(
 def test_a_repository_of_gguf_files_names_them_and_how_to_choose_one(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.commits = [{"README.md": b"", "m-Q8_0.gguf": b"", "big/m-Q4_0.gguf": b"", "m-\x1b[2J.gguf": b""}]
     words = (
-        f"{REPO} holds GGUF files; choose one, as --model {REPO}:big/m-Q4_0.gguf; it has big/m-Q4_0.gguf, m-Q8_0.gguf"
+        f"{REPO} holds GGUF files; name one of them, as {REPO}:big/m-Q4_0.gguf; it has big/m-Q4_0.gguf, m-Q8_0.gguf"
     )
     with pytest.raises(ValueError, match=f"{re.escape(words)}$"):
         find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
@@ -75,14 +81,14 @@ def test_a_repository_of_gguf_files_names_them_and_how_to_choose_one(hub: Loopba
         find_checkpoint(REPO, cache_dir=tmp_path / "described", **OPTIONS)
     for name in ("m-Q9_0.gguf", "Q4_0"):
         with pytest.raises(
-            ValueError, match=f"{REPO} has no GGUF file {name}; choose one, as --model {REPO}:big/m-Q4_0"
+            ValueError, match=f"{REPO} has no GGUF file {name}; name one of them, as {REPO}:big/m-Q4_0"
         ):
             find_config(f"{REPO}:{name}", **OPTIONS)
 
 
 def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(ValueError, match=rf"choose one, as --model {tmp_path}/m\.gguf; it has m\.gguf$"):
+    with pytest.raises(ValueError, match=rf"name one of them, as {tmp_path}/m\.gguf; it has m\.gguf$"):
         find_checkpoint(tmp_path, **OPTIONS)
 
 
@@ -136,9 +142,35 @@ def test_names_of_repository_files_are_told_from_paths(tmp_path: Path, monkeypat
         "https://org/repo/m.gguf",
         "org/repo:",
         ":m.gguf",
+        "C:m.gguf",
+        r"C:\m.gguf",
     ]
     assert [name for name in others if hub_file(name) is not None] == []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "repo:m.gguf").touch()
     assert hub_file("org/repo:m.gguf") is None
+
+
+@pytest.mark.parametrize("answers", [False, None], ids=["refused", "silent"])
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_what_is_in_the_cache_is_found(
+    answers: bool | None, hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(hub, tiny_checkpoint)
+    known = find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS).folder
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits to ask again"))
+    monkeypatch.setattr(downloads, "_PATIENCE", 0.2)
+    with socket.socket() as nothing:
+        nothing.bind(("127.0.0.1", 0))
+        if answers is None:
+            nothing.listen()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{nothing.getsockname()[1]}")
+        assert find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS).folder == known
+        words = rf"org/misspelt is no local path, the Hub cache {tmp_path} does not have it, and the Hub cannot be reached \(.+\); check"
+        find_any = partial(find_artifact, export=None, native_code=False, revision=None, token=None)
+        for find in (partial(find_checkpoint, **OPTIONS), find_any):
+            with pytest.raises(FileNotFoundError, match=words):
+                find("org/misspelt", cache_dir=tmp_path)
+        (known / "tokenizer.json").unlink()
+        with pytest.raises(FileNotFoundError, match=f"the Hub cache {tmp_path} has not all of its files, and the Hub"):
+            find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)

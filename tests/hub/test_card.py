@@ -194,10 +194,16 @@ CARDS = {
 
 
 @pytest.mark.parametrize("metadata", CARDS)
-def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(metadata: str, tmp_path: Path) -> None:
+def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(
+    metadata: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n# x\n", encoding="utf-8")
     assert card_facts(tmp_path / "README.md") == CARDS[metadata]
     assert card_facts(tmp_path / "none.md") == {}
+    caplog.clear()
+    capsys.readouterr()
+    (tmp_path / "README.md").write_text("# x\n", encoding="utf-8")
+    assert card_facts(tmp_path / "README.md") == {} and not capsys.readouterr().err and not caplog.text
     (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
     assert card_facts(tmp_path / "README.md") == {}
 
@@ -246,7 +252,7 @@ BENCHES: dict[str, tuple[object, str]] = {
     "nested": ({"speeds": [SPEED | {"conditions": {"a": [1]}}]}, "is [1], not a number"),
     "control": ({"speeds": [SPEED | {"unit": "\x1b[31m"}]}, "is not of the form"),
     "another": ({"speeds": [SPEED], "artifact": "0" * 64}, "was measured of another artifact"),
-    "check of another": ({"facts": {"config": {}}, "results": []}, "is of an artifact of other sizes"),
+    "check of another": ({"facts": {"config": {}}, "results": []}, "was measured with other sizes"),
 }
 
 
@@ -295,7 +301,7 @@ def test_medians_of_a_bench_are_speeds(own: Path, tmp_path: Path) -> None:
     for row in ("| `prefill` | `prompt` `16` | 2.5 | `tokens/s` |", "| `decode` | `rows` `3`, `context` `8` | 1,234 | `tokens/s` |",
                 "| `first token` | `prompt` `16` | 2.5 | `ms` |", "| `decode step` | `rows` `3`, `context` `8` | 2.5 | `ms` |"):  # fmt: skip
         assert row in card, row
-    with pytest.raises(ValueError, match="is of an artifact of other sizes than"):
+    with pytest.raises(ValueError, match="was measured with other sizes than"):
         write_card(opened, bench=put(tmp_path / "bench.json", document | {"config": {}}))
     with pytest.raises(ValueError, match=re.escape("it.prefill[0] lacks ttft_ms")):
         write_card(opened, bench=put(tmp_path / "bench.json", document | {"prefill": [{"prompt_tokens": 1}]}))

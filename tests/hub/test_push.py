@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 from hub_server import REPO, TOKEN, Fault, LoopbackHub, connected_hub
+from optimum.commands import optimum_cli
 from transformers import GenerationConfig
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -85,7 +86,9 @@ def test_what_is_pushed_answers_as_what_was_exported(
     assert pushed == files_of(artifact)
     assert is_made(card) and "- mine\n" in card and f'from_pretrained("{REPO}")' in card
     hub.needs_token = True
-    with pytest.raises(FileNotFoundError, match=r"org/compiled is neither a folder nor a Hub repository"):
+    with pytest.raises(
+        FileNotFoundError, match=r"org/compiled is neither a local path nor a Hub repository that can be read"
+    ):
         load(tmp_path / "nobody")
     trusted = load(tmp_path / "cache", token=TOKEN, trust_remote_code=True)
     assert answer(trusted) == answer(model) and "compiling" not in caplog.text
@@ -96,7 +99,7 @@ def test_what_is_pushed_answers_as_what_was_exported(
     assert answer(load(tmp_path / "cache", local_files_only=True, trust_remote_code=True)) == answer(model)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert answer(load(tmp_path / "cache", trust_remote_code=True)) == answer(model) and not hub.requests
-    with pytest.raises(FileNotFoundError, match=r"neither a folder nor a Hub repository|is not in the Hub cache"):
+    with pytest.raises(FileNotFoundError, match=r"the Hub cache \S+ does not have it"):
         load(tmp_path / "other")
 
 
@@ -187,7 +190,7 @@ PUSHES = {
     "not to be written": (Fault("POST", "/preupload/", 403), r"this token may not do that with org/compiled \(403\); ask for access"),
     "too many": (Fault("POST", "/commit/", 429, {"Retry-After": "7"}), r"too many requests \(429\); what was done stays, so run the command again in 7 s"),
     "an upload that fails": (Fault("PUT", "/lfs/", 500), r"the Hub fails with status 500"),
-    "another writer": (Fault("POST", "/commit/", 412), r"was changed by somebody else at the same time"),
+    "another writer": (Fault("POST", "/commit/", 412), r"was changed at the same time by another program"),
 }  # fmt: skip
 
 
@@ -207,6 +210,32 @@ def test_a_push_that_fails_is_one_sentence_and_is_completed_by_the_next(
     assert len(hub.asked("PUT", "/lfs/")) == len(hub.objects) - sent
 
 
+def test_a_push_without_a_token_says_how_to_give_one(artifact: Path, hub: LoopbackHub) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"\(401\), or got none; pass one as token \(--token\), or log in: hf auth login"
+    ):
+        push_artifact(Artifact.open(artifact), REPO, token=False)
+    assert len(hub.commits) == 1
+
+
+def test_an_interrupted_push_says_that_the_command_continues_it(
+    artifact: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "push", str(artifact), REPO, "--token", TOKEN])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(huggingface_hub.HfApi, "create_commit", interrupt)
+        optimum_cli.main()
+    assert (ended.value.code, len(hub.commits)) == (130, 1)
+    assert (
+        capsys.readouterr().err == "interrupted; what was uploaded is not uploaded again, so run the command again\n"
+    )
+    optimum_cli.main()
+    assert {*files_of(artifact), "README.md", ".gitattributes"} == hub.files.keys()
+
+
 def test_a_repository_that_is_there_is_not_made_private(artifact: Path, hub: LoopbackHub) -> None:
     hub.exists = True
     with pytest.raises(ValueError, match="org/compiled is there already, and is public, not private; name another"):
@@ -224,13 +253,13 @@ def pushed(artifact: Path, hub: LoopbackHub) -> LoopbackHub:
 
 
 LOADS = {
-    "no such name": (Fault("HEAD", "/resolve/", 404, {"X-Error-Code": "RepoNotFound"}), FileNotFoundError, r"is neither a folder nor a Hub repository"),
+    "no such name": (Fault("HEAD", "/resolve/", 404, {"X-Error-Code": "RepoNotFound"}), FileNotFoundError, r"is neither a local path nor a Hub repository"),
     "not this token": (Fault("HEAD", "/resolve/", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
         RuntimeError, r"the Hub does not take this token \(401\)"),
     "gated": (Fault("HEAD", "/resolve/", 403, {"X-Error-Code": "GatedRepo"}), RuntimeError, r"may not do that with org/compiled \(403\); ask for access"),
     "forbidden": (Fault("HEAD", "/resolve/", 403), RuntimeError, r"may not do that with org/compiled \(403\)"),
     "too many": (Fault("HEAD", "/resolve/", 429), RuntimeError, r"too many requests \(429\)"),
-    "a list that fails": (Fault("GET", "/tree/", 503), FileNotFoundError, r"is not in the Hub cache and could not be downloaded; load it again"),
+    "a list that fails": (Fault("GET", "/tree/", 503), RuntimeError, r"the Hub fails with status 503"),
     "a file that fails": (Fault("GET", "weights/", 500), RuntimeError, r"the Hub fails with status 500"),
     "a file that is cut": (Fault("GET", "weights/", 0), RuntimeError, r"the Hub cannot be reached|connection"),
 }  # fmt: skip
@@ -246,7 +275,8 @@ def test_a_load_that_fails_is_one_sentence_and_the_next_completes_it(
         find(tmp_path)
     assert "\n" not in str(caught.value)
     with pytest.raises(
-        FileNotFoundError, match=re.escape("neither a folder nor a Hub repository") + "|is not in the Hub cache"
+        FileNotFoundError,
+        match=r"the Hub cache .* (does not have it|has not all of its files)|neither a folder nor a Hub repository",
     ):
         find(tmp_path, local_files_only=True)  # fmt: skip
     pushed.faults = []
@@ -258,12 +288,13 @@ def test_a_branch_that_is_pushed_to_while_it_is_read_is_read_of_one_commit(
 ) -> None:
     download = finding.download
 
-    def push_before(*args: Any, **options: Any) -> Path:
+    def push_after(*args: Any, **options: Any) -> Path:
+        found = download(*args, **options)
         pushed.commits.append(dict.fromkeys(pushed.files, b"other"))
-        return download(*args, **options)
+        return found
 
-    monkeypatch.setattr(finding, "download", push_before)
-    assert find(tmp_path).path.name == f"{len(pushed.commits) - 1:040x}"
+    monkeypatch.setattr(finding, "download", push_after)
+    assert find(tmp_path).path.name == f"{len(pushed.commits) - 2:040x}"
 
 
 def test_what_was_measured_is_pushed_with_it(artifact: Path, hub: LoopbackHub, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_the_loss_of_labels_is_that_of_transformers(models: Models) -> None:
         ({"labels": [[1]]}, "labels are list"),
         ({"labels": torch.full((3, WIDTH), 300)}, "labels hold 300, and the model has tokens 0 to 299"),
         ({"labels": torch.full((3, WIDTH), -1)}, "labels hold -1"),
-        ({"labels": torch.zeros(3, WIDTH, dtype=torch.long)}, "labels count a token behind padding"),
+        ({"labels": torch.zeros(3, WIDTH, dtype=torch.long)}, "labels count a token after padding"),
         ({"labels": torch.full((3, WIDTH), -100), "logits_to_keep": 1}, "labels need the logits of all tokens"),
         ({"logits_to_keep": -1}, "logits_to_keep=-1 must be 0"),
         ({"logits_to_keep": torch.tensor([WIDTH])}, "names columns that the 29 of input_ids have not"),

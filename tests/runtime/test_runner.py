@@ -104,7 +104,7 @@ def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
         ),
         (
             lambda runner: runner.step((), decode_rows(runner, {0: 5}), graph_named("chunked_prefill")),
-            r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 beside decode rows",
+            r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 with decode rows",
         ),
         (
             lambda runner: runner.step([Chunk(1, random_tokens(9))], graph=graph_named("mixed", ctx_batch_size=1)),

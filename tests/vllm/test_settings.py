@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"kv_events_config": EVENTS},
-        "--kv-events-config is not supported: this artifact's cache has slots, whose contents are no blocks; leave it out",
+        "--kv-events-config is not supported: this artifact's cache has slots, and no blocks; leave it out",
     ),
     (
         {"kv_transfer_config": KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both")},

@@ -127,7 +127,7 @@ def check_kv_codes(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig
     layers = {each.layer_idx for each in spec.compressions if each.has_groups(config)}
     if layers:
         raise ValueError(
-            f"{len(layers)} layers of {name} attend to compressed keys beside the others, and {option} has no codes of these; leave it out"
+            f"{len(layers)} layers of {name} attend to compressed keys and to others, and {option} has no codes of these; leave it out"
         )
 
 

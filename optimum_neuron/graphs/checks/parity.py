@@ -276,7 +276,7 @@ def _cause_of_nonsense(model: PreTrainedModel) -> str:
 def _cause_of_failure(error: Exception) -> str:
     if isinstance(error, UnsupportedModelError):
         return str(error)
-    return f"it fails on a prompt in chunks beside another: {first_line(error)}"
+    return f"it fails on a prompt in chunks next to another: {first_line(error)}"
 
 
 def _cause(model: PreTrainedModel, prompt: Tensor, expected: Tensor, tolerance: float, *, leak: bool) -> str:

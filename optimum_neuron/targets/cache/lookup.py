@@ -108,7 +108,7 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, 
     model_config = checkpoint.load_config()
     if checkpoint.is_quantized:
         raise ValueError(
-            f"{checkpoint.source} is quantized, and an export keeps its codes, whose types are not told without its weights; export it, and "
+            f"{checkpoint.source} is quantized, and an export keeps its codes, and their types are not known without its weights; export it, and "
             f"what the cache has is used"
         )
     config = config.fitted(checkpoint.longest_text(model_config))

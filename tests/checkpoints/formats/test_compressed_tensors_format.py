@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from quantized_files import LAYER, WEIGHT, opened, scales, whole, words
 from torch import Tensor
 
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
 
 
@@ -135,12 +137,18 @@ def test_floats_of_8_bits(strategy: str, shape: tuple[int, ...], more: dict[str,
     assert found.plain == ("model.norm.weight",)
 
 
-def test_a_cache_of_8_bits_is_told_and_keeps_the_export_s_type(tmp_path: Path) -> None:
+def test_a_cache_of_8_bits_keeps_the_export_s_type_which_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors, exact = packed(4, 2)
     tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
-    found = opened(tmp_path, tensors, config(GROUPED, "pack-quantized", kv_cache_scheme={"num_bits": 8}))
+    document = config(GROUPED, "pack-quantized", kv_cache_scheme={"num_bits": 8})
+    found = opened(tmp_path, tensors, document)
     assert torch.equal(found.dequantize(WEIGHT), exact) and found.plain == ("model.norm.weight",)
     assert found.notices == ("tiny also asks for a quantized KV cache, which keeps the type that the export gives it",)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": document}), encoding="utf-8")
+    assert Checkpoint(tmp_path, None, "tiny", trust_remote_code=False)._form is not None
+    assert caplog.messages == [*found.notices]
 
 
 def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_path: Path) -> None:

@@ -144,3 +144,17 @@ def test_a_cache_that_others_may_write_to_is_not_looked_at(
         code, _, err = call(monkeypatch, capsys, *words)
         assert code == 1 and "can be changed by other users" in err
     assert (cache.folder / KEY).exists()
+
+
+def test_an_entry_that_is_a_link_is_called_one(
+    cache: CompileCache,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store(cache, folder)
+    (cache.folder / KEY).rename(tmp_path / "elsewhere")
+    (cache.folder / KEY).symlink_to(tmp_path / "elsewhere")
+    code, out, _ = call(monkeypatch, capsys, "verify")
+    assert code == 1 and f"{KEY} is a link, which may lead out of the cache; run again with --remove" in out

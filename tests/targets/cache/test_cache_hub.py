@@ -125,20 +125,20 @@ def test_a_download_that_is_cut_goes_on_where_it_was(
 
 FAULTS = {
     "no token": (Fault("GET", "/revision/", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
-        r"the Hub does not take this token \(401\); pass another as token \(--token\), or log in anew: hf auth login"),
+        r"the Hub does not take this token \(401\), or got none; pass one as token \(--token\), or log in: hf auth login"),
     "no repository": (Fault("GET", "/revision/", 404, {"X-Error-Code": "RepoNotFound"}),
         r"org/compiled is no Hub repository that can be read; check the name, pass token \(--token\), or make it first: hf repo create"),
     "hidden repository": (Fault("GET", "/revision/", 401, {"X-Error-Code": "RepoNotFound"}), r"org/compiled is no Hub repository that can be read"),
     "gated": (Fault("GET", "/revision/", 403, {"X-Error-Code": "GatedRepo"}), r"may not do that with org/compiled \(403\); ask for access"),
     "not to be read": (Fault("GET", "code.so", 403), r"this token may not do that with org/compiled \(403\)"),
-    "not to be written": (Fault("POST", "/preupload/", 403), r"\(403\); ask for access, or pass the token \(--token\) of somebody who may, or --download-only"),
+    "not to be written": (Fault("POST", "/preupload/", 403), r"\(403\); ask for access, or pass a token \(--token\) that allows it, or --download-only"),
     "too many requests": (Fault("GET", "/tree/", 429, {"Retry-After": "7"}), r"too many requests \(429\); what was done stays, so run the command again in 7 s"),
     "too many commits": (Fault("POST", "/commit/", 429, {"Retry-After": "7"}), r"too many requests \(429\); .* again in 7 s"),
     "a server that fails": (Fault("GET", "/tree/", 503), r"the Hub fails with status 503; what was done stays, so run the command again later"),
     "a file that fails": (Fault("HEAD", "code.so", 500), r"the Hub fails with status 500"),
     "a commit that fails": (Fault("POST", "/commit/", 502), r"the Hub fails with status 502"),
     "an upload that fails": (Fault("PUT", "/lfs/", 500), r"the Hub fails with status 500"),
-    "another writer": (Fault("POST", "/commit/", 412), r"was changed by somebody else at the same time \(412\); what was done stays"),
+    "another writer": (Fault("POST", "/commit/", 412), r"was changed at the same time by another program \(412\); what was done stays"),
     "a bad request": (Fault("POST", "/preupload/", 400), r"the Hub refuses with status 400: .*; check the repository's name, the revision and the token"),
 }  # fmt: skip
 

@@ -12,5 +12,5 @@ def test_what_reads_graphs_is_named_where_it_is_missing(monkeypatch: pytest.Monk
     monkeypatch.setattr(requirements, "_is_there", lambda module: module != "google.protobuf")
     with pytest.raises(RuntimeError, match="takes protobuf, which is not installed here; pip install protobuf"):
         requirements.check_reading()
-    with pytest.raises(RuntimeError, match="graphs in HLO need protobuf, which is not installed beside torch"):
+    with pytest.raises(RuntimeError, match="graphs in HLO need protobuf, which is not installed with torch"):
         requirements.check_lowering()

@@ -96,4 +96,4 @@ def memory(graph: Graph) -> Iterator[Place]:
         problem = (
             f"{needed / GIB:.1f} GiB of weights, KV cache and results for a core of {chip.core_hbm / GIB:.0f} GiB"
         )
-        yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate tells what fits", "error"
+        yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate shows what fits", "error"

@@ -12,7 +12,7 @@ def check_lowering() -> None:
     for module, package in (("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")):
         if not _is_there(module):
             raise RuntimeError(
-                f"graphs in HLO need {package}, which is not installed beside torch {version('torch')}; make an "
+                f"graphs in HLO need {package}, which is not installed with torch {version('torch')}; make an "
                 f"environment with torch 2.9 and pip install 'optimum-neuron-runtime[neuron]' there"
             )
 

@@ -157,7 +157,7 @@ def test_tokens_that_the_host_did_not_record_fail(
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1 and [name for name, result in found.items() if result["status"] == "failed"] == ["golden"]
     assert "differ from the recorded" in found["golden"]["problem"]
-    assert "tell rounding from a fault" in capsys.readouterr().out
+    assert "separate rounding from a fault" in capsys.readouterr().out
 
 
 def test_logits_that_are_no_numbers_fail_whatever_the_tokens(

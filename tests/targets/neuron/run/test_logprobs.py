@@ -85,5 +85,5 @@ def test_graphs_that_tell_something_else_are_found(
 def test_an_artifact_without_them_says_how_to_get_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     runner = artifact_runner(export(tiny_checkpoint, tmp_path / "artifact", "eager"))
     output = runner.prefill([Chunk(0, random_tokens(3))])
-    with pytest.raises(ValueError, match=r"tells no log-probabilities; export it with --top-logprobs"):
+    with pytest.raises(ValueError, match=r"has no log-probabilities; export it with --top-logprobs"):
         runner.logprobs(CHUNK, [0], output)
