@@ -30,6 +30,7 @@ from optimum_neuron.targets.cpu.host import platform_sets
 
 
 ROOT = Path(__file__).resolve().parents[1]
+CHANGELOG = ROOT / "CHANGELOG.md"
 PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
 LIBRARIES = {f"optimum_neuron/targets/cpu/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
 BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
@@ -126,10 +127,10 @@ def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(w
     data = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "optimum_neuron").rglob("*")
-        if path.suffix in (".cpp", ".h", ".html", ".css", ".js")
+        if path.suffix in (".cpp", ".h", ".html", ".css", ".js") or path.name == "py.typed"
     }
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
-    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".js"}
+    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".js", ".typed"}
     assert package | data | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
 
 
@@ -172,6 +173,13 @@ def test_wheel_states_version_and_license(wheel: Path) -> None:
     (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
     lines = archive.read(metadata).decode().splitlines()
     assert {"Name: optimum-neuron-runtime", f"Version: {__version__}", "License-Expression: Apache-2.0"} <= set(lines)
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    versions = re.findall(
+        r"^## \[(.+?)\] - (?:unreleased|\d{4}-\d{2}-\d{2})$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert versions[0] == __version__ and len(set(versions)) == len(versions)
 
 
 def test_command_line_runs_from_the_wheel(python: Path) -> None:
