@@ -30,7 +30,6 @@ from optimum_neuron.targets.cpu.host import platform_sets
 
 
 ROOT = Path(__file__).resolve().parents[1]
-CHANGELOG = ROOT / "CHANGELOG.md"
 PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
 LIBRARIES = {f"optimum_neuron/targets/cpu/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
 BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
@@ -173,13 +172,6 @@ def test_wheel_states_version_and_license(wheel: Path) -> None:
     (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
     lines = archive.read(metadata).decode().splitlines()
     assert {"Name: optimum-neuron-runtime", f"Version: {__version__}", "License-Expression: Apache-2.0"} <= set(lines)
-
-
-def test_the_changelog_begins_with_the_version_of_the_package() -> None:
-    versions = re.findall(
-        r"^## \[(.+?)\] - (?:unreleased|\d{4}-\d{2}-\d{2})$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert versions[0] == __version__ and len(set(versions)) == len(versions)
 
 
 def test_command_line_runs_from_the_wheel(python: Path) -> None:
