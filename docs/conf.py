@@ -28,7 +28,14 @@ extensions = [
 
 # Pages link to files beside docs/, so the sources are the repository's root, and of it only these pages.
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "benchmark/README.md", "ARCHITECTURE.md", "AGENTS.md", "MODELS.md", "NEURON.md"]
+include_patterns = [
+    "docs/**.md",
+    "benchmark/README.md",
+    *(
+        f"{name}.md"
+        for name in ("AGENTS", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "MODELS", "NEURON", "SECURITY")
+    ),
+]
 exclude_patterns = [
     ".venv*",
     ".git",

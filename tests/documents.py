@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = tuple(sorted((ROOT / "docs").rglob("*.md")))
-DOCUMENTS = (README, *PAGES, ROOT / "NEURON.md")
+DOCUMENTS = (README, *PAGES, ROOT / "NEURON.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
 SHELL = ("bash", "console", "sh", "shell")
 SHELL_OPERATORS = {"&&", "||", "|", ";", "&"}
 REDIRECTIONS = {"<", ">", ">>", "2>"}

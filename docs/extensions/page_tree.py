@@ -10,7 +10,16 @@ from sphinx.application import Sphinx
 START = ("quickstart", "concepts")
 TASKS = ("export", "chat", "serving", "deploy", "inspect", "bench", "hub", "neuron")
 REFERENCE = ("reference/cli", "reference/api", "troubleshooting", "migration", "/MODELS", "/NEURON")
-BACKGROUND = ("guarantees", "results", "/benchmark/README", "contributing", "/AGENTS", "/ARCHITECTURE")
+BACKGROUND = (
+    "guarantees",
+    "results",
+    "/benchmark/README",
+    "/SECURITY",
+    "/CHANGELOG",
+    "/CONTRIBUTING",
+    "/AGENTS",
+    "/ARCHITECTURE",
+)
 
 
 def _toctree(caption: str, pages: list[str]) -> str:
