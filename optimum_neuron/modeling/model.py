@@ -28,7 +28,6 @@ from ..checkpoints.card_facts import CARD_NAME
 from ..config import NeuronConfig
 from ..continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
-from ..hub.push import push_artifact
 from ..runtime.defaults import in_vocabulary, usable
 from ..runtime.limits import refuse_other_options
 from ..runtime.process import OwnProcess
@@ -303,6 +302,8 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             ArtifactError: a file was changed after the export.
             ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
         """
+        from ..hub.push import push_artifact
+
         with self._as_it_is() as artifact:
             return push_artifact(
                 artifact,
