@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..measure import Case, Summary
+from optimum_neuron.bench.measure import Spread
+
+from ..measure import Case
 from ..output import console, drawing, make_table
 from ..systems import OURS
 
@@ -82,8 +84,8 @@ def _speed_table(cases: list[Case]) -> Table:
     return table
 
 
-def _range(summary: Summary, digits: int) -> str:
-    return f"{summary.median:,.{digits}f} ({summary.min:,.{digits}f}-{summary.max:,.{digits}f})"
+def _range(spread: Spread, digits: int) -> str:
+    return f"{spread.median:,.{digits}f} ({spread.min:,.{digits}f}-{spread.max:,.{digits}f})"
 
 
 def _artifact_table(artifacts: list[ArtifactReport]) -> Table:
@@ -125,7 +127,7 @@ def _bars(axes: Any, cases: dict[str, Case], number: str, title: str, label: str
     for index, system in enumerate(systems):
         summaries = [getattr(case.speeds[system], number) for case in cases.values()]
         places = [place + (index - (len(systems) - 1) / 2) * width for place in range(len(cases))]
-        medians = [summary.median for summary in summaries]
+        medians = [s.median for s in summaries]
         whiskers = [[s.median - s.min for s in summaries], [s.max - s.median for s in summaries]]
         name = system if system == OURS else f"transformers {system}"
         bars = axes.bar(places, medians, width * 0.92, yerr=whiskers, capsize=2, label=name, error_kw={"lw": 0.8})
