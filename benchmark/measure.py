@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimum_neuron.bench.measure import Spread
+
 from .machine import OtherProcesses
 from .systems import OURS, Call, System, compiled_frames, timed_call
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Of one number over the rounds."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -40,11 +28,11 @@ class Speed:
         compiled_graphs: graphs that torch.compile made before the rounds, and while they were measured.
     """
 
-    ttft_ms: Summary
-    prefill_tok_s: Summary
-    step_ms: Summary
-    decode_tok_s_per_row: Summary
-    decode_tok_s: Summary
+    ttft_ms: Spread
+    prefill_tok_s: Spread
+    step_ms: Spread
+    decode_tok_s_per_row: Spread
+    decode_tok_s: Spread
     warm_up_s: float
     compiled_graphs: tuple[int, int]
 
@@ -116,11 +104,11 @@ def measure_case(
 
 def _speed(calls: Sequence[Call], rows: int, prompt_length: int, warm_up: float, compiled: tuple[int, int]) -> Speed:
     return Speed(
-        ttft_ms=Summary.of([call.first_token * 1000 for call in calls]),
-        prefill_tok_s=Summary.of([rows * prompt_length / call.first_token for call in calls]),
-        step_ms=Summary.of([call.step * 1000 for call in calls]),
-        decode_tok_s_per_row=Summary.of([1 / call.step for call in calls]),
-        decode_tok_s=Summary.of([rows / call.step for call in calls]),
+        ttft_ms=Spread.of([call.first_token * 1000 for call in calls]),
+        prefill_tok_s=Spread.of([rows * prompt_length / call.first_token for call in calls]),
+        step_ms=Spread.of([call.step * 1000 for call in calls]),
+        decode_tok_s_per_row=Spread.of([1 / call.step for call in calls]),
+        decode_tok_s=Spread.of([rows / call.step for call in calls]),
         warm_up_s=warm_up,
         compiled_graphs=compiled,
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +89,8 @@ def _generate(args: Namespace) -> None:
 
 
 def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
-    from transformers import set_seed
+    """Stream the answer to stdout, then write its counts and speeds to stderr."""
+    from transformers import TextStreamer, set_seed
 
     from optimum_neuron import NeuronModelForCausalLM
     from optimum_neuron.checkpoints.tokenizer import load_tokenizer
@@ -105,14 +105,28 @@ def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profi
         profile=profile,
     )
     tokenizer = load_tokenizer(path, str(path), trust_remote_code=args.trust_remote_code)
-    load_seconds = time.perf_counter() - start
+    loaded = time.perf_counter()
     if args.warm_up:
         model.runner.warm_up()
     if args.seed is not None:
         set_seed(args.seed)
-    answerer = Answerer(model, tokenizer, options, args.system, chat_template=not args.no_chat_template)
-    prompt = sys.stdin.read().strip() if args.prompt is None else args.prompt
-    _print_statistics(answerer.answer(prompt), load_seconds, model.runner.graph_calls)
+    inputs = _encode(tokenizer, args)
+    prompt_tokens = inputs["input_ids"].shape[1]
+    if options["max_new_tokens"] is None:
+        options["max_new_tokens"] = _longest(model, prompt_tokens)
+    clock = TokenClock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    began = time.perf_counter()
+    sequences = model.generate(**inputs, **options, streamer=clock)
+    new_tokens = sequences.shape[1] - prompt_tokens
+    first, last = clock.times[1], clock.times[-1]
+    counts = {
+        "load, s": f"{loaded - start:.2f}",
+        "prompt tokens": str(prompt_tokens),
+        "TTFT, ms": f"{(first - began) * 1000:.1f}",
+        "generated tokens": str(new_tokens),
+        "decode, tok/s": f"{(new_tokens - 1) / (last - first):.1f}" if new_tokens > 1 else "-",
+    }
+    _print_counts(counts, model.runner.graph_calls)
 
 
 class TokenClock:
@@ -130,94 +144,53 @@ class TokenClock:
         self.streamer.end()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Counts and speeds of one answer."""
-
-    prompt_tokens: int
-    new_tokens: int
-    ttft_seconds: float
-    decode_seconds: float
-
-    @property
-    def decode_rate(self) -> str:
-        """Tokens per second after the first one."""
-        return f"{(self.new_tokens - 1) / self.decode_seconds:.1f}" if self.new_tokens > 1 else "-"
-
-
-@dataclass
-class Answerer:
-    """A model and how it is asked: by its chat template, where there is one, or to continue a text."""
-
-    model: Any
-    tokenizer: Any
-    options: dict[str, Any]
-    system: str | None
-    chat_template: bool
-
-    def __post_init__(self) -> None:
-        self.chat_template = self.chat_template and self.tokenizer.chat_template is not None
-        if self.system is not None and not self.chat_template:
-            raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
-
-    def answer(self, prompt: str) -> Answer:
-        """Streams the answer to stdout."""
-        from transformers import TextStreamer
-
-        inputs = self._encode(prompt)
-        prompt_tokens = inputs["input_ids"].shape[1]
-        clock = TokenClock(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
-        start = time.perf_counter()
-        sequences = self.model.generate(**inputs, **self._fitting_options(prompt_tokens), streamer=clock)
-        new_tokens = sequences.shape[1] - prompt_tokens
-        return Answer(prompt_tokens, new_tokens, clock.times[1] - start, clock.times[-1] - clock.times[1])
-
-    def _encode(self, prompt: str) -> dict[str, Any]:
-        if not prompt:
-            raise ValueError("the prompt is empty; give one with --prompt or on stdin")
-        for text in (prompt, self.system or ""):
-            text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
-        encoded = self._render(prompt) if self.chat_template else self.tokenizer(prompt, return_tensors="pt")
-        # Some tokenizers also return token_type_ids, which no decoder takes.
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-    def _render(self, prompt: str) -> Any:
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        try:
-            return self.tokenizer.apply_chat_template(
-                [*messages, {"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-        except Exception as error:  # a template is a program
-            raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path} fails ({first_line(error)}); correct it, or leave it out by "
-                f"--no-chat-template"
-            ) from error
-
-    def _fitting_options(self, prompt_tokens: int) -> dict[str, Any]:
-        if self.options["max_new_tokens"] is not None:
-            return self.options
-        from optimum_neuron.runtime.lengths import most_new_tokens
-
-        # A prompt that does not fit is for the model to refuse.
-        room = max(1, most_new_tokens(prompt_tokens, self.model.neuron_config))
-        longest = self.model.new_tokens(self.model.settled(), prompt_tokens) or DEFAULT_NEW_TOKENS
-        return {**self.options, "max_new_tokens": min(longest, room)}
+def _encode(tokenizer: Any, args: Namespace) -> dict[str, Any]:
+    """Return the inputs of the model: the prompt in the chat template, or as it is."""
+    prompt = sys.stdin.read().strip() if args.prompt is None else args.prompt
+    has_template = tokenizer.chat_template is not None and not args.no_chat_template
+    if args.system is not None and not has_template:
+        raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
+    if not prompt:
+        raise ValueError("the prompt is empty; give one with --prompt or on stdin")
+    for text in (prompt, args.system or ""):
+        text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
+    if has_template:
+        messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+        encoded = _render(tokenizer, [*messages, {"role": "user", "content": prompt}])
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    # Some tokenizers also return token_type_ids, which no decoder takes.
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def _print_statistics(answer: Answer, load_seconds: float, graph_calls: dict[str, int]) -> None:
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); correct it, or leave it out by "
+            f"--no-chat-template"
+        ) from error
+
+
+def _longest(model: Any, prompt_tokens: int) -> int:
+    """Return the length of the answer by default. A prompt that does not fit is for the model to refuse."""
+    from optimum_neuron.runtime.lengths import most_new_tokens
+
+    room = max(1, most_new_tokens(prompt_tokens, model.neuron_config))
+    return min(model.new_tokens(model.settled(), prompt_tokens) or DEFAULT_NEW_TOKENS, room)
+
+
+def _print_counts(counts: dict[str, str], graph_calls: dict[str, int]) -> None:
     from rich.table import Table
 
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    table.add_row("load, s", f"{load_seconds:.2f}")
-    table.add_row("prompt tokens", str(answer.prompt_tokens))
-    table.add_row("TTFT, ms", f"{answer.ttft_seconds * 1000:.1f}")
-    table.add_row("generated tokens", str(answer.new_tokens))
-    table.add_row("decode, tok/s", answer.decode_rate)
+    for row in counts.items():
+        table.add_row(*row)
     table.add_section()
     for name, calls in sorted(graph_calls.items()):
         table.add_row(f"calls of {name}", str(calls))

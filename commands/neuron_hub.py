@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron card and push: an artifact's model card, and the way to a repository of the Hub. Both are made elsewhere."""
+"""optimum-cli neuron card and push: an artifact's model card, and its upload to a repository of the Hub."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
@@ -14,10 +13,10 @@ from optimum_neuron.cli import add_option, explain, reported_errors
 
 CARD = """\
 Write the model card of an artifact, README.md, as the Hub reads it: how it was compiled, sizes, quantization, how to load and
-serve it, and what was measured. Nothing in it is made up: without measurements it says so.
+serve it, and its measurements. Without measurements it says so.
 
 --bench and --quality record measurements in the artifact's folder, in measurements.json, where neuron inspect and neuron push
-find them. A README.md that was written or changed by hand is only replaced with --overwrite."""
+find them. Only --overwrite replaces a README.md that a person wrote or changed."""
 
 PUSH = """\
 Upload an artifact to a repository of the Hub, all in one commit, with its README.md or one that is made as neuron card does. The
@@ -47,7 +46,22 @@ class NeuronCardCommand(BaseOptimumCLICommand):
 
     def run(self) -> None:
         with reported_errors():
-            print(_write_card(self.args))
+            args = self.args
+            from optimum_neuron.artifacts.artifact import Artifact
+
+            artifact = Artifact.open(args.artifact)
+            from optimum_neuron.hub.card import write_card
+
+            print(
+                write_card(
+                    artifact,
+                    bench=args.bench,
+                    quality=args.quality,
+                    base_model=args.base_model,
+                    tags=args.tag,
+                    overwrite=args.overwrite,
+                )
+            )
 
 
 class NeuronPushCommand(BaseOptimumCLICommand):
@@ -85,7 +99,8 @@ class NeuronPushCommand(BaseOptimumCLICommand):
                 revision=args.revision,
                 create_pr=args.create_pr,
                 commit_message=args.message,
-                **_card_options(args),
+                base_model=args.base_model,
+                tags=args.tag,
             )
             print(done.pr_url or done.commit_url)
 
@@ -99,18 +114,4 @@ def _add_card_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tag", action="append", metavar="TAG", help="of the card; give the option again for another one"
-    )
-
-
-def _card_options(args: Namespace) -> dict[str, Any]:
-    return {"base_model": args.base_model, "tags": args.tag}
-
-
-def _write_card(args: Namespace) -> Path:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.hub.write import write_card
-
-    artifact = Artifact.open(args.artifact)
-    return write_card(
-        artifact, bench=args.bench, quality=args.quality, overwrite=args.overwrite, **_card_options(args)
     )

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..measure import Case, Summary
+from optimum_neuron.bench.measure import Spread
+
+from ..measure import Case
 from ..output import Table, console
 
 
@@ -77,8 +79,8 @@ def _speed_table(cases: list[Case]) -> Table:
     return table
 
 
-def _range(summary: Summary, digits: int) -> str:
-    return f"{summary.median:,.{digits}f} ({summary.min:,.{digits}f}-{summary.max:,.{digits}f})"
+def _range(spread: Spread, digits: int) -> str:
+    return f"{spread.median:,.{digits}f} ({spread.min:,.{digits}f}-{spread.max:,.{digits}f})"
 
 
 def _artifact_table(artifacts: list[ArtifactReport]) -> Table:

@@ -1,123 +1,230 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an artifact: one file that asks for no other. All text in it is escaped, and only its own script may run."""
+"""The page of an artifact: one file that asks for no other and runs no script. All text in it is escaped."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .facts import Compared, Facts, Graph, Memory
-from .svg import grid, stack
+from .facts import Certified, Facts, Graph, Memory
 from .units import bytes_text, count_text
 
 
-_KIND_NAMES = {
+_KINDS = {
     "token_generation": "decode", "chunked_prefill": "prefill", "mixed": "mixed", "scoring": "scoring", "helper": "no step",
 }  # fmt: skip
-_PARTS = {
-    "weights": "weights", "KV cache": "cache", "state of slots": "state", "snapshots": "snapshots", "scratch": "scratch", "reserve": "reserve",
-}  # fmt: skip
-# Bars of cores that are alike become one where there are more.
-_MOST_BARS = 16
-_MOST_OPERATORS = 12
-_FIRST_COMPARED = 12
+_PARTS = ("weights", "KV cache", "state of slots", "snapshots", "scratch", "reserve")
+_QUALITY = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "kl_max")
+# Cores that are alike become one row where there are more.
+_MOST_CORES = 16
+_MOST_OPERATORS = _MOST_COMPARED = 12
+_NONE = "-"
+
+
+class Table(NamedTuple):
+    """Rows under headings. Columns after the first `words` hold numbers; a table without headings holds pairs."""
+
+    headers: Sequence[str]
+    rows: Iterable[Sequence[object]]
+    words: int = 1
 
 
 def render(facts: Facts) -> str:
-    """The page as a text of HTML."""
-    css, script = (_part(name) for name in ("page.css", "page.js"))
+    """Return the page as a text of HTML."""
+    css = _part("page.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "bytes": bytes_text,
-        "count": count_text,
-        "number": _number,
-        "percent": lambda share: f"{share:.0%}",
-    }
-    template = environment.from_string(_part("page.html"))
-    return template.render(
+    environment.filters |= {"bytes": bytes_text, "number": _number}
+    comparisons = facts.certificate.comparisons if facts.certificate else ()
+    options = [(name, value) for name, value in facts.options.items() if value not in (None, False, [])]
+    versions = [(f"exported with {name}", version) for name, version in facts.exported_with.items()]
+    versions += [(f"compiled with {name}", version) for name, version in facts.compiled_with.items()]
+    page: str = environment.from_string(_part("page.html")).render(
         facts=facts,
         css=Markup(css),
-        script=Markup(script),
-        css_hash=_hash(css),
-        script_hash=_hash(script),
-        kind_names=_KIND_NAMES,
-        part_classes=_PARTS,
-        grid=grid(facts.graphs),
-        bars=list(_bars(facts.memory)),
-        parts=[part for part in _PARTS if any(part in each.parts for each in facts.memory)],
-        largest=max((each.total for each in facts.memory), default=0),
+        css_hash="sha256-" + base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
         costs=any(each.cost for each in facts.graphs),
-        timed=any("seconds at least" in each.cost for each in facts.graphs),
-        counted=[(each, _operators(each), sum(each.operators.values())) for each in facts.graphs if each.operators],
-        compared=_comparisons(facts),
-        first_compared=_FIRST_COMPARED,
+        steps=_steps(facts.graphs),
+        graphs=_graphs(facts.graphs),
+        memory=_memory(facts.memory),
+        operators=[(each.name, sum(each.operators.values()), _operators(each)) for each in facts.graphs if each.operators],
+        compared=_compared(facts.certificate),
+        hidden=max(0, len(comparisons) - _MOST_COMPARED),
         errors=sum(each["severity"] == "error" for each in facts.lint.findings),
-        speed_groups=list(_speeds(facts.speeds)),
-        options=[(name, _option(value)) for name, value in facts.options.items() if value not in (None, False, [])],
-    )
+        findings=Table(
+            ("graph", "problem", "remedy"),
+            [(each["graph"], f"{each['severity']}: {each['problem']}", each["remedy"]) for each in facts.lint.findings],
+            3,
+        ),
+        speeds=_speeds(facts.speeds),
+        quality=_quality(facts.quality),
+        options=Table((), [(name, ", ".join(map(str, value)) if isinstance(value, list) else value) for name, value in options]),
+        versions=Table((), versions),
+        weight_types=Table((), [(name, bytes_text(size)) for name, size in facts.weight_types.items()]),
+        quantized=_quantized(facts),
+    )  # fmt: skip
+    return page
 
 
 def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    """Of what stands between tags, as a policy names it."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def _number(value: float) -> str:
-    """With four digits where there are more, and no exponent where it is of a size that people read."""
+    """Return a number with four digits where it has more, and without an exponent where people read its size."""
     if isinstance(value, int) or (value == int(value) and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
 
 
-def _option(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _chip(kind: str, text: str) -> Markup:
+    return Markup('<span class="chip {}">{}</span>').format(kind, text)
 
 
-def _bars(memory: Sequence[Memory]) -> Iterator[dict[str, Any]]:
-    """A bar for each core, or one for all of those that are alike where there are many."""
+def _bar(parts: Mapping[str, float], full: float) -> Markup:
+    """Return a bar of parts, of which `full` would fill it; each has the color of its place in `_PARTS`."""
+    drawn, start = Markup(), 0.0
+    for name, value in parts.items():
+        width = 100 * value / full if full else 0.0
+        place = _PARTS.index(name) if name in _PARTS else 0
+        drawn += Markup('<rect class="part{}" x="{:.3f}" width="{:.3f}" height="10"/>').format(place, start, width)
+        start += width
+    return Markup('<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{}</svg>').format(drawn)  # fmt: skip
+
+
+def _steps(graphs: Sequence[Graph]) -> Table:
+    """Return the steps by chunk size and context."""
+    steps = [each for each in graphs if each.kind != "helper"]
+    contexts = sorted({each.context for each in steps})
+
+    def cell(size: int, context: int) -> Markup:
+        there = [each for each in steps if (each.chunk_size, each.context) == (size, context)]
+        return Markup("").join(_chip(each.kind, f"{_KINDS[each.kind]}, {each.tokens:,} tokens") for each in there)
+
+    rows = [
+        (f"chunk {size:,}" if size else "no chunk", *(cell(size, context) for context in contexts))
+        for size in sorted({each.chunk_size for each in steps})
+    ]
+    return Table(("", *(f"context {context:,}" for context in contexts)), rows, len(contexts) + 1)
+
+
+def _graphs(graphs: Sequence[Graph]) -> Table:
+    headers = ["graph", "kind", "rows x tokens", "context", "padding at most", "size"]
+    costs: dict[str, Any] = {}
+    if any(each.cost for each in graphs):
+        costs = {"read": bytes_text, "written": bytes_text, "flops": count_text}
+        headers += ["read", "written", "operations"]
+    if any("seconds at least" in each.cost for each in graphs):
+        costs["seconds at least"] = lambda seconds: _number(seconds * 1e3)
+        headers.append("ms at least")
+    rows = [
+        (
+            Markup("<code>{}</code>").format(each.name),
+            _chip(each.kind, _KINDS[each.kind]),
+            each.shape or _NONE,
+            f"{each.context:,}" if each.context else _NONE,
+            _NONE if each.padding is None else f"{each.padding:.0%}",
+            bytes_text(each.bytes) if each.bytes else _NONE,
+            *(text(each.cost[name]) if name in each.cost else _NONE for name, text in costs.items()),
+        )
+        for each in graphs
+    ]
+    return Table(headers, rows, 3)
+
+
+def _memory(memory: Sequence[Memory]) -> Table:
+    """Return a row for each core, or one for all that are alike where there are many."""
     full = max((each.capacity or each.total for each in memory), default=0)
-    alike: dict[tuple[tuple[str, int], ...], list[Memory]] = {}
+    parts = [part for part in _PARTS if any(part in each.parts for each in memory)]
+    alike: dict[object, list[Memory]] = {}
     for each in memory:
         key = tuple(each.parts.items())
-        alike.setdefault(key if len(memory) > _MOST_BARS else (*key, (each.place, 0)), []).append(each)
-    for members in alike.values():
-        first = members[0]
-        place = first.place if len(members) == 1 else f"{len(members)} cores alike, from {first.place}"
-        yield {"place": place, "memory": first, "segments": stack(first.parts, full)}
+        alike.setdefault(key if len(memory) > _MOST_CORES else (key, each.place), []).append(each)
+    rows = [
+        (
+            first.place if not others else f"{len(others) + 1} cores alike, from {first.place}",
+            _bar(first.parts, full),
+            *(bytes_text(first.parts[part]) if part in first.parts else _NONE for part in parts),
+            bytes_text(first.total),
+        )
+        for first, *others in alike.values()
+    ]
+    dots = [
+        Markup('<svg class="dot" viewBox="0 0 10 10" aria-hidden="true"><rect class="part{}" width="10" height="10"/></svg>{}').format(_PARTS.index(part), part)
+        for part in parts
+    ]  # fmt: skip
+    return Table(("", "", *dots, "total"), rows, 2)
 
 
-def _operators(graph: Graph) -> list[tuple[str, int, float]]:
-    """The most frequent ones by name, with their count and its percentage of the largest; then all others together."""
+def _operators(graph: Graph) -> Table:
+    """Return the most frequent ones, and all others together."""
     ordered = sorted(graph.operators.items(), key=lambda item: -item[1])
     shown, rest = ordered[:_MOST_OPERATORS], ordered[_MOST_OPERATORS:]
     if rest:
         shown.append((f"{len(rest)} others", sum(count for _, count in rest)))
     largest = max((count for _, count in shown), default=1)
-    return [(name, count, 100 * count / largest) for name, count in shown]
+    return Table(("operator", "", "count"), [(name, _bar({name: count}, largest), _number(count)) for name, count in shown], 2)  # fmt: skip
 
 
-def _comparisons(facts: Facts) -> list[tuple[Compared, float]]:
-    """With the percentage of its bound that each difference is; the nearest to it first."""
-    found = facts.certificate.comparisons if facts.certificate else ()
-    shares = [(each, 100 * each.difference / each.bound if each.bound else 0.0) for each in found]
-    return sorted(shares, key=lambda item: -item[1])
+def _compared(certificate: Certified | None) -> Table:
+    """Return the comparisons that are nearest to their bounds."""
+    found = sorted(
+        certificate.comparisons if certificate else (), key=lambda each: -each.difference / (each.bound or 1)
+    )
+    rows = [
+        (
+            f"{each.subject}, {each.place}",
+            each.dtype,
+            _bar({"of its bound": each.difference}, each.bound),
+            _number(each.difference),
+            _number(each.bound),
+            _number(each.count),
+        )
+        for each in found[:_MOST_COMPARED]
+    ]
+    return Table(("compared", "in", "of its bound", "largest difference", "bound", "numbers"), rows, 3)
 
 
-def _speeds(speeds: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[tuple[dict[str, Any], float]]]]:
-    """By unit, each with its percentage of the largest."""
-    by_unit: dict[str, list[dict[str, Any]]] = {}
+def _speeds(speeds: Sequence[dict[str, Any]]) -> Table:
+    largest: dict[str, float] = {}
     for each in speeds:
-        by_unit.setdefault(each["unit"], []).append(each)
-    for unit, members in by_unit.items():
-        largest = max(each["value"] for each in members) or 1
-        yield unit, [(each, 100 * each["value"] / largest) for each in members]
+        largest[each["unit"]] = max(largest.get(each["unit"], 0), each["value"])
+    rows = [
+        (
+            each["name"],
+            ", ".join(f"{name} {value}" for name, value in each.get("conditions", {}).items()),
+            _bar({"": each["value"]}, largest[each["unit"]]),
+            f"{_number(each['value'])} {each['unit']}",
+        )
+        for each in speeds
+    ]
+    return Table(("measured", "with", "", "value"), rows, 3)
+
+
+def _quality(quality: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (each["text"], each["reference"], *(_number(each[name]) for name in _QUALITY), f"{each['top1']:.2%}", f"{each['tokens']:,}")
+        for each in quality
+    ]  # fmt: skip
+    return Table(("text", "compared with", "perplexity", "of the other", "KL mean", "KL 99%", "KL max", "same top-1", "tokens"), rows, 2)  # fmt: skip
+
+
+def _quantized(facts: Facts) -> Table:
+    rows = [
+        (
+            each.kind,
+            each.scale,
+            "yes" if each.has_shift else "no",
+            each.activations or facts.options["dtype"],
+            Markup("<code>{}</code>").format(each.example),
+            f"{each.weights:,}",
+            f"{each.groups:,}",
+        )
+        for each in facts.quantized
+    ]
+    return Table(("codes", "scales in", "zero points", "activations", "such as", "weights", "scales of an output"), rows, 5)  # fmt: skip

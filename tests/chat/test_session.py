@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +18,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.chat import loop
 from optimum_neuron.chat.session import ChatSession, Turn
 from optimum_neuron.chat.settings import Settings
 from optimum_neuron.engine.service import EngineService
 
 
 FEW = Settings(max_new_tokens=4)
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -100,7 +104,6 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
         assert (second.computed, second.reused) == (len(whole) - known, known)
         assert sum(ran) == second.computed
         assert second.room == 64 - len(whole) - 4
-        assert (session.totals.turns, session.totals.computed) == (2, first.computed + second.computed)
     for turn, tokens in ((first, prompt), (second, whole)):
         assert tokenizer.decode(fresh(model, tokens), skip_special_tokens=True) == turn.text
     assert session.messages[3] == {"role": "assistant", "content": second.text}
@@ -111,7 +114,7 @@ def test_a_model_with_state_goes_on_from_a_snapshot(
 ) -> None:
     model = NeuronModelForCausalLM.from_pretrained(cpu_artifact("lfm2"))
     with chatting(model, tokenizer) as session:
-        assert "snapshots" in session.kept
+        assert "snapshot" in session.kept
         prompt = session.send("ab", ignore).computed
         second = session.send("cd", ignore)
         whole = ids(tokenizer, session.messages[:3])
@@ -121,7 +124,11 @@ def test_a_model_with_state_goes_on_from_a_snapshot(
 
 @pytest.mark.parametrize(
     ("needed", "places", "told"),
-    [(False, 0, "computes what is new"), (True, 2, "snapshots, behind"), (True, 0, "each turn computes the whole")],
+    [
+        (False, 0, "only what is new"),
+        (True, 2, "follows the last snapshot"),
+        (True, 0, "each turn computes the whole"),
+    ],
 )
 def test_it_is_told_how_the_history_is_kept(
     needed: bool, places: int, told: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
@@ -181,34 +188,9 @@ def test_a_message_that_is_interrupted_before_its_answer_is_not_kept(
     assert session.send("ab", ignore).generated == 4, "the interrupt was of the turn before"
 
 
-def test_the_users_last_message_can_be_answered_again_or_taken_back(session: ChatSession) -> None:
-    session.set_system("Hm.")
-    first = session.send("ab", ignore)
-    again = session.retry(ignore)
-    assert again.text == first.text and again.computed == 1
-    assert len(session.messages) == 3
-    assert session.undo() == "ab"
-    assert session.messages == [{"role": "system", "content": "Hm."}]
-    for act in (session.undo, lambda: session.retry(ignore)):
-        with pytest.raises(ValueError, match="no message of yours"):
-            act()
-    session.set_system(None)
-    assert session.messages == [] and session.system is None
-
-
-def test_clear_keeps_the_system_message_and_forgets_the_rest(session: ChatSession) -> None:
-    session.set_system("Hm.")
-    session.send("ab", ignore)
-    session.set_system("Oh.")
-    session.clear()
-    assert session.messages == [{"role": "system", "content": "Oh."}]
-
-
 def test_a_conversation_that_does_not_fit_is_refused_with_both_numbers(session: ChatSession) -> None:
     before = list(session.messages)
-    with pytest.raises(
-        ValueError, match=r"has 98 tokens .* sequence_length=64; .* /undo .* /clear, .* --sequence-length"
-    ):
+    with pytest.raises(ValueError, match=r"has 98 tokens .* sequence_length=64; .* /clear, .* --sequence-length"):
         session.send("x" * 80, ignore)
     assert session.messages == before
     turn = session.send("x" * 44, ignore)  # 62 tokens: three more fit, of which the last is not fed back
@@ -220,7 +202,7 @@ def test_a_failure_leaves_the_conversation_as_it_was(session: ChatSession, monke
     before = list(session.messages)
 
     def fail(piece: str) -> None:
-        raise BrokenPipeError("nobody reads")
+        raise BrokenPipeError("the reader is gone")
 
     with pytest.raises(BrokenPipeError):
         session.send("cd", fail)
@@ -246,7 +228,7 @@ def test_settings_that_the_artifact_cannot_honour_change_nothing(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="top-k shapes sampling"):
-        session.settings.with_value("top-k", "3")
+        session.settings.with_value("top-k 3")
     monkeypatch.setattr(session._model.generation_config, "num_beams", 2)
     with pytest.raises(ValueError, match="num_beams"):
         session.change_settings(Settings(temperature=1.0))
@@ -262,3 +244,27 @@ def test_without_a_chat_template_there_is_no_chat(
         pytest.raises(ValueError, match=r"smollm2 has no chat template.*--no-chat-template"),
     ):
         ChatSession(model, service, plain)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/hepl", '/hepl is no command; /help lists them, and """ before and after it make it a message'),
+        ("/help me", "/help me is no command"),
+        ("/set color red", "'color' cannot be set; choose one of max-new-tokens, temperature"),
+        ("/set seed 1.5", "seed cannot be '1.5'; give a whole number, or 'none'"),
+        ("/set seed", "seed cannot be ''"),
+        ("/set temperature nan", "temperature nan must be 0 or more"),
+        ("/set max-new-tokens 0", "max-new-tokens 0 must be 1 or more"),
+        ("/set top_p 0.5", "top-p shapes sampling: give a temperature above 0 with it"),
+    ],
+)
+def test_a_wrong_line_changes_nothing_and_ends_a_chat_from_a_pipe(
+    line: str, message: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.messages = list(SAID)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\na\n"))
+    with pytest.raises(ValueError) as failure:
+        loop.chat(session, loop.Terminal())
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+    assert (session.messages, session.settings, session.system) == (SAID, FEW, None)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import os
 import pty
 import select
@@ -16,32 +16,27 @@ from pathlib import Path
 import pytest
 from optimum.commands import optimum_cli
 
-from optimum_neuron.chat.terminal import Entry, Terminal
-
-
-class Typed(io.StringIO):
-    """A terminal's lines."""
-
-    def isatty(self) -> bool:
-        return True
+from optimum_neuron.chat.loop import Entry, Terminal
 
 
 def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[Entry]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    return list(iter(Terminal([]).read, None))
+    terminal, found = Terminal(), []
+    with contextlib.suppress(EOFError):
+        while True:
+            found.append(terminal.read())
+    return found
 
 
 @pytest.mark.parametrize(
     ("text", "read"),
     [
         ("a\n\nb", ["a", "", "b"]),
-        ("a\\\n b\\\nc\n", ["a\n b\nc"]),
         ("  /help  \n", ["/help"]),
         ('"""one\n\n  two"""\nthree\n', ["one\n\n  two", "three"]),
         ('""" one """  \n', ["one"]),
         ('"""\n/usr\n"""\n', ["/usr"]),
         ('say """ twice\n', ['say """ twice']),
-        ("ends in \\", ["ends in"]),
     ],
 )
 def test_messages_of_one_line_and_of_several(text: str, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,18 +51,19 @@ def test_a_message_in_quotes_without_an_end_is_refused(monkeypatch: pytest.Monke
 
 
 def test_an_answer_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, file = Typed(), io.StringIO()
+    screen, file = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     for out in (screen, file):
         monkeypatch.setattr(sys, "stdout", out)
-        terminal = Terminal([])
+        terminal = Terminal()
         terminal.show("a\x1b[2J\tb\r\n\x9b")
-        terminal.end_answer()
+        terminal.note("")
     assert screen.getvalue() == "a\ufffd[2J\tb\ufffd\n\ufffd\n"
     assert file.getvalue() == "a\x1b[2J\tb\r\n\x9b\n"
 
 
 def chat(monkeypatch: pytest.MonkeyPatch, artifact: Path, lines: str, *options: str) -> object:
-    """The exit code of a chat whose lines come from a pipe."""
+    """Return the exit code of a chat that reads its lines from a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "chat", str(artifact), *options])
     try:
@@ -77,24 +73,20 @@ def chat(monkeypatch: pytest.MonkeyPatch, artifact: Path, lines: str, *options: 
     return 0
 
 
-def test_lines_from_a_pipe_are_answered_and_counted(
-    cpu_artifact: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_lines_from_a_pipe_are_answered_and_obeyed(
+    cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = tmp_path / "talk.json"
-    lines = f"a\n/undo\n//b\n/save {saved}\n/exit\nnever read\n"
+    lines = 'a\n/help\n/system Be  brief.\n/set temperature=0.5\n/reset\n"""/b"""\n/exit\nnever read\n'
     assert chat(monkeypatch, cpu_artifact("llama"), lines, "--max-new-tokens", "3") == 0
     out, err = capsys.readouterr()
-    assert json.loads(saved.read_text())["messages"][0]["content"] == "/b"
-    told = err.splitlines()
-    assert told[0].startswith("19 tokens computed, 0 reused, TTFT ") and "3 new tokens at" in told[0]
-    assert "room for 42 more, cut at max-new-tokens" in told[0]
-    assert told[1] == "taken back: a"
-    assert told[2].startswith("20 tokens computed, 0 reused"), "fewer than 16 tokens are alike"
-    assert told[3] == f"2 messages in {saved}" and len(told) == 4
-    assert not out.startswith(">")
+    counted, *helped, system, settings, cleared, answered = err.splitlines()
+    assert counted.startswith("19 tokens computed, 0 reused, TTFT ") and "3 new tokens at" in counted
+    assert counted.endswith("room for 42 more, cut at max-new-tokens: /set max-new-tokens")
+    for name in ("/clear, /reset", "/system", "/set", "/exit, /quit", '"""', "Ctrl-C"):
+        assert name in "\n".join(helped)
+    assert (system, cleared) == ("the system message is set", "a new conversation, with the same system message")
+    assert settings == "max-new-tokens 3, temperature 0.5, top-k none, top-p none, seed none"
+    assert answered.startswith("39 tokens computed, ") and not out.startswith(">")
 
 
 def test_a_wrong_line_from_a_pipe_ends_the_chat(
@@ -169,10 +161,11 @@ class Screen:
         raise AssertionError(f"nothing comes behind {self.seen!r}")
 
 
-def test_ctrl_c_ends_an_answer_then_a_line_then_the_chat(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    prompt, saved = "> ", tmp_path / "talk.json"
+def test_ctrl_c_ends_an_answer_or_a_line_and_ctrl_d_the_chat(cpu_artifact: Callable[[str], Path]) -> None:
+    prompt = "> "
     screen = Screen(SLOW_CHAT, cpu_artifact("llama"), "--max-new-tokens", "40")
     screen.wait("loading ")
+    screen.wait("loaded in ")
     screen.wait(prompt)
     screen.press("a\n")
     screen.wait("~~~")
@@ -183,13 +176,12 @@ def test_ctrl_c_ends_an_answer_then_a_line_then_the_chat(cpu_artifact: Callable[
     screen.wait("line")
     screen.press("\x03")
     screen.wait(prompt)
-    screen.press(f"/save {saved}\n")
-    screen.wait("2 messages in")
-    screen.wait(prompt)
     screen.press("/nothing\n")
     screen.wait("is no command")
     screen.wait(prompt)
-    screen.press("\x03")
+    screen.press("b\n")
+    screen.wait("reused")
+    screen.wait(prompt)
+    screen.press("\x04")
     assert screen.end() == 0
-    assert [message["role"] for message in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
-    assert 3 <= screen.seen.count("~") < 40
+    assert "\n0 reused" not in screen.seen

@@ -26,8 +26,7 @@ from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
 from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, identity, quality_follows_from, read_measurements
 from optimum_neuron.checkpoints.card_facts import card_facts
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.hub.card import is_made, make_card
-from optimum_neuron.hub.write import write_card
+from optimum_neuron.hub.card import is_made, make_card, write_card
 from optimum_neuron.inspect.collect import collect, outline
 from optimum_neuron.inspect.export_command import export_command
 from optimum_neuron.inspect.facts import Quantized

@@ -21,7 +21,7 @@ from optimum_neuron.artifacts.artifact import Artifact
 from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, quality_follows_from, read_measurements
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export import export_model
-from optimum_neuron.hub.write import write_card
+from optimum_neuron.hub.card import write_card
 
 
 class Letters:
