@@ -20,6 +20,7 @@ from ..errors import first_line
 from ..modeling import NeuronModelForCausalLM
 from ..runtime.lengths import most_new_tokens
 from ..serve.detokenizer import Detokenizer
+from ..serve.stop_strings import StopStrings
 from .messages import Message, check_messages
 from .settings import DEFAULT_NEW_TOKENS, Settings
 
@@ -118,7 +119,7 @@ class ChatSession:
         Raises:
             ValueError: the artifact cannot choose tokens so. Nothing is changed.
         """
-        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None)
+        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None, cuts_text=True)
         self._seeds = None if settings.seed is None else np.random.SeedSequence(settings.seed)
         self.settings = settings
 
@@ -211,7 +212,8 @@ class ChatSession:
         request = self._request(self._render(messages))
         statistics, self._interrupted = self._service.engine.statistics, False
         before = statistics.prompt_tokens, statistics.prefix_hit_tokens
-        detokenizer, pieces, times = Detokenizer(self._tokenizer), [""], []
+        detokenizer, stops = Detokenizer(self._tokenizer), StopStrings(self._factory.stop_strings)
+        pieces, times = [""], []
         start = time.perf_counter()
         try:
             with self._service.submit(request) as self._stream:
@@ -220,13 +222,17 @@ class ChatSession:
                 for token in self._stream:
                     times.append(time.perf_counter())
                     if self._stream.finish_reason != "stop":
-                        pieces.append(detokenizer.push(token))
+                        pieces.append(stops.push(detokenizer.push(token)))
                         show(pieces[-1])
-                ending = self._stream.finish_reason
+                    if stops.found is not None:
+                        break
+                ending = self._stream.finish_reason if stops.found is None else "stop"
         finally:
             self._stream = None
-        pieces.append(detokenizer.finish())
-        show(pieces[-1])
+        if stops.found is None:
+            pieces.append(stops.push(detokenizer.finish()))
+            pieces[-1] += stops.finish() if stops.found is None else ""
+            show(pieces[-1])
         if times:
             self.messages = [*messages, _message("assistant", "".join(pieces))]
         turn = Turn(
