@@ -159,11 +159,11 @@ def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.M
 def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._ids
 
-    def ids(prompt: Any, tokenizer: Any) -> Any:
+    def ids(prompt: Any, *arguments: Any) -> Any:
         if len(prompt) == 60:
             begun.set()
             assert may_go_on.wait(PATIENCE)
-        return real(prompt, tokenizer)
+        return real(prompt, *arguments)
 
     monkeypatch.setattr(app.encoder, "_ids", ids)
     # The size of a body decides; what it consists of does not.
