@@ -62,7 +62,7 @@ def _place(operand: Operand) -> _Place:
     size = run = item_size(operand.dtype)
     if 0 in operand.shape:
         return _Place(0, 0, ())
-    repeats = []
+    repeats: list[tuple[int, int]] = []
     for stride, count in sorted(zip(operand.strides, operand.shape, strict=True)):
         if count > 1 and stride * size == run and not repeats:
             run *= count
