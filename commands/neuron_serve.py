@@ -16,6 +16,7 @@ from optimum_neuron.cli import add_named_model, add_option, add_rank_options, ex
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
 DEFAULT_QUEUE = 128
 DEFAULT_DRAIN = 100.0
+DEFAULT_STEP_TIMEOUT = 300.0
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
@@ -92,6 +93,14 @@ class NeuronServeCommand(BaseOptimumCLICommand):
         )
         add_option(
             parser,
+            "--step-timeout",
+            type=float,
+            metavar="SECONDS",
+            help="with the engine's server, the longest time of one step: after that its requests fail, and /health says so "
+            f"(default: {DEFAULT_STEP_TIMEOUT:g})",
+        )
+        add_option(
+            parser,
             "--data-parallel-size",
             type=int,
             default=1,
@@ -159,13 +168,15 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
     if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
         raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
+    if args.step_timeout is not None and not 0 < args.step_timeout < float("inf"):
+        raise ValueError(f"--step-timeout {args.step_timeout:g} must be a number of seconds above 0")
     for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
         if getattr(args, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
 
 def _check_backend(args: Namespace, backend: str) -> None:
-    for option in ("max_queue", "drain_timeout"):
+    for option in ("max_queue", "drain_timeout", "step_timeout"):
         value = getattr(args, option)
         if backend == "vllm" and value is not None:
             raise ValueError(
@@ -227,6 +238,7 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
             api_key=key,
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
             drain_timeout=DEFAULT_DRAIN if args.drain_timeout is None else args.drain_timeout,
+            step_timeout=args.step_timeout or DEFAULT_STEP_TIMEOUT,
             trust_remote_code=args.trust_remote_code,
             rank_python=args.rank_python,
             rank_timeout=args.rank_timeout,

@@ -37,7 +37,7 @@ from optimum_neuron.graphs.step import StepModule, example_inputs
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
-from optimum_neuron.targets import get_target
+from optimum_neuron.targets import Executable, get_target
 from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.certificate import certify_export
 
@@ -93,10 +93,8 @@ def load_model(folder: Path) -> nn.Module:
     return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
 
 
-class Recorder:
+class Recorder(Executable):
     """An executable that keeps the inputs of each run and returns zeros."""
-
-    runs_ahead = False
 
     def __init__(self, graphs: Sequence[GraphSpec]) -> None:
         self.specs = {graph.name: graph for graph in graphs}
@@ -108,15 +106,6 @@ class Recorder:
         names = [tensor.name.split(".")[1] for tensor in spec.inputs()]
         self.runs.append((spec, {name: tensor.clone() for name, tensor in zip(names, inputs, strict=True)}))
         return [torch.zeros(output.shape, dtype=getattr(torch, output.dtype)) for output in spec.outputs(VOCAB)]
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        raise NotImplementedError
-
-    def read_state(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        raise NotImplementedError
 
 
 def eager_runner(

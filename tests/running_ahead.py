@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from optimum_neuron.graphs.chosen import ChosenTokens, slots_of_rows
 from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.graphs.spec import GraphSpec
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets import Executable, KeepsStates
+from optimum_neuron.targets import Executable
 
 
 VOCAB_OUTPUT = ".logits"
 
 
-class AheadOf:
-    """See `AheadExecutable`.
+class AheadOf(Executable):
+    """An executable that runs ahead of the one that it plays.
 
     Attributes:
         log: `start 3` and `read 3 decode.tokens`, by the number of the step, as the host did them.
@@ -65,10 +64,10 @@ class AheadOf:
         self._executable.copy_slot(source, destination, length)
 
     def keep_state(self, slot: int, snapshot: int) -> None:
-        cast(KeepsStates, self._executable).keep_state(slot, snapshot)
+        self._executable.keep_state(slot, snapshot)
 
     def restore_state(self, snapshot: int, slot: int) -> None:
-        cast(KeepsStates, self._executable).restore_state(snapshot, slot)
+        self._executable.restore_state(snapshot, slot)
 
     def read_state(self, name: str) -> Tensor:
         return self._executable.read_state(name)

@@ -19,6 +19,7 @@ from ..errors import first_line
 from ..modeling import NeuronModelForCausalLM
 from ..runtime.lengths import most_new_tokens
 from ..serve.detokenizer import Detokenizer
+from ..serve.stop_strings import StopStrings
 from .settings import DEFAULT_NEW_TOKENS, Settings
 
 
@@ -105,7 +106,7 @@ class ChatSession:
         Raises:
             ValueError: the artifact cannot choose tokens so. Nothing is changed.
         """
-        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None)
+        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None, cuts_text=True)
         self._seeds = None if settings.seed is None else itertools.count(settings.seed)
         self.settings = settings
 
@@ -134,7 +135,8 @@ class ChatSession:
         request = self._request(self._render(messages))
         statistics = self._service.engine.statistics
         before = statistics.prompt_tokens, statistics.prefix_hit_tokens
-        detokenizer, pieces, times = Detokenizer(self._tokenizer), [""], []
+        detokenizer, stops = Detokenizer(self._tokenizer), StopStrings(self._factory.stop_strings)
+        pieces, times = [""], []
         start = time.perf_counter()
         with self._service.submit(request) as self._stream:
             if self._interrupted:
@@ -142,10 +144,15 @@ class ChatSession:
             for token in self._stream:
                 times.append(time.perf_counter())
                 if self._stream.finish_reason != "stop":
-                    pieces.append(detokenizer.push(token))
+                    pieces.append(stops.push(detokenizer.push(token)))
                     show(pieces[-1])
-        pieces.append(detokenizer.finish())
-        show(pieces[-1])
+                if stops.found is not None:
+                    break
+            ending = self._stream.finish_reason if stops.found is None else "stop"
+        if stops.found is None:
+            pieces.append(stops.push(detokenizer.finish()))
+            pieces[-1] += stops.finish() if stops.found is None else ""
+            show(pieces[-1])
         answer = "".join(pieces)
         if times:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -157,7 +164,7 @@ class ChatSession:
             ttft_seconds=times[0] - start if times else None,
             decode_seconds=times[-1] - times[0] if times else 0.0,
             room=max(0, self._model.neuron_config.sequence_length - len(request.prompt_token_ids) - len(times)),
-            ending=self._stream.finish_reason,
+            ending=ending,
         )
 
     def interrupt(self) -> None:

@@ -8,22 +8,24 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, StopStringCriteria
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..artifacts.artifact import Artifact
 from ..config import NeuronConfig
 from ..engine.policy import Policy, SchedulerOptions
-from ..engine.request import Request
+from ..engine.request import FinishReason, Request
 from ..engine.step import Event, RequestFailure
 from ..graphs.spec import GREEDY, SamplingParams
 from ..runtime.arguments import check_options
-from ..runtime.defaults import OF_GENERATE, processors_of
+from ..runtime.defaults import OF_GENERATE, processors_of, stop_strings
 from ..runtime.lengths import most_new_tokens
 from ..runtime.limits import refuse_unsupported
 from ..runtime.token_choice import OnDeviceChoice, choose_how
@@ -35,17 +37,6 @@ logger = logging.getLogger(__name__)
 # Fields of transformers' config that mean something here; the others size memory and CUDA graphs that do not exist.
 _HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "return_logprobs", "seed"}
 _POLICIES: dict[str, Policy] = {"fifo": "auto", "prefill_first": "prefill_first"}
-# Stopping criteria and searches that need more than the tokens of one request.
-_REFUSED = {
-    "num_beams": 1,
-    "stop_strings": None,
-    "max_time": None,
-    "penalty_alpha": None,
-    "prompt_lookup_num_tokens": None,
-    "token_healing": False,
-    "output_scores": False,
-    "output_logits": False,
-}
 
 
 class ServedModel(Protocol):
@@ -59,6 +50,7 @@ class ServedModel(Protocol):
 
     def settled(self, given: GenerationConfig | None = None) -> GenerationConfig: ...
     def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None: ...
+    def own_tokenizer(self) -> Any: ...
 
 
 def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int]:
@@ -76,6 +68,12 @@ def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int
 class RequestFactory:
     """Makes engine requests from transformers' configs: one way for all requests of a batch or a manager.
 
+    Args:
+        cuts_text: whether the caller ends texts at stop strings itself, as it cuts them there. Else requests end as in `generate`.
+
+    Attributes:
+        stop_strings: texts that end an answer, by the configs.
+
     Raises:
         ValueError: a config asks for what the engine or the artifact cannot do; nothing is ignored silently.
     """
@@ -85,6 +83,8 @@ class RequestFactory:
         model: ServedModel,
         generation_config: GenerationConfig | None,
         batching_config: ContinuousBatchingConfig | None,
+        *,
+        cuts_text: bool = False,
     ) -> None:
         given = copy.copy(generation_config)
         if isinstance(given, GenerationConfig):
@@ -96,14 +96,16 @@ class RequestFactory:
         self.model = model
         self.config = model.settled(given)
         self.batching = batching_config or ContinuousBatchingConfig()
-        for name, neutral in _REFUSED.items():
+        for name in OF_GENERATE:
             asked = getattr(self.config, name, None)
-            of_file = name in OF_GENERATE and asked == getattr(model.generation_config, name, None)
-            if asked not in (None, neutral) and not of_file:
+            if asked and asked != getattr(model.generation_config, name, None):
                 raise ValueError(
                     f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
                 )
-        refuse_unsupported(self.config, model.neuron_config, model.artifact.model.vocab_size)
+        refuse_unsupported(self.config, model.artifact.model.vocab_size)
+        self.stop_strings = stop_strings(self.config)
+        checks = self.stop_strings and not cuts_text
+        self._stops = StopStringCriteria(model.own_tokenizer(), list(self.stop_strings)) if checks else None
         _warn_of_meaningless(self.batching)
         self.eos_token_ids = end_token_ids(self.config, model)
         self.make("", [0], None)  # what no request could have is refused before the first
@@ -174,6 +176,9 @@ class RequestFactory:
             keep_logits=False,
         )
         on_device = isinstance(choice, OnDeviceChoice)
+        ends = None
+        if self._stops is not None or config.max_time is not None:
+            ends = partial(_ending, prompt, self._stops, config.max_time)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -184,7 +189,17 @@ class RequestFactory:
             processors=None if on_device else processors,
             do_sample=do_sample,
             logprobs=told or logprobs,
+            ends=ends,
         )
+
+
+def _ending(
+    prompt: np.ndarray, stops: StopStringCriteria | None, longest: float | None, tokens: Sequence[int], seconds: float
+) -> FinishReason | None:
+    """Why a text ends with its last token, by transformers' own criteria; None where it does not."""
+    if stops is not None and bool(stops(torch.from_numpy(np.append(prompt, tokens).astype(np.int64))[None], None)):
+        return "stop"
+    return "length" if longest is not None and seconds > longest else None
 
 
 def _sampling(config: GenerationConfig) -> SamplingParams:

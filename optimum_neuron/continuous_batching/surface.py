@@ -90,7 +90,9 @@ class ContinuousBatching:
             self._engine = engine if persistent_manager else None
         return outputs
 
-    def serve(self, options: SchedulerOptions | None = None, *, seed: int | None = None) -> EngineService:
+    def serve(
+        self, options: SchedulerOptions | None = None, *, seed: int | None = None, step_timeout: float | None = None
+    ) -> EngineService:
         """Serves requests from any thread until the service is closed; `generate` refuses to run meanwhile.
 
             with model.serve() as service:
@@ -100,6 +102,7 @@ class ContinuousBatching:
         Args:
             options: how steps are filled.
             seed: seeds the requests that bring no seed of their own.
+            step_timeout: as in `EngineService`.
 
         Raises:
             ValueError: the artifact cannot do what the options ask.
@@ -113,7 +116,7 @@ class ContinuousBatching:
             engine = Engine(self.runner, options, vocab_size=self.artifact.model.vocab_size, seed=seed)
             self.runner.warm_up()
             self._served = True
-        return EngineService(engine, release)
+        return EngineService(engine, release, step_timeout=step_timeout)
 
     def init_continuous_batching(
         self,

@@ -178,7 +178,7 @@ class Engine:
         if chunk.is_first:
             if not chunk.preemptions:
                 self.statistics.queue_seconds.add(now - self._arrived[chunk.request_id])
-                self._started[chunk.request_id] = now
+                self._started[chunk.request_id] = sampler.began = now
             sampler.slot = chunk.slot
             known, reuse = None, chunk.reuse
             if reuse is not None and reuse.source_slot is not None:
@@ -203,7 +203,7 @@ class Engine:
         """Of a model that has more logits than embeddings."""
         cause = ValueError(f"the model takes token ids from 0 to {self._num_embeddings - 1}")
         return RequestFailure(
-            request_id, RequestFailedError(request_id, f"it cannot go on from token {token_id}", cause)
+            request_id, RequestFailedError(request_id, f"it cannot continue after token {token_id}", cause)
         )
 
     def _fail(self, request_id: str) -> bool:
@@ -214,7 +214,23 @@ class Engine:
         self.statistics.failed += 1
         return True
 
-    def _note(self, step: Step, events: list[TokenEvent]) -> list[TokenEvent]:
+    def _ended(self, sampler: RequestSampler, event: TokenEvent, now: float) -> Event:
+        """The event of a request that may say itself where its text ends."""
+        request = sampler.request
+        if request.ends is None or event.finish_reason is not None:
+            return event
+        tokens = self.scheduler.state(request.request_id).output_token_ids
+        try:
+            reason = request.ends(tokens, now - sampler.began)
+        except Exception as error:
+            self._fail(request.request_id)
+            failed = RequestFailedError(request.request_id, "whether its text ends could not be found", error)
+            return RequestFailure(request.request_id, failed)
+        if reason is not None:
+            self.scheduler.abort(request.request_id)
+        return event._replace(finish_reason=reason)
+
+    def _note(self, step: Step, events: list[TokenEvent]) -> list[Event]:
         """Sets the tokens of the next decode rows, and counts; returns the events with what the host knows of them."""
         statistics, now = self.statistics, time.perf_counter()
         statistics.count_step(step)
@@ -223,21 +239,23 @@ class Engine:
         for chunk in step.chunks:
             if chunk.is_last and not chunk.generated and chunk.request_id in self._arrived:
                 statistics.first_token_seconds.add(now - self._arrived[chunk.request_id])
-        for index, event in enumerate(events):
+        noted: list[Event] = []
+        for event in events:
             sampler = self._samplers[event.request_id]
             self._rows.feed(sampler.slot, event.token_id)
             if event.request_id in self._started:
-                event = events[index] = event._replace(started=self._started.pop(event.request_id))
+                event = event._replace(started=self._started.pop(event.request_id))
             if sampler.on_host:
-                events[index] = event._replace(logprob=sampler.logprob, top=sampler.top)
+                event = event._replace(logprob=sampler.logprob, top=sampler.top)
             elif sampler.logprobs:
                 told = self._rows.told[sampler.slot]
                 top = tuple(zip(told.tokens.tolist(), told.best.tolist(), strict=True))
-                events[index] = event._replace(logprob=float(told.chosen), top=top)
-            if event.finish_reason is not None:
+                event = event._replace(logprob=float(told.chosen), top=top)
+            noted.append(self._ended(sampler, event, now))
+            if isinstance(noted[-1], TokenEvent) and noted[-1].finish_reason is not None:
                 statistics.finished += 1
                 self._forget(event.request_id)
-        return events
+        return noted
 
     def _forget(self, request_id: str) -> None:
         del self._samplers[request_id], self._arrived[request_id]

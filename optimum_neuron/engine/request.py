@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
@@ -36,6 +36,7 @@ class Request:
         processors: logits processors that choose tokens on the host; None leaves the choice to the device.
         do_sample: with `processors`, whether the host draws tokens instead of taking the best one.
         logprobs: whether the graphs tell the log-probability of each token that they choose, before sampling parameters.
+        ends: given the generated tokens and the seconds since its first step began, says why the text ends there, or None.
 
     Raises:
         TypeError: the prompt, `eos_token_ids`, `max_new_tokens` or `priority` hold something other than whole numbers, or
@@ -54,6 +55,7 @@ class Request:
     processors: Any = None
     do_sample: bool = False
     logprobs: bool = False
+    ends: Callable[[Sequence[int], float], FinishReason | None] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", _read_only_tokens(self.request_id, self.prompt_token_ids))

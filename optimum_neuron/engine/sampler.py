@@ -43,7 +43,7 @@ def check_sampling(request: Request, config: NeuronConfig) -> None:
     reason = _host_reason(request, config)
     if request.logprobs and reason is None and config.top_logprobs is None:
         raise ValueError(
-            f"{who} has logprobs=True, and this artifact tells none; export it with --top-logprobs (top_logprobs=0)"
+            f"{who} has logprobs=True, and this artifact returns none; export it with --top-logprobs (top_logprobs=0)"
         )
     if reason is not None and not config.returns_decode_logits:
         raise ValueError(
@@ -65,6 +65,7 @@ class RequestSampler:
 
     Attributes:
         slot: its row of the cache, from its first chunk on.
+        began: `time.perf_counter()` when the step of that began.
         on_host: whether `choose` is asked, instead of the graphs.
         sampling: what the graphs are told.
         uniforms: its random numbers, where the graphs draw with them.
@@ -76,7 +77,7 @@ class RequestSampler:
 
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
-        self.slot = -1
+        self.slot, self.began = -1, 0.0
         self.on_host = _host_reason(request, config) is not None
         self.logprobs = request.logprobs and not self.on_host
         # Where nothing is drawn, top_k and top_p have no meaning, and need not be numbers that a graph can take.

@@ -7,11 +7,13 @@ import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
+from ..errors import first_line
 from .engine import Engine
 from .request import Request
 from .step import Event, RequestFailedError, RequestFailure
@@ -22,10 +24,16 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the end of a program waits for the thread: more than a step takes, and an end where a callback never returns.
 _AT_EXIT = 60
+# Seconds between two looks at a step under way, at most.
+_LOOK = 1.0
 
 
 class EngineStoppedError(RuntimeError):
     """The engine's thread ended before the request did; `__cause__` is what ended it, if it failed."""
+
+
+class EngineHungError(RuntimeError):
+    """A step takes longer than one may."""
 
 
 def _nowhere(item: Item) -> None:
@@ -48,10 +56,13 @@ class EngineService:
     what still runs.
 
     Args:
-        on_close: called once when the engine has stopped.
+        on_close: called once when the engine has stopped: of one that hangs, once its step has ended, as that uses the slots.
+        step_timeout: seconds that a step may take before it counts as hung and all requests fail; None: no limit.
     """
 
-    def __init__(self, engine: Engine, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, on_close: Callable[[], None] | None = None, *, step_timeout: float | None = None
+    ) -> None:
         self._engine = engine
         self._process = engine.runner.process
         self._on_close = on_close
@@ -61,6 +72,9 @@ class EngineService:
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._step_timeout = step_timeout
+        self._step_began: float | None = None
+        self._over = threading.Event()  # the thread has ended, or is given up
 
     @property
     def engine(self) -> Engine:
@@ -81,6 +95,13 @@ class EngineService:
     def failure(self) -> BaseException | None:
         """What ended the engine; None where it runs, or was closed."""
         return self._failure
+
+    @property
+    def stopped(self) -> str | None:
+        """Why no more requests are taken; None where they are."""
+        if not self._closed:
+            return None
+        return "it was closed" if self._failure is None else first_line(self._failure)
 
     def submit(self, request: Request) -> TokenStream:
         """Queues a request and returns its tokens to come.
@@ -129,26 +150,31 @@ class EngineService:
         # forgot to close it from ending. At exit, those who may still read tokens, threads that are no daemons, are over.
         self._thread = threading.Thread(target=self._loop, name="optimum-neuron-engine", daemon=True)
         self._thread.start()
+        if self._step_timeout is not None:
+            threading.Thread(target=self._watch, name="optimum-neuron-watch", daemon=True).start()
         atexit.register(self._close_at_exit)
 
     def _end(self, entry: _Entry) -> None:
         self._inbox.put((entry, False))
 
-    def close(self, *, finish: bool = False) -> None:
+    def close(self, *, finish: bool = False, timeout: float | None = None) -> None:
         """Takes no more requests, ends those that are there, and waits for the thread. In a forked process, where there is
         no thread, it does nothing.
 
         Args:
             finish: let the requests finish first, instead of aborting them.
+            timeout: seconds to wait for a step under way; one that takes longer is given up, and its requests fail.
         """
-        self._close(finish=finish, timeout=None)
+        if not self._end_all(finish=finish, timeout=timeout):
+            self._fail(EngineHungError(f"the step under way did not end within {timeout or 0:g} s"))
 
     def _close_at_exit(self) -> None:
-        self._close(finish=False, timeout=_AT_EXIT)
+        self._end_all(finish=False, timeout=_AT_EXIT)
 
-    def _close(self, *, finish: bool, timeout: float | None) -> None:
+    def _end_all(self, *, finish: bool, timeout: float | None) -> bool:
+        """Closes; returns whether the thread has ended, or is given up already."""
         if not self._process.is_here:
-            return
+            return True
         with self._lock:
             self._closed = True
         if not finish:
@@ -156,8 +182,16 @@ class EngineService:
                 self._end(entry)
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            if not self._over.wait(timeout):
+                return False
+            if not isinstance(self._failure, EngineHungError):
+                self._thread.join(timeout)
         atexit.unregister(self._close_at_exit)
+        if not isinstance(self._failure, EngineHungError):
+            self._release()
+        return True
+
+    def _release(self) -> None:
         with self._lock:
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -173,12 +207,31 @@ class EngineService:
 
     def _loop(self) -> None:
         try:
-            while self._take_over():
-                for event in self._engine.step():
+            while self._failure is None and self._take_over():
+                self._step_began = time.monotonic()
+                events = self._engine.step()
+                self._step_began = None
+                for event in events:
                     self._hand_out(event)
+            if self._failure is not None:  # a step ended after all, of an engine that was given up
+                self._engine.abort_all()
         except BaseException as error:  # whoever waits for tokens must learn of it
             logger.exception("the engine stopped")
+            self._engine.abort_all()
             self._fail(error)
+        finally:
+            self._over.set()
+            if isinstance(self._failure, EngineHungError):
+                self._release()
+
+    def _watch(self) -> None:
+        """Gives the engine up where a step takes too long. Nothing ends a thread in native code: it is left alone."""
+        limit = self._step_timeout
+        assert limit is not None
+        while not self._over.wait(min(_LOOK, limit / 4)):
+            began = self._step_began
+            if began is not None and time.monotonic() - began > limit:
+                self._fail(EngineHungError(f"a step took more than {limit:g} s"))
 
     def _take_over(self) -> bool:
         """Adds and aborts what callers asked for; waits where there is nothing to do. False where all is done."""
@@ -205,7 +258,9 @@ class EngineService:
             self._tell(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
 
     def _hand_out(self, event: Event) -> None:
-        entry = self._live[event.request_id]
+        entry = self._live.get(event.request_id)
+        if entry is None:  # the engine was given up meanwhile
+            return
         if isinstance(event, RequestFailure) or event.finish_reason is not None:
             del self._live[event.request_id]
         self._tell(entry, event.error if isinstance(event, RequestFailure) else event)
@@ -225,13 +280,13 @@ class EngineService:
             try:
                 put(failed)
             except BaseException:
-                logger.exception("the callback of request %r was told of its failure, and raised again", request_id)
+                logger.exception("the callback of request %r raised again when it got its failure", request_id)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self._closed, self._failure = True, error
+            self._closed, self._failure = True, self._failure or error
             entries, self._live = list(self._live.values()), {}
-        self._engine.abort_all()
+        self._over.set()
         for entry in entries:
             request_id = entry.request.request_id
             stopped = EngineStoppedError(f"the engine stopped before request {request_id!r} finished: {error}")

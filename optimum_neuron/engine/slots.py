@@ -250,7 +250,7 @@ class SlotDraft:
             self._taken.add(placement.slot)
 
     def close(self) -> None:
-        raise RuntimeError("nobody waits for more than a slot")
+        raise RuntimeError("no request waits for more than a slot")
 
     def complete(self, step: Step, running: Mapping[int, RequestState]) -> Step:
         return step

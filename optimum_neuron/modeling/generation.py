@@ -59,9 +59,13 @@ class Generation(Defaults):
         for name, value in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
             if value is not None and not isinstance(value, list):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a list of them")
-        if self.generation_config.stop_strings and "tokenizer" not in kwargs:
-            path = self.artifact.path
-            kwargs["tokenizer"] = load_tokenizer(path, str(path), trust_remote_code=self._trust_remote_code)
+        asked = (
+            kwargs.get("stop_strings"),
+            getattr(generation_config, "stop_strings", None),
+            self.generation_config.stop_strings,
+        )
+        if any(asked) and "tokenizer" not in kwargs:
+            kwargs["tokenizer"] = self.own_tokenizer()
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.artifact.model.num_embeddings)
@@ -70,6 +74,15 @@ class Generation(Defaults):
         return super().generate(
             inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, *args, **kwargs
         )
+
+    def own_tokenizer(self) -> Any:
+        """The artifact's tokenizer.
+
+        Raises:
+            ValueError: it has none.
+        """
+        path = self.artifact.path
+        return load_tokenizer(path, str(path), trust_remote_code=self._trust_remote_code)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
         """Names the inputs of `generate`."""
@@ -93,7 +106,7 @@ class Generation(Defaults):
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Greedy search and sampling, called by `generate`."""
         model = self.artifact.model
-        refuse_unsupported(generation_config, self.neuron_config, model.vocab_size)
+        refuse_unsupported(generation_config, model.vocab_size)
         prompts = unpad(input_ids, attention_mask, model.num_embeddings)
         check_fits(prompts, generation_config.max_length - input_ids.shape[1], self.neuron_config)
         as_dict = generation_config.return_dict_in_generate
@@ -119,13 +132,9 @@ class Generation(Defaults):
             logits=tuple(host.logits) if host and host.logits is not None else None,
         )
 
-    def _beam_search(self, *_: Any, **__: Any) -> None:
+    def _one_sequence(self, *_: Any, **__: Any) -> None:
         raise ValueError(
-            "beam search is not supported: a slot's cache cannot be copied between beams; use num_beams=1"
+            "beam search and assisted generation are not supported: compiled graphs advance one sequence per row; leave them out"
         )
 
-    def _assisted_decoding(self, *_: Any, **__: Any) -> None:
-        raise ValueError(
-            "assisted generation is not supported: the graphs advance one token per row and step; call generate() "
-            "without assistant_model and prompt_lookup_num_tokens"
-        )
+    _beam_search = _assisted_decoding = _one_sequence

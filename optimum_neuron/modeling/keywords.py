@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import option_checks as check
-from ..runtime.defaults import warn_once
+from ..runtime.refused import warn_once
 
 
 _MEMORY = "weights are mapped from their file"

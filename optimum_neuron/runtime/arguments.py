@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .refused import check_settings
 from .token_ids import check_token_ids, check_whole_numbers
 
 
@@ -17,18 +18,7 @@ _WHOLE = (
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "pad_token_id",
     "bos_token_id", "eos_token_id",
 )  # fmt: skip
-# What may be asked for, and why nothing else is.
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_cache": ((True,), "steps without a cache were not compiled"),
-    "cache_implementation": ((), "the slots are the cache, and were sized at export (for cache_implementation='paged' call generate_batch)"),
-    "cache_config": ((), "the slots are the cache, and were sized at export"),
-    "compile_config": ((), "the graphs were compiled at export"),
-    "disable_compile": ((False,), "the graphs were compiled at export"),
-    "is_assistant": ((False,), "the graphs advance one token per row and step"),
-    "negative_prompt_ids": ((), "it needs a second cache per row"),
-    "negative_prompt_attention_mask": ((), "it needs a second cache per row"),
-}  # fmt: skip
-# What `_sample` is given; the last two mean something with return_dict_in_generate only, and are then refused there.
+# What `_sample` is given; the last two mean something with return_dict_in_generate only, and are then refused.
 _MODEL_ARGUMENTS = {"input_ids", "attention_mask", "output_attentions", "output_hidden_states"}
 
 
@@ -49,11 +39,7 @@ def check_options(given: GenerationConfig | None, defaults: GenerationConfig, op
         check_whole_numbers(() if values is None else values if isinstance(values, list | tuple) else (values,), name)
     if asked.get("num_return_sequences") is not None and asked["num_return_sequences"] < 1:
         raise ValueError(f"num_return_sequences={asked['num_return_sequences']} must be at least 1; leave it out")
-    for name, (honoured, reason) in _FIXED.items():
-        value = asked.get(name)
-        if value is not None and value not in honoured:
-            shown = "" if isinstance(value, Tensor) else f"={value!r}"
-            raise ValueError(f"{name}{shown} is not supported: {reason}; leave it out")
+    check_settings(asked, returns_dict=asked.get("return_dict_in_generate", defaults.return_dict_in_generate))
 
 
 def check_model_arguments(arguments: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,30 +22,18 @@ from ..config import NeuronConfig
 from ..errors import first_line
 from ..graphs.model_spec import ModelSpec
 from .lengths import most_new_tokens
+from .refused import split_defaults, warn_once
 from .token_choice import of_host
 
 
 logger = logging.getLogger(__name__)
 
 _LENGTHS = ("max_new_tokens", "max_length")
-_ONE_SEQUENCE = (
-    "num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids", "dola_layers", "token_healing",
-    "is_assistant", "prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp",
-)  # fmt: skip
-# What no artifact does, and why.
-_NEVER = {
-    **dict.fromkeys(_ONE_SEQUENCE, "compiled graphs advance one sequence per row"),
-    "guidance_scale": "it needs a second cache per row",
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), "compiled graphs return tokens and logits only"),
-}
-# These change no token, and say how a checkpoint was trained or run elsewhere.
-_MEANINGLESS = (
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
-)  # fmt: skip
 _ASKED = "_length_is_asked"
-# What `generate` alone does: it ends texts by more than their tokens, and returns more than them.
-OF_GENERATE = ("stop_strings", "max_time", "output_scores", "output_logits")
-# vLLM's parameters that a generation config names, too.
+# What `generate` alone returns.
+OF_GENERATE = ("output_scores", "output_logits")
+# vLLM's parameters that a generation config names, too. vLLM's requests bring stop strings (`stop`) and further penalties themselves: it
+# takes none of them from a file, and has no limit of time.
 OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -121,24 +108,14 @@ def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, key
     return False
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warns of what is alike in every call."""
-    logger.warning("%s", message)
-
-
 def usable(found: GenerationConfig, sizes: NeuronConfig) -> tuple[GenerationConfig, dict[str, str]]:
     """An artifact's defaults without what no artifact of its sizes does.
 
     Returns:
         The settings that are honoured, and of each other one, by name, the reason.
     """
-    config, reasons = copy.deepcopy(found), {}
-    for name in (*_NEVER, *_MEANINGLESS):
-        value = getattr(config, name, None)
-        if name in _NEVER and value and (value is True or value != 1):
-            reasons[name] = _NEVER[name]
-        setattr(config, name, None)
+    config = copy.deepcopy(found)
+    reasons = split_defaults(config)
     if config.temperature is not None and config.temperature <= 0:
         config.do_sample, config.temperature = False, None
     if config.top_k is not None and config.top_k < 0:  # none, as vLLM writes it
@@ -168,10 +145,10 @@ def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronCon
         ValueError: transformers refuses a value of theirs.
     """
     config, reasons = usable(found, sizes)
-    notices = {name: f"which is left out: {reason}" for name, reason in reasons.items()}
-    notices |= {name: "which ends texts of generate() alone" for name in OF_GENERATE[:2] if getattr(config, name)}
-    for name, what in notices.items():
-        logger.warning("generation_config.json asks for %s=%r, %s", name, getattr(found, name), what)
+    for name, reason in reasons.items():
+        logger.warning(
+            "generation_config.json asks for %s=%r, which is left out: %s", name, getattr(found, name), reason
+        )
     names = settings_of_host(config, model_config, sizes, source)
     if not names or sizes.returns_decode_logits:
         return sizes
@@ -207,7 +184,7 @@ def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronC
             ) from error
         if reason is not None:
             names.append(name)
-    returned = OF_GENERATE[2:] if config.return_dict_in_generate else ()
+    returned = OF_GENERATE if config.return_dict_in_generate else ()
     return names + [name for name in returned if getattr(config, name)]
 
 
@@ -219,6 +196,22 @@ def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> L
         config, input_ids_seq_length=prompt.size, encoder_input_ids=ids, device="cpu"
     )
     return processors
+
+
+def stop_strings(config: GenerationConfig) -> tuple[str, ...]:
+    """The texts that end an answer, as a list."""
+    given = config.stop_strings
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def left_to_requests(config: GenerationConfig, of_logits: Sequence[str]) -> list[str]:
+    """Settings of a file that vLLM takes from requests alone, or not at all.
+
+    Args:
+        of_logits: those that are applied to logits on the host.
+    """
+    ends = [name for name in ("stop_strings", "max_time") if getattr(config, name)]
+    return [name for name in (*of_logits, *ends) if name not in OF_VLLM]
 
 
 def vllm_sampling(config: GenerationConfig) -> dict[str, Any]:

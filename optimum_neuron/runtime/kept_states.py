@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from ..config import NeuronConfig
 from ..graphs.model_spec import ModelSpec
-from ..targets import Executable, KeepsStates
+from ..targets import Executable
 
 
 class KeptStates:
@@ -23,8 +21,7 @@ class KeptStates:
     def __init__(self, executable: Executable, config: NeuronConfig, model: ModelSpec | None) -> None:
         self._executable = executable
         self.needed = model is not None and not model.reuses_prefixes
-        places = config.snapshot_places if self.needed and isinstance(executable, KeepsStates) else 0
-        self.lengths = np.zeros(places, dtype=np.int32)
+        self.lengths = np.zeros(config.snapshot_places if self.needed else 0, dtype=np.int32)
 
     @property
     def places(self) -> int:
@@ -39,7 +36,7 @@ class KeptStates:
         self._check_place(place)
         if not length:
             raise ValueError(f"slot {slot} holds no tokens, so it has no state to keep")
-        cast(KeepsStates, self._executable).keep_state(slot, place)
+        self._executable.keep_state(slot, place)
         self.lengths[place] = length
 
     def check(self, slot: int, length: int, place: int | None) -> None:
@@ -62,7 +59,7 @@ class KeptStates:
     def restore(self, place: int | None, slot: int) -> None:
         """Copies what `check` found right."""
         if place is not None:
-            cast(KeepsStates, self._executable).restore_state(place, slot)
+            self._executable.restore_state(place, slot)
 
     def _check_place(self, place: int) -> None:
         if not 0 <= place < self.places:

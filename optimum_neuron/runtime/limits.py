@@ -14,6 +14,7 @@ from ..artifacts.artifact import Artifact
 from ..config import NeuronConfig
 from .block_tables import blocks_needed
 from .lengths import check_length
+from .refused import refuse_settings
 from .token_ids import check_token_ids
 
 
@@ -67,21 +68,10 @@ def check_pad_token(pad: Tensor | None, rows: int, num_embeddings: int) -> int |
     return int(pad)
 
 
-def refuse_unsupported(generation_config: GenerationConfig, sizes: NeuronConfig, vocab_size: int) -> None:
+def refuse_unsupported(generation_config: GenerationConfig, vocab_size: int) -> None:
     """Raises ValueError for options of `generate` that compiled graphs cannot honour; none is ignored."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         forced = getattr(generation_config, name, None)
         if forced is not None:
             check_token_ids(np.asarray(forced), vocab_size, name)
-    for name in ("output_attentions", "output_hidden_states"):
-        if generation_config.return_dict_in_generate and getattr(generation_config, name, None):
-            raise ValueError(f"{name}=True is not supported: the compiled graphs return tokens and logits only")
-    if (generation_config.guidance_scale or 1) != 1:
-        raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} is not supported: it needs a second cache per row; leave it out"
-        )
-    chunk = getattr(generation_config, "prefill_chunk_size", None)
-    if chunk is not None and chunk != sizes.prefill_chunk_size:
-        raise ValueError(
-            f"prefill_chunk_size={chunk} differs from the compiled {sizes.prefill_chunk_size}; leave it out of generate()"
-        )
+    refuse_settings(vars(generation_config), returns_dict=generation_config.return_dict_in_generate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..graphs.family import GraphFamily, holds
 from ..graphs.logprobs import Logprobs, logprobs
 from ..graphs.model_spec import ModelSpec
 from ..graphs.spec import LOGPROBS, GraphKind, GraphSpec
-from ..targets import AheadExecutable, Executable, HasOtherGraphs, HoldsStates, RunsForStates
+from ..targets import Executable
 from .block_tables import BlockTables
 from .kept_states import KeptStates
 from .process import OwnProcess
@@ -58,7 +58,6 @@ class GraphRunner:
         deterministic: bool = False,
     ) -> None:
         self.executable = executable
-        self._for_states = executable if isinstance(executable, RunsForStates) else None
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
         self._lengths = self.lengths.data  # of which a token reads a few, without numpy
@@ -192,10 +191,9 @@ class GraphRunner:
         if self._warm:
             return
         self._warm = True
-        others = self.executable.idle_inputs() if isinstance(self.executable, HasOtherGraphs) else {}
+        others = self.executable.idle_inputs()
         with progress.stage("Warming up", len(self._graphs) + len(others)) as advance:
-            if isinstance(self.executable, HoldsStates):
-                self.executable.touch_states()
+            self.executable.touch_states()
             for name, step in self._graphs.items():
                 step.fill((), None, (), self._lengths)
                 self.executable.run(name, step.inputs)
@@ -264,8 +262,8 @@ class GraphRunner:
         except TooManySharedBlocksError:
             # One after the other, each with the memory of the one before.
             return together([(each.active, kept(self._run(each, outputs=outputs))) for each in self._apart(given)])
-        if not outputs and self._for_states is not None:
-            self._for_states.run_for_states(step.name, step.inputs)
+        if not outputs:
+            self.executable.run_for_states(step.name, step.inputs)
             return StepOutput()
         return step.output(self.executable.run(step.name, step.inputs), last_rows)
 
@@ -276,7 +274,7 @@ class GraphRunner:
         except TooManySharedBlocksError:
             waits = [(each.active, self._launch(each, logits=logits)) for each in self._apart(given)]
             return lambda: together([(active, wait()) for active, wait in waits])
-        wait = cast(AheadExecutable, self.executable).start(step.name, step.inputs, logits=logits)
+        wait = self.executable.start(step.name, step.inputs, logits=logits)
         return lambda: step.output(wait(), last_rows)
 
     def _apart(self, given: _Given) -> Iterator[_Given]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..artifacts.artifact import Artifact
 from ..graphs.family import rows_needed
 from ..graphs.spec import GraphSpec
-from ..targets import Executable, HasOtherGraphs, HoldsStates, KeepsStates, RunsForStates, TellsOperators
+from ..targets import Executable
 from .profile import Profile
 from .runner import GraphRunner
 from .step_tensors import Chunk, DecodeRows, StepOutput
@@ -34,10 +33,8 @@ def open_runner(
     return TracedRunner(artifact, executable, profile.trace, deterministic=deterministic)
 
 
-class TracedExecutable:
+class TracedExecutable(Executable):
     """An executable that notes each run of a graph. Each is waited for, so that its time is its own."""
-
-    runs_ahead = False
 
     def __init__(self, executable: Executable, trace: Trace) -> None:
         self._executable = executable
@@ -54,32 +51,29 @@ class TracedExecutable:
         self._runs[graph] += 1
         executable, start = self._executable, now()
         found: Sequence[Tensor] = ()
-        if self._runs[graph] <= OPERATOR_RUNS and isinstance(executable, TellsOperators):
-            found = self._run_by_operators(executable, graph, inputs, outputs=outputs)
-        elif not outputs and isinstance(executable, RunsForStates):
-            executable.run_for_states(graph, inputs)
-        else:
+        if self._runs[graph] <= OPERATOR_RUNS:
+            found = self._run_by_operators(graph, inputs, outputs=outputs)
+        elif outputs:
             found = executable.run(graph, inputs)
+        else:
+            executable.run_for_states(graph, inputs)
         self._trace.span("graphs", graph, start, run=self._runs[graph])
         return found
 
-    def _run_by_operators(
-        self, executable: TellsOperators, graph: str, inputs: Sequence[Tensor], *, outputs: bool
-    ) -> Sequence[Tensor]:
+    def _run_by_operators(self, graph: str, inputs: Sequence[Tensor], *, outputs: bool) -> Sequence[Tensor]:
         began = now()
 
         def ended(operator: str) -> None:
             nonlocal began
             began = self._trace.span("operators", operator, began)
 
-        return executable.run_by_operators(graph, inputs, ended, outputs=outputs)
+        return self._executable.run_by_operators(graph, inputs, ended, outputs=outputs)
 
     def touch_states(self) -> None:
-        if isinstance(self._executable, HoldsStates):
-            self._executable.touch_states()
+        self._executable.touch_states()
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
-        return self._executable.idle_inputs() if isinstance(self._executable, HasOtherGraphs) else {}
+        return self._executable.idle_inputs()
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         start = now()
@@ -87,10 +81,10 @@ class TracedExecutable:
         self._trace.span("graphs", "copy_slot", start, source=source, destination=destination, length=length)
 
     def keep_state(self, slot: int, snapshot: int) -> None:
-        cast(KeepsStates, self._executable).keep_state(slot, snapshot)
+        self._executable.keep_state(slot, snapshot)
 
     def restore_state(self, snapshot: int, slot: int) -> None:
-        cast(KeepsStates, self._executable).restore_state(snapshot, slot)
+        self._executable.restore_state(snapshot, slot)
 
     def read_state(self, name: str) -> Tensor:
         return self._executable.read_state(name)

@@ -77,9 +77,10 @@ class Answer:
             for prompt, ids in enumerate(prompts)
             for copy in range(asked.n)
         ]
-        self._choices = [
-            Choice(served.tokenizer, asked.stop, asked.stop_token_ids, asked.logprobs) for _ in self._requests
-        ]
+        stops = asked.stop
+        if stops is None:  # the file's end texts as its end tokens do
+            stops = () if asked.ignore_eos else served.requests.stop_strings
+        self._choices = [Choice(served.tokenizer, stops, asked.stop_token_ids, asked.logprobs) for _ in self._requests]
         self._times = [Times(arrived) for _ in self._requests]
         self._arrived, self._headers, self._tracing, self._n = arrived, headers, tracing, asked.n
 

@@ -28,7 +28,7 @@ from .gate import Gate
 from .http import EventSender, KeyCheck, error_response, json_response, watched
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
-from .protocol import Asked, Sizes, unknown_model
+from .protocol import Asked, unknown_model
 from .served_model import ServedModel
 from .token_texts import TokenTexts
 from .tracing import Tracing
@@ -38,7 +38,7 @@ from .writing import AnswerWriter, Form
 class Kind(NamedTuple):
     """A kind of request: how its body is read, and what its answers look like."""
 
-    read: Callable[[Mapping[str, Any], Sizes], Asked]
+    read: Callable[[Mapping[str, Any], ServedModel], Asked]
     form: Form
 
 

@@ -15,6 +15,9 @@ from .errors import ApiError, ClientGoneError, failed
 
 
 LARGEST_BODY = 16 * 2**20
+# Values and escaped characters of a body. JSON's parser lets no other thread run until it is done, and these are what takes it time.
+MOST_VALUES = 2**18
+_COSTLY = b",[{\\"
 # A body up to this size is read where it comes, and finds room where larger ones do not.
 SMALL_BODY = 64 * 2**10
 HELD_BYTES = 4 * LARGEST_BODY
@@ -102,14 +105,34 @@ def read_object(body: bytearray) -> dict[str, Any]:
     Raises:
         ApiError: it is none.
     """
+    _check_values(body)
     try:
         data = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is no JSON ({str(error)[:100]}); send an object") from None
+    except json.JSONDecodeError as error:
+        raise ApiError(f"the body is no JSON ({error.msg} at character {error.pos}); send an object") from None
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8") from None
+    except RecursionError:
+        raise ApiError("the body is nested too deep; send objects and lists as OpenAI's API has them") from None
+    except ValueError:  # Python's limit of digits
+        raise ApiError("the body has a number of too many digits; send a shorter one") from None
     if not isinstance(data, dict):
         raise ApiError(f"the body is a JSON {type(data).__name__}; send an object")
     return data
 
 
+def _check_values(body: bytearray) -> None:
+    """Count in short parts, between which other threads run."""
+    values = 0
+    for start in range(0, len(body), SMALL_BODY):
+        values += sum(body.count(byte, start, start + SMALL_BODY) for byte in _COSTLY)
+        if values > MOST_VALUES:
+            raise ApiError(
+                f"the body has more than {MOST_VALUES:,} values and escaped characters; send fewer at once, and text in UTF-8 without "
+                f"escapes",
+                status=413,
+            )
+
+
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ApiError(f"the body is no JSON ({name} is no number of JSON); send an object")

@@ -10,18 +10,19 @@ from .choice import Piece, ToldToken
 from .errors import ApiError
 from .fields import Fields, wrong
 from .messages import read_messages
-from .protocol import MOST_TOP_LOGPROBS, Asked, Conversation, Sizes, check_model, read_common, read_limit
+from .protocol import MOST_TOP_LOGPROBS, Asked, Conversation, check_model, read_common, read_limit
+from .served_model import ServedModel
 from .token_texts import TokenTexts, finite
 
 
-def read_chat(data: Mapping[str, Any], sizes: Sizes) -> Asked:
+def read_chat(data: Mapping[str, Any], served: ServedModel) -> Asked:
     """What a chat's body asks.
 
     Raises:
         ApiError: it is wrong, or this server cannot do it.
     """
     fields = Fields(data)
-    check_model(fields, sizes)
+    check_model(fields, served)
     conversation = _conversation(fields)
     old, new = read_limit(fields, "max_tokens"), read_limit(fields, "max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -34,11 +35,12 @@ def read_chat(data: Mapping[str, Any], sizes: Sizes) -> Asked:
         raise ApiError(f"top_logprobs={top} has no meaning without logprobs=true; give both", param="top_logprobs")
     return read_common(
         fields,
-        sizes,
+        served,
         prompts=[conversation],
         max_tokens=new if old is None else old,
         limit=limit,
         logprobs=(top or 0) if wanted else None,
+        special_tokens=False,  # the template writes them
     )
 
 
@@ -50,9 +52,7 @@ def _conversation(fields: Fields) -> Conversation:
     """
     messages, characters = read_messages(fields.any("messages"))
     continues = fields.flag("continue_final_message")
-    begins = fields.any("add_generation_prompt")
-    if begins is not None and not isinstance(begins, bool):
-        raise wrong("add_generation_prompt", begins, "true or false")
+    begins = fields.flag("add_generation_prompt", not continues)
     if continues and begins:
         raise ApiError(
             "add_generation_prompt=true and continue_final_message=true contradict each other; give one of them",
@@ -71,7 +71,7 @@ def _conversation(fields: Fields) -> Conversation:
         )
     if effort is not None:
         options = {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
-    return Conversation(messages, characters, not continues if begins is None else begins, continues, options)
+    return Conversation(messages, characters, begins, continues, options)
 
 
 class ChatForm:

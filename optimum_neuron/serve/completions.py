@@ -9,7 +9,8 @@ from typing import Any
 from .choice import Piece, ToldToken
 from .errors import ApiError
 from .fields import Fields, check_text, check_token_id, shown
-from .protocol import MOST_TOP_LOGPROBS, Asked, Prompt, Sizes, check_model, read_common, read_limit
+from .protocol import MOST_TOP_LOGPROBS, Asked, Prompt, check_model, read_common, read_limit
+from .served_model import ServedModel
 from .token_texts import TokenTexts, finite
 
 
@@ -17,21 +18,23 @@ from .token_texts import TokenTexts, finite
 DEFAULT_TOKENS = 16
 
 
-def read_completion(data: Mapping[str, Any], sizes: Sizes) -> Asked:
+def read_completion(data: Mapping[str, Any], served: ServedModel) -> Asked:
     """What a completion's body asks.
 
     Raises:
         ApiError: it is wrong, or this server cannot do it.
     """
     fields = Fields(data)
-    check_model(fields, sizes)
-    prompts = _prompts(fields.any("prompt"), sizes)
+    check_model(fields, served)
+    prompts = _prompts(fields.any("prompt"), served)
     most = read_limit(fields, "max_tokens") or DEFAULT_TOKENS
     count = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS)
-    return read_common(fields, sizes, prompts=prompts, max_tokens=most, limit="max_tokens", logprobs=count)
+    return read_common(
+        fields, served, prompts=prompts, max_tokens=most, limit="max_tokens", logprobs=count, special_tokens=True
+    )
 
 
-def _prompts(value: Any, sizes: Sizes) -> Sequence[Prompt]:
+def _prompts(value: Any, served: ServedModel) -> Sequence[Prompt]:
     if isinstance(value, str):
         return [check_text("prompt", value)]
     if isinstance(value, list) and value:
@@ -39,7 +42,7 @@ def _prompts(value: Any, sizes: Sizes) -> Sequence[Prompt]:
             return [check_text("prompt", each) for each in value]
         rows = value if all(isinstance(each, list) for each in value) else [value]
         if not any(isinstance(each, str | list) for row in rows for each in row):
-            return [[check_token_id("prompt", each, sizes.num_embeddings) for each in row] for row in rows]
+            return [[check_token_id("prompt", each, served.num_embeddings) for each in row] for row in rows]
     raise ApiError(
         f"prompt is {shown(value)}; give a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",

@@ -55,22 +55,24 @@ class Fields:
             raise wrong(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """Whether it is true; false where it is not there."""
-        value = self.any(name)
-        if value is not None and not isinstance(value, bool):
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Whether it is true; `default` where it is not there."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
             raise wrong(name, value, "true or false")
-        return bool(value)
+        return value
 
     def text(self, name: str) -> str | None:
         """A string that can be written as UTF-8."""
         value = self.any(name)
         return None if value is None else check_text(name, value)
 
-    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
-        """A string or a list of them, none of them empty."""
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...] | None:
+        """A string or a list of them, none of them empty; None where it is not there."""
         value = self.any(name)
-        values = [] if value is None else [value] if isinstance(value, str) else value
+        if value is None:
+            return None
+        values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or len(values) > most or not all(isinstance(each, str) for each in values):
             raise wrong(name, value, f"a string or a list of up to {most} strings")
         for each in values:

@@ -21,24 +21,25 @@ class Gate:
     Args:
         slots: requests that run at once.
         max_queue: further ones that may wait for a slot.
-        is_stopped: whether the engine takes no more requests.
+        stopped: why the engine takes no more requests; None where it does.
 
     Attributes:
         live: requests that came in and did not end.
         draining: nobody comes in any more, and the server ends with the last who is in.
     """
 
-    def __init__(self, slots: int, max_queue: int, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, slots: int, max_queue: int, stopped: Callable[[], str | None]) -> None:
         self.slots, self.max_queue = slots, max_queue
         self.live = 0
         self.draining = False
-        self._is_stopped = is_stopped
+        self._stopped = stopped
         self._seconds = 0.0  # that a request takes
 
     def check_open(self) -> None:
         """Raises ApiError where the engine has stopped, or the server ends."""
-        if self._is_stopped():
-            raise failed("the engine has stopped; restart the server", status=503, code="engine_stopped")
+        why = self._stopped()
+        if why is not None:
+            raise failed(f"the engine has stopped ({why}); restart the server", status=503, code="engine_stopped")
         if self.draining:
             raise failed("the server ends and takes no more requests; ask another one", status=503, code="draining")
 

@@ -75,7 +75,7 @@ class PromptEncoder:
             ids = (
                 prompt
                 if isinstance(prompt, list)
-                else await self._encode(prompt, self._long if is_long else self._short)
+                else await self._encode(prompt, self._long if is_long else self._short, asked.special_tokens)
             )
             self._check(len(ids), asked)
             prompts.append(ids)
@@ -86,7 +86,7 @@ class PromptEncoder:
         self._short.close()
         self._long.close()
 
-    async def _encode(self, prompt: str | Conversation, lane: _Lane) -> Sequence[int]:
+    async def _encode(self, prompt: str | Conversation, lane: _Lane, special: bool) -> Sequence[int]:
         self._check_size(prompt.characters if isinstance(prompt, Conversation) else len(prompt))
         if isinstance(prompt, Conversation):
             if len(prompt.messages) > self._length:
@@ -96,11 +96,11 @@ class PromptEncoder:
                     f"chat_template_kwargs has {shown(name)}, which the server sets; leave it out",
                     param="chat_template_kwargs",
                 )
-        return await lane.run(lambda: self._ids(prompt, lane.tokenizer))
+        return await lane.run(lambda: self._ids(prompt, lane.tokenizer, special))
 
-    def _ids(self, prompt: str | Conversation, tokenizer: Any) -> Sequence[int]:
+    def _ids(self, prompt: str | Conversation, tokenizer: Any, special: bool) -> Sequence[int]:
         if isinstance(prompt, str):
-            ids: list[int] = tokenizer(prompt)["input_ids"]
+            ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
             return ids
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; send a prompt to /v1/completions", param="messages")
@@ -113,7 +113,7 @@ class PromptEncoder:
                 **prompt.options,
             )
             self._check_size(len(text))
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=special)["input_ids"]
         except ApiError:
             raise
         except Exception as error:  # a template is a program

@@ -5,59 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..config import NeuronConfig
 from ..runtime.asked_sampling import sampling_keywords
+from ..runtime.refused import member_refusal
 from .errors import ApiError
 from .fields import Fields, check_token_id, shown, wrong
+from .served_model import ServedModel
 
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_TOP_LOGPROBS = 128, 16, 256, 20
 HOTTEST = 100
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = 2**31 - 1
-# Members that change nothing where they have one of these values.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],), "best_of": (1,), "detokenize": (True,), "echo": (False,), "frequency_penalty": (0,),
-    "function_call": ("none",), "functions": ([],), "include_reasoning": (True,), "include_stop_str_in_output": (False,),
-    "length_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "presence_penalty": (0,), "priority": (0,), "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "cache_salt": (),
-}  # fmt: skip
-# Labels and hints, which change no answer of this server whatever they are.
-_HINTS = frozenset({
-    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-    "verbosity",
-})  # fmt: skip
-# Of the others, those that vLLM does with the same artifact.
-_OF_VLLM = (
-    "bad_words", "best_of", "echo", "frequency_penalty", "include_stop_str_in_output", "logit_bias", "min_tokens",
-    "presence_penalty", "repetition_penalty", "response_format", "tool_choice", "tools",
-)  # fmt: skip
-
-
-class Sizes(Protocol):
-    """What of a served model decides whether a request can be taken.
-
-    Attributes:
-        name: what requests have to name.
-        vocab_size: tokens that the model chooses among.
-        num_embeddings: tokens that it takes.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> NeuronConfig: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_embeddings(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -91,6 +54,8 @@ class Asked:
         max_tokens: most tokens of a choice; None: as many as fit.
         limit: what the client calls that.
         sampling: keywords of `generate`; what they leave out follows the artifact's defaults.
+        stop: texts that end a choice; None: those of the artifact's defaults.
+        special_tokens: whether the tokenizer adds its special tokens to a text.
         logprobs: how many of the most likely tokens are told of each; None: nothing is told.
         include_usage: whether a stream ends with the counts.
         continuous_usage: whether each of its events has those so far.
@@ -103,7 +68,7 @@ class Asked:
     limit: str
     sampling: Mapping[str, Any]
     seed: int | None
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] | None
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: int | None
@@ -111,21 +76,22 @@ class Asked:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    special_tokens: bool
 
 
-def check_model(fields: Fields, sizes: Sizes) -> None:
+def check_model(fields: Fields, served: ServedModel) -> None:
     """Raises ApiError where a request names no model, or another one."""
     name = fields.text("model")
     if name is None:
-        raise ApiError(f"the request names no model; this server has {sizes.name!r}", param="model")
-    if name != sizes.name:
-        raise unknown_model(name, sizes)
+        raise ApiError(f"the request names no model; this server has {served.name!r}", param="model")
+    if name != served.name:
+        raise unknown_model(name, served)
 
 
-def unknown_model(name: str, sizes: Sizes) -> ApiError:
+def unknown_model(name: str, served: ServedModel) -> ApiError:
     """The refusal of a name."""
     return ApiError(
-        f"the model {shown(name)} does not exist; this server has {sizes.name!r}",
+        f"the model {shown(name)} does not exist; this server has {served.name!r}",
         status=404,
         param="model",
         code="model_not_found",
@@ -134,14 +100,18 @@ def unknown_model(name: str, sizes: Sizes) -> ApiError:
 
 def read_common(
     fields: Fields,
-    sizes: Sizes,
+    served: ServedModel,
     *,
     prompts: Sequence[Prompt],
     max_tokens: int | None,
     limit: str,
     logprobs: int | None,
+    special_tokens: bool,
 ) -> Asked:
     """Reads what both routes have, and adds what one of them has read; what is left of the fields must not change anything.
+
+    Args:
+        special_tokens: what a route does where the request says nothing.
 
     Raises:
         ApiError: a member has a wrong value, or asks for what this server cannot do.
@@ -156,16 +126,19 @@ def read_common(
         sampling=_sampling(fields),
         seed=fields.whole("seed", -(2**63), 2**63 - 1),
         stop=fields.texts("stop", MOST_STOPS, LONGEST_STOP),
-        stop_token_ids=_stop_token_ids(fields, sizes),
+        stop_token_ids=_stop_token_ids(fields, served),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=fields.flag("return_token_ids"),
+        special_tokens=fields.flag("add_special_tokens", special_tokens),
     )
-    _check_logprobs(logprobs, sizes.config)
+    _check_logprobs(logprobs, served.config)
     fields.text("user")  # a label, which changes no answer
+    if asked.ignore_eos and not asked.stop and not asked.stop_token_ids:
+        fields.whole("min_tokens", 0, max_tokens or _LARGEST)  # nothing ends the text before
     _refuse(fields.rest(), asked.n)
     return asked
 
@@ -191,11 +164,11 @@ def _temperature(fields: Fields) -> float | None:
     return 0.0 if value is not None and value < _COLDEST else value
 
 
-def _stop_token_ids(fields: Fields, sizes: Sizes) -> frozenset[int]:
+def _stop_token_ids(fields: Fields, served: ServedModel) -> frozenset[int]:
     ids = fields.any("stop_token_ids") or []
     if not isinstance(ids, list):
         raise wrong("stop_token_ids", ids, "a list of token ids")
-    return frozenset(check_token_id("stop_token_ids", each, sizes.vocab_size) for each in ids)
+    return frozenset(check_token_id("stop_token_ids", each, served.vocab_size) for each in ids)
 
 
 def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
@@ -222,12 +195,12 @@ def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
         return
     if told is None:
         raise ApiError(
-            f"logprobs are asked for, and this artifact tells none; export it with --top-logprobs {count}",
+            f"logprobs need an artifact that returns them, and this one returns none; export it with --top-logprobs {count}",
             param="logprobs",
         )
     if count > told:
         raise ApiError(
-            f"the {count} most likely tokens are asked for, and this artifact tells {told}; ask for fewer, or export it with "
+            f"the request asks for the {count} most likely tokens, and this artifact returns {told}; ask for fewer, or export it with "
             f"--top-logprobs {count}",
             param="logprobs",
         )
@@ -236,13 +209,11 @@ def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
 def _refuse(rest: Mapping[str, Any], n: int) -> None:
     """Refuses the first member that would change something."""
     for name, value in rest.items():
-        if name in _HINTS:
-            continue
-        if name not in _NEUTRAL:
-            raise ApiError(f"{shown(name)} is no member that this server knows; leave it out", param=name)
-        if value in _NEUTRAL[name] or (name == "best_of" and value == n):
-            continue
-        remedy = "leave it out"
-        if name in _OF_VLLM:
-            remedy += ", or serve the artifact by vLLM (--backend vllm)"
-        raise ApiError(f"{name}={shown(value)} is not supported; {remedy}", param=name, code="unsupported_parameter")
+        try:
+            remedy = member_refusal(name, value, n)
+        except KeyError:
+            raise ApiError(f"{shown(name)} is no member that this server knows; leave it out", param=name) from None
+        if remedy is not None:
+            raise ApiError(
+                f"{name}={shown(value)} is not supported; {remedy}", param=name, code="unsupported_parameter"
+            )

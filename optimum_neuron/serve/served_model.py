@@ -46,7 +46,7 @@ class ServedModel:
         Raises:
             ValueError: the artifact cannot do what they ask.
         """
-        requests, spec = RequestFactory(model, None, None), model.artifact.model
+        requests, spec = RequestFactory(model, None, None, cuts_text=True), model.artifact.model
         return cls(
             name=name,
             service=service,

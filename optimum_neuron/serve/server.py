@@ -7,12 +7,13 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..checkpoints.tokenizer import load_tokenizer
 from ..modeling import NeuronModelForCausalLM
 from .app import create_app
-from .draining import DrainingServer, server_config
+from .draining import LAST_READS, DrainingServer, server_config
 from .gate import Gate
 from .metrics import Metrics
 from .prompts import PromptEncoder
@@ -28,6 +29,7 @@ class ServerOptions:
         name: what requests call the model.
         max_queue: requests that may wait for a slot.
         drain_timeout: seconds from a signal to the end of requests that have no answer.
+        step_timeout: seconds that a step of the engine may take.
         otlp_traces_endpoint: of the collector that gets spans; None: there is none.
     """
 
@@ -36,6 +38,7 @@ class ServerOptions:
     api_key: str | None
     max_queue: int
     drain_timeout: float
+    step_timeout: float
     trust_remote_code: bool
     rank_python: str | None
     rank_timeout: float | None
@@ -64,13 +67,13 @@ def serve(options: ServerOptions, listening: socket.socket) -> None:
     )
     # The model's files are verified: this may run code among them.
     tokenizer = load_tokenizer(options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code)
-    with model.serve() as service:
+    with model.serve(step_timeout=options.step_timeout) as service:
         served = ServedModel.of(model, service, tokenizer, options.name, time.perf_counter() - start)
         _run(served, options, listening, tracing)
 
 
 def _run(served: ServedModel, options: ServerOptions, listening: socket.socket, tracing: Tracing | None) -> None:
-    gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.is_closed)
+    gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.stopped)
     metrics = Metrics(served, gate)
     encoder = PromptEncoder(served.tokenizer, served.config)
     app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
@@ -81,7 +84,8 @@ def _run(served: ServedModel, options: ServerOptions, listening: socket.socket, 
         f"{served.config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
     )
     try:
-        DrainingServer(server_config(app), gate, options.drain_timeout, served.service.close).run(sockets=[listening])
+        stop = partial(served.service.close, timeout=LAST_READS)
+        DrainingServer(server_config(app), gate, options.drain_timeout, stop).run(sockets=[listening])
     finally:
         encoder.close()
         if tracing is not None:

@@ -40,98 +40,79 @@ class CompileJob:
     trust_remote_code: bool
 
 
-class Executable(Protocol):
+class Executable:
     """Loaded graphs. Weights and state are shared by all graphs by name: one copy in memory.
 
     Attributes:
-        runs_ahead: whether it is an `AheadExecutable`. Where steps are computed by the caller's own process it is not: there is
-            nothing to wait for, and nothing to copy.
+        runs_ahead: whether `start` can be called. Where steps are computed by the caller's own process it cannot: there is nothing to
+            wait for, and nothing to copy. Where the device chooses tokens, its graphs keep each slot's last one: an id below 0 in a
+            decode row stands for it.
     """
 
-    runs_ahead: bool
+    runs_ahead = False
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place.
 
         Outputs are valid until the next run, of whichever graph.
         """
+        raise NotImplementedError
 
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        """Copies the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
-
-    def read_state(self, name: str) -> Tensor:
-        """A copy of a state tensor."""
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        """Replaces a state tensor's values."""
-
-
-@runtime_checkable
-class TellsOperators(Protocol):
-    """An executable that can also run a step one operator at a time, with the same results, for who wants to see them."""
+    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+        """As `run`, with the same states after it. What only outputs need may be left out."""
+        self.run(graph, inputs)
 
     def run_by_operators(
         self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
     ) -> Sequence[Tensor]:
-        """As `Executable.run`, or where nobody reads `outputs`, as `RunsForStates.run_for_states`.
+        """As `run`, or without `outputs` as `run_for_states`: one operator at a time, where that is possible.
 
         Args:
-            ended: is called with each operator's name as it ends.
+            ended: gets each operator's name as it ends.
         """
-
-
-@runtime_checkable
-class RunsForStates(Protocol):
-    """An executable that can leave out what only a step's outputs need: of a prompt's chunk that does not end it nobody reads them."""
-
-    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
-        """As `Executable.run`, with the same states behind it."""
-
-
-@runtime_checkable
-class KeepsStates(Protocol):
-    """An executable that copies what slots keep beside keys and values, for models that keep any: inputs of convolutions, states
-    of recurrences, all of it."""
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        """Copies a slot's state to a snapshot's place."""
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        """Copies a snapshot to a slot."""
-
-
-@runtime_checkable
-class HoldsStates(Protocol):
-    """An executable with its states in memory of this process, which the system gives page by page as they are first written."""
-
-    def touch_states(self) -> None:
-        """Take all memory of the states now, so that a slot's first request need not wait for it."""
-
-
-@runtime_checkable
-class HasOtherGraphs(Protocol):
-    """An executable with graphs that are no steps: what draws tokens, tells log-probabilities or copies slots and state apart from them."""
-
-    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
-        """By the name of each such graph the inputs with which `Executable.run` changes no state."""
-
-
-class AheadExecutable(Executable, Protocol):
-    """Graphs whose next step can be started before the results of one are read.
-
-    Where the device chooses tokens, its graphs keep each slot's last one: an id below 0 in a decode row stands for it.
-    """
+        if outputs:
+            return self.run(graph, inputs)
+        self.run_for_states(graph, inputs)
+        return ()
 
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
-        """Starts a step, behind those that were started before, whose results need not have been read.
+        """Starts a step after those that were started before. The results of these need not have been read.
 
         Args:
             inputs: as in `run`; the caller may change them when the call returns.
-            logits: whether somebody wants the outputs of this name; where nobody does they stay on the device.
+            logits: whether the caller reads the outputs of this name. Else they stay on the device.
 
         Returns:
             What waits for the step's end, and returns what `run` does, None in place of what stays on the device.
         """
+        raise NotImplementedError
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        """Copies the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
+        raise NotImplementedError
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        """Copies what a slot keeps besides keys and values, of models that keep any, to a snapshot's place."""
+        raise NotImplementedError
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Copies a snapshot to a slot."""
+        raise NotImplementedError
+
+    def read_state(self, name: str) -> Tensor:
+        """A copy of a state tensor."""
+        raise NotImplementedError
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        """Replaces a state tensor's values."""
+        raise NotImplementedError
+
+    def touch_states(self) -> None:
+        """Takes all memory of the states now, where the system gives it page by page, so that no request waits for it."""
+
+    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+        """By the name of each graph that is no step the inputs with which `run` changes no state."""
+        return {}
 
 
 class Target(Protocol):

@@ -17,49 +17,32 @@ from ..artifacts.weights import check_memory, named_tensors, read_layout, read_w
 from ..config import NeuronConfig
 from ..graphs.kv_cache import KVCache
 from ..graphs.ops import EAGER_OPS
-from ..graphs.slot_copies import SlotCopies, empty_snapshots
+from ..graphs.slot_copies import empty_snapshots
 from ..graphs.step import StepModule
 from . import CompileJob, check_one_device
 from .equal_rows import EqualRows
+from .host_states import HostStates
 from .rank_options import IN_ENVIRONMENT, RankOptions
 from .threads import fit_threads
 
 
-class EagerExecutable:
+class EagerExecutable(HostStates):
     """Step modules that share one model and one cache.
 
     Args:
         snapshots: as in `SlotCopies`.
     """
 
-    runs_ahead = False
-
     def __init__(
         self, steps: dict[str, StepModule], cache: KVCache, snapshots: Mapping[str, Tensor] | None = None
     ) -> None:
+        super().__init__({f"kv_cache.{name}": buffer for name, buffer in cache.named_buffers()}, snapshots or {})
         self._steps = steps
-        self._states = {f"kv_cache.{name}": buffer for name, buffer in cache.named_buffers()}
-        self._copies = SlotCopies(self._states, snapshots or {})
 
     @torch.no_grad()
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         with EqualRows():
             return self._steps[graph](*inputs)
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._copies.copy_columns(source, destination, length)
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._copies.keep(slot, snapshot)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._copies.restore(snapshot, slot)
-
-    def read_state(self, name: str) -> Tensor:
-        return self._states[name].clone()
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._states[name].copy_(tensor)
 
 
 class EagerTarget:

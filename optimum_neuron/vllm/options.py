@@ -41,6 +41,8 @@ _CACHE_SIZE = "the cache was sized at export"
 _COMPILED = "the model is compiled into the artifact"
 _FROM_ARTIFACT = "the artifact, or the checkpoint as it is, says what the model is"
 _NO_COPY = "steps keep no such record"
+_IN_PLACE = "the weights stay where the graphs run"
+_FILES = "weights come from the artifact"
 _REFUSED = (
     _Option("parallel_config.pipeline_parallel_size", 1, "--pipeline-parallel-size", _ONE_WORKER),
     _Option("parallel_config.prefill_context_parallel_size", 1, "--prefill-context-parallel-size", _ONE_WORKER),
@@ -52,23 +54,16 @@ _REFUSED = (
     _Option("cache_config.kv_offloading_size", None, "--kv-offloading-size", _OWN_CACHE),
     _Option("cache_config.kv_cache_memory_bytes", None, "--kv-cache-memory-bytes", _CACHE_SIZE),
     _Option("cache_config.kv_sharing_fast_prefill", False, "--kv-sharing-fast-prefill", _COMPILED),
-    _Option("offload_config.uva.cpu_offload_gb", 0, "--cpu-offload-gb", "the weights stay where the graphs run"),
-    _Option(
-        "offload_config.prefetch.offload_group_size",
-        0,
-        "--offload-group-size",
-        "the weights stay where the graphs run",
-    ),
-    _Option("load_config.load_format", "auto", "--load-format", "weights come from the artifact"),
+    _Option("offload_config.uva.cpu_offload_gb", 0, "--cpu-offload-gb", _IN_PLACE),
+    _Option("offload_config.prefetch.offload_group_size", 0, "--offload-group-size", _IN_PLACE),
+    _Option("load_config.load_format", "auto", "--load-format", _FILES),
     _Option(
         "load_config.download_dir",
         None,
         "--download-dir",
         "files of the Hub come from its own cache; set HF_HUB_CACHE",
     ),
-    _Option(
-        "load_config.model_loader_extra_config", {}, "--model-loader-extra-config", "weights come from the artifact"
-    ),
+    _Option("load_config.model_loader_extra_config", {}, "--model-loader-extra-config", _FILES),
     _Option("model_config.hf_overrides", {}, "--hf-overrides", _FROM_ARTIFACT),
     _Option("model_config.hf_config_path", None, "--hf-config-path", _FROM_ARTIFACT),
     _Option("model_config.code_revision", None, "--code-revision", _FROM_ARTIFACT),

@@ -16,7 +16,7 @@ from ..artifacts.find import is_from_hub
 from ..artifacts.skeleton import read_generation_config
 from ..config import NeuronConfig
 from ..first_use import Opened, Source, export_once, open_artifact
-from ..runtime.defaults import OF_VLLM, settings_of_host, usable, vllm_sampling
+from ..runtime.defaults import left_to_requests, settings_of_host, usable, vllm_sampling
 from .engine_args import given
 from .options import FITTED, refuse_options
 from .sampling import RAW_LOGPROBS
@@ -150,9 +150,12 @@ def _fit_defaults(model: ModelConfig, artifact: Artifact, *, warn: bool) -> None
     config, _ = usable(read_generation_config(artifact, model.hf_config), artifact.config)
     model.override_generation_config = vllm_sampling(config) | (model.override_generation_config or {})
     names = settings_of_host(config, model.hf_config, artifact.config, str(artifact.path))
-    foreign = [name for name in names if name not in OF_VLLM]
+    foreign = left_to_requests(config, names)
     if foreign and warn:
-        logger.warning("vLLM takes no %s from generation_config.json: a request has to ask for it", ", ".join(foreign))
+        logger.warning(
+            "vLLM takes no %s from generation_config.json; ask in each request for what vLLM has of it, as `stop`",
+            ", ".join(foreign),
+        )
 
 
 def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:

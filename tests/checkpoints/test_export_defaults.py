@@ -67,6 +67,7 @@ def test_graphs_return_logits_where_the_file_needs_them(
     [
         {"do_sample": True, "temperature": 0.6, "top_k": 64, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.0},
         {"typical_p": 1.0, "epsilon_cutoff": 0.0, "no_repeat_ngram_size": 0, "temperature": 0.0, "top_k": -1, "use_cache": False},
+        {"max_time": 60.0, "stop_strings": ["\u0000"]},
         {"max_new_tokens": 9999, "pad_token_id": -1, "eos_token_id": [2, 400], "max_window_size": 24000, "cache_implementation": "hybrid"},
     ],
 )  # fmt: skip
@@ -85,20 +86,18 @@ def test_what_no_artifact_does_is_said_by_the_export_and_refuses_no_call(
 ) -> None:
     facts = {
         "num_beams": 4, "penalty_alpha": 0.6, "guidance_scale": 1.5, "num_return_sequences": 4, "do_sample": True, "output_attentions": True,
-        "max_time": 60.0, "stop_strings": ["\u0000"],
     }  # fmt: skip
     path = export(checkpoint, facts)
     told = "\n".join(caplog.messages)
     for name in ("num_beams=4", "penalty_alpha=0.6", "guidance_scale=1.5", "output_attentions=True"):
         assert f"generation_config.json asks for {name}, which is left out: " in told
     assert "num_return_sequences=4, which is left out: it needs do_sample and batch_size=4" in told
-    assert "generation_config.json asks for max_time=60.0, which ends texts of generate() alone" in told
     caplog.clear()
     model = NeuronModelForCausalLM.from_pretrained(path)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
     assert model.generate_batch([[5, 6]], max_new_tokens=3)["req_0"].error is None
     assert "left out" not in caplog.text
-    with pytest.raises(ValueError, match="beam search is not supported"):
+    with pytest.raises(ValueError, match="num_beams=4 is not supported: compiled graphs advance one sequence per row"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, num_beams=4, do_sample=False)
 
 

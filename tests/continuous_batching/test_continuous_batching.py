@@ -186,7 +186,7 @@ def test_a_request_that_fails_midway_has_an_error_and_stops_nobody_else(
     [
         ({"num_beams": 2}, {}, "num_beams=2 is not supported"),
         ({"guidance_scale": 2.0}, {}, "guidance_scale=2.0 is not supported"),
-        ({"stop_strings": ["x"]}, {}, r"stop_strings=\['x'\] is not supported"),
+        ({"output_scores": True}, {}, "output_scores=True is not supported by continuous batching"),
         (
             {},
             {"scheduler_type": "fastest"},

@@ -162,6 +162,63 @@ def test_a_failing_step_reaches_everyone_who_waits(runner: GraphRunner, monkeypa
     service.close()
 
 
+@pytest.fixture
+def hanging(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A runner whose first step sets one event and ends after the other."""
+    begun, ends = threading.Event(), threading.Event()
+    run = runner.executable.run
+
+    def blocked(*arguments: object) -> object:
+        begun.set()
+        ends.wait()
+        return run(*arguments)
+
+    monkeypatch.setattr(runner.executable, "run", blocked)
+    yield begun, ends
+    ends.set()
+
+
+def test_a_step_that_hangs_ends_its_requests_with_an_error(
+    runner: GraphRunner, hanging: tuple[threading.Event, threading.Event]
+) -> None:
+    closed: list[str] = []
+    service = EngineService(Engine(runner, vocab_size=VOCAB), lambda: closed.append("closed"), step_timeout=0.2)
+    streams = [service.submit(request(name)) for name in range(8)]
+    for stream in streams:
+        with pytest.raises(EngineStoppedError, match=r"request '\d' finished: a step took more than 0\.2 s"):
+            list(stream)
+    assert service.is_closed and service.stopped == "a step took more than 0.2 s"
+    with pytest.raises(EngineStoppedError, match="closed and takes no requests"):
+        service.submit(request(9))
+    service.close()  # waits for no step, and gives no slot back that the step may still write to
+    assert service.is_running and not closed
+    hanging[1].set()
+    assert service._thread is not None
+    service._thread.join(60)
+    assert not service.is_running and not service.engine.has_work and closed
+
+
+def test_a_step_that_ends_in_time_is_no_hung_one(
+    runner: GraphRunner, hanging: tuple[threading.Event, threading.Event]
+) -> None:
+    hanging[1].set()
+    alone = expected(runner, range(1))
+    with EngineService(Engine(runner, vocab_size=VOCAB), step_timeout=60) as service:
+        assert list(service.submit(request(0))) == alone[0]
+    assert service.stopped == "it was closed"
+
+
+def test_closing_waits_for_a_step_no_longer_than_it_is_told(
+    runner: GraphRunner, hanging: tuple[threading.Event, threading.Event]
+) -> None:
+    service = EngineService(Engine(runner, vocab_size=VOCAB))
+    stream = service.submit(request(0))
+    hanging[0].wait()
+    service.close(timeout=0.1)
+    with pytest.raises(EngineStoppedError, match=r"the step under way did not end within 0\.1 s"):
+        list(stream)
+
+
 def test_a_closed_event_loop_ends_its_requests(runner: GraphRunner) -> None:
     engine = Engine(runner, vocab_size=VOCAB)
     with EngineService(engine) as service:

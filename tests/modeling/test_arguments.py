@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import export_tiny
-from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.runtime.refused import warn_once
 
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -37,8 +39,11 @@ def model(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
         ({"use_cache": False}, "use_cache=False is not supported"),
         ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False is not supported"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized' is not supported"),
-        ({"cache_implementation": "paged"}, "call generate_batch"),
-        ({"disable_compile": True}, "disable_compile=True is not supported"),
+        ({"num_beams": 2}, "num_beams=2 is not supported: compiled graphs advance one sequence per row; leave it out"),
+        ({"prompt_lookup_num_tokens": 1}, "prompt_lookup_num_tokens=1 is not supported"),
+        ({"assistant_model": torch.nn.Linear(1, 1)}, "assistant_model is not supported"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5 is not supported: it needs a second cache per row"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True is not supported"),
         ({"negative_prompt_ids": IDS}, "negative_prompt_ids is not supported"),
         ({"num_return_sequences": 0}, "num_return_sequences=0 must be at least 1"),
         ({"attention_mask": torch.ones(1, 7)}, r"attention_mask has the shape \[1, 7\], and input_ids \[1, 5\]"),
@@ -107,6 +112,39 @@ def test_what_a_checkpoint_says_of_its_training_is_no_request(model: Any, monkey
     expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
     monkeypatch.setattr(model, "generation_config", GenerationConfig(use_cache=False, cache_implementation="hybrid"))
     assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize(
+    "inert",
+    [
+        {"disable_compile": True},
+        {"cache_implementation": "static"},
+        {"cache_config": {"axis_key": 1}},
+        {"compile_config": CompileConfig()},
+        {"prefill_chunk_size": 3},
+        {
+            "use_cache": True,
+            "disable_compile": False,
+            "num_beams": 1,
+            "guidance_scale": 1.0,
+            "output_hidden_states": True,
+        },
+    ],
+    ids=str,
+)
+def test_what_changes_no_token_is_taken_and_said_once(
+    model: Any, inert: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "optimum_neuron"):
+        for _ in range(2):
+            assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, **inert), expected)
+            config = GenerationConfig(max_new_tokens=4, do_sample=False, **inert)
+            assert model.generate_batch(IDS.tolist(), config)["req_0"].generated_tokens == expected[0, 5:].tolist()
+    (name, value), *others = inert.items()
+    said = [] if others else [f"{name}={value!r} has no effect: the graphs and their cache were made at export"]
+    assert [each.getMessage() for each in caplog.records if each.name.startswith("optimum_neuron")] == said
 
 
 @pytest.mark.parametrize(

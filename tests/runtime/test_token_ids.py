@@ -198,7 +198,7 @@ def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Open
     fails, goes_on = sorted(largest, key=largest.__getitem__, reverse=True)
     found, whole = serve(known), serve(VOCAB)
     assert found[goes_on] == whole[goes_on]
-    assert f"cannot go on from token {known}" in str(found[fails][-1].error)
+    assert f"cannot continue after token {known}" in str(found[fails][-1].error)
 
 
 class _SumOfTables(nn.Module):

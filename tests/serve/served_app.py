@@ -111,12 +111,13 @@ def start_app(
     max_queue: int = 8,
     api_key: str | None = None,
     tracing: Tracing | None = None,
+    step_timeout: float | None = None,
     **changes: Any,
 ) -> App:
     """An application over a service of its own; `changes` are of what it knows of its model."""
-    service = model.serve()
+    service = model.serve(step_timeout=step_timeout)
     served = replace(ServedModel.of(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
-    gate = Gate(served.config.batch_size, max_queue, lambda: service.is_closed)
+    gate = Gate(served.config.batch_size, max_queue, lambda: service.stopped)
     encoder = PromptEncoder(tokenizer, served.config)
     app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key, tracing=tracing)
     return App(app, served, gate, encoder)

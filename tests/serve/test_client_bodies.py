@@ -75,6 +75,17 @@ BODIES: dict[str, dict[str, Any]] = {
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "service_tier": "priority",
         "store": True, "verbosity": "low",
     },
+    "genai-perf": {"messages": CHAT, "max_tokens": 4, "min_tokens": 4, "ignore_eos": True, "stream": False},
+    # Every member of vLLM 0.32's request that has a default, at that.
+    "vllm": {
+        "messages": CHAT, "logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "stream": False, "max_tokens": 4,
+        "tool_choice": "none", "include_reasoning": True, "parallel_tool_calls": True, "use_beam_search": False, "length_penalty": 1.0,
+        "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True,
+        "spaces_between_special_tokens": True, "bad_words": [], "echo": False, "add_generation_prompt": True,
+        "continue_final_message": False, "add_special_tokens": False, "priority": 0, "request_id": "x", "session_id": "y",
+        "return_tokens_as_token_ids": False, "return_token_ids": False, "routed_experts_prompt_start": 0,
+        "return_token_offsets": False, "return_prompt_text": None, "mm_payload": "tensors",
+    },
 }  # fmt: skip
 
 

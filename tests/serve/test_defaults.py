@@ -127,6 +127,68 @@ def test_a_request_that_says_nothing_gets_an_answer(
     assert session.send("Hi", lambda text: None).ending in ("stop", "length")
 
 
+def through_every_door(
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], most: int
+) -> tuple[App, list[list[int]], list[str]]:
+    """A server, the best tokens by each door that returns tokens, and the texts of those that return text."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
+    settings = Settings(temperature=0, max_new_tokens=most)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with_chat = torch.tensor([chat])
+    tokens = [
+        model.generate(with_chat, **options)[0, len(chat) :].tolist(),
+        model.generate_batch([chat], GenerationConfig(**options))["req_0"].generated_tokens,
+        pipe(tokenizer.decode(chat), return_tensors=True, **options)[0]["generated_token_ids"][len(chat) :],
+    ]
+    app = start()
+    texts = [
+        app.complete(chat, max_tokens=most, temperature=0).json()["choices"][0]["text"],
+        app.chat(max_tokens=most, temperature=0).json()["choices"][0]["message"]["content"],
+        ChatSession(model, app.service, tokenizer, settings).send(CHAT[0]["content"], lambda text: None).text,
+    ]
+    return app, tokens, texts
+
+
+def test_stop_strings_of_the_file_end_texts_through_every_door(
+    model: NeuronModelForCausalLM,
+    reference: Any,
+    tokenizer: Any,
+    start: Callable[..., App],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformers ends them, and chats and servers before the string."""
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    free = of_transformers(reference, {}, chat, do_sample=False, max_new_tokens=12)
+    stop = tokenizer.decode(free[3:5])
+    facts = {"stop_strings": [stop]}
+    follow(model, facts, monkeypatch)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "tokenizer": tokenizer}
+    expected = of_transformers(reference, facts, chat, **options)
+    assert len(expected) < len(free)
+    app, tokens, texts = through_every_door(model, tokenizer, start, 12)
+    assert tokens == [expected] * 3
+    assert texts == [app.read(expected).partition(stop)[0]] * 3
+    for own, text in (([], app.read(free)), ([app.read(free[1:2])], app.read(free).partition(app.read(free[1:2]))[0])):
+        answer = app.complete(chat, max_tokens=12, temperature=0, stop=own).json()["choices"][0]["text"]
+        assert answer == text  # what a request says itself goes first
+    whole = app.complete(chat, max_tokens=12, temperature=0, ignore_eos=True).json()["choices"][0]["text"]
+    assert whole == app.read(free)
+
+
+def test_the_longest_time_of_the_file_ends_texts_through_every_door(
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(model, {"max_time": 1e-9}, monkeypatch)
+    app, tokens, texts = through_every_door(model, tokenizer, start, 12)
+    assert [len(each) for each in tokens] == [1] * 3 and texts == [app.read(tokens[0])] * 3
+    answer = app.complete(PROMPT, max_tokens=12).json()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 1
+    app.close()
+    follow(model, {"max_time": 3600.0}, monkeypatch)
+    assert len(model.generate_batch([PROMPT], max_new_tokens=NEW)["req_0"].generated_tokens) == NEW
+
+
 def test_what_the_host_draws_is_drawn_as_in_transformers(
     model: NeuronModelForCausalLM, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--port", "70000"], "--port 70000 must lie between 0 and 65535"),
         (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
         (["--drain-timeout", "-1"], "--drain-timeout -1 must be a number of seconds from 0 on"),
+        (["--step-timeout", "0"], "--step-timeout 0 must be a number of seconds above 0"),
         (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", " secret"], "--api-key begins or ends with a space"),

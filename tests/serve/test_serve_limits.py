@@ -49,6 +49,22 @@ def text_of(client: Visit) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in client.events if event != "[DONE]")
 
 
+def test_a_step_that_hangs_ends_answers_and_is_what_health_says(
+    start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = start(step_timeout=0.2)
+    with held_engine(app, monkeypatch):
+        whole = app.complete("Hi", max_tokens=4)
+        answers = [whole, app.request("GET", "/health"), app.request("GET", "/ping"), app.complete("Hi")]
+    for answer in answers:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "engine_stopped"), answer.text
+        assert "a step took more than 0.2 s" in error["message"]
+    assert app.gate.live == 0
+    assert app.service._thread is not None
+    app.service._thread.join(PATIENCE)  # only then the model is free again
+
+
 def test_a_full_queue_refuses_with_a_time_and_serves_all_others(
     start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +159,11 @@ def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.M
 def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._ids
 
-    def ids(prompt: Any, tokenizer: Any) -> Any:
+    def ids(prompt: Any, *arguments: Any) -> Any:
         if len(prompt) == 60:
             begun.set()
             assert may_go_on.wait(PATIENCE)
-        return real(prompt, tokenizer)
+        return real(prompt, *arguments)
 
     monkeypatch.setattr(app.encoder, "_ids", ids)
     # The size of a body decides; what it consists of does not.

@@ -245,7 +245,7 @@ def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: P
 
 
 def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
-    gate = Gate(slots=1, max_queue=0, is_stopped=lambda: False)
+    gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
     server = DrainingServer(uvicorn.Config(lambda: None), gate, 60, gate.check_open)
     ticks = [asyncio.run(server.on_tick(1))]
     with gate.admit(1):

@@ -17,6 +17,7 @@ from optimum_neuron.graphs.model_spec import ConvolutionState, ModelSpec
 from optimum_neuron.graphs.ops import EAGER_OPS
 from optimum_neuron.graphs.spec import GREEDY, PROMPT_LOGITS, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.targets import Executable
 
 
 VOCAB = 300
@@ -26,7 +27,7 @@ REMEMBERED = 20_000
 SIZES = {"batch_size": 4, "sequence_length": 64, "prefill_chunk_size": 8, "output_logits": True, "target": "eager"}
 
 
-class SlotModel:
+class SlotModel(Executable):
     """An executable that computes logits from all tokens before and at a row's position, read from its slot or its blocks.
 
     Args:
@@ -35,8 +36,6 @@ class SlotModel:
     Attributes:
         runs: what each run of a graph did, as `mixed 0,2 | 1:8+4`: slots that decoded, then chunks as slot, start, length.
     """
-
-    runs_ahead = False
 
     def __init__(self, config: NeuronConfig, *, keeps_state: bool = False) -> None:
         self._states: list[list[int]] | None = [[] for _ in range(config.batch_size)] if keeps_state else None
@@ -118,12 +117,6 @@ class SlotModel:
     def restore_state(self, snapshot: int, slot: int) -> None:
         assert self._states is not None
         self._states[slot] = list(self._snapshots[snapshot])
-
-    def read_state(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        raise NotImplementedError
 
 
 def next_logits(tokens: np.ndarray) -> Tensor:

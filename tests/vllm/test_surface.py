@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from surface import ROOT, Sources, Surface, installed, rpc_names
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.serve.chat import read_chat
+from optimum_neuron.serve.completions import read_completion
+from optimum_neuron.serve.protocol import Asked
 from optimum_neuron.vllm.refused_calls import REFUSED_CALLS
 from optimum_neuron.vllm.worker import NeuronWorker
 
@@ -34,6 +41,28 @@ def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with
     for name in REFUSED_CALLS:
         with pytest.raises(ValueError, match=rf"^{name} is not supported: \S.*; \S|^{name} is not supported: \S"):
             getattr(NeuronWorker, name)(None)
+
+
+@pytest.mark.parametrize(("kind", "read"), [("chat", read_chat), ("completion", read_completion)])
+def test_the_engines_server_takes_each_member_of_vllms_requests_at_its_default(
+    kind: str, read: Callable[..., Asked]
+) -> None:
+    needed = (
+        {"model": "tiny", "prompt": "Hi"}
+        if kind == "completion"
+        else {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    )
+    request = CompletionRequest if kind == "completion" else ChatCompletionRequest
+    sizes = SimpleNamespace(name="tiny", config=NeuronConfig(), vocab_size=300, num_embeddings=300)
+    defaults = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in request.model_fields.items()
+        if name not in needed
+    }
+    assert len(defaults) > 40
+    for name, value in defaults.items():
+        read({**needed, name: value}, sizes)
+    read({**needed, **defaults}, sizes)
 
 
 @pytest.mark.parametrize(

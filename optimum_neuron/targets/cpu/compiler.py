@@ -31,7 +31,7 @@ from ..cache.store import CompileCache
 from . import library
 from .layout import use_natural_layout
 from .operators import OPS
-from .plan.effects import check_plan
+from .plan.check import check_plan
 from .plan.live import leave_out_dead
 from .plan.lower import lower
 from .plan.values import dtype_name

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...artifacts.pages import touch
-from ...graphs.slot_copies import SlotCopies
+from ...errors import first_line
 from ...graphs.spec import GraphSpec
+from ..host_states import HostStates
 from . import library
 from .live_tokens import LiveTokens
 from .memory import PlanMemory
@@ -102,7 +103,7 @@ class BoundPlan:
                 self._handle, begin, end, self._memory.addresses, live, torch.get_num_threads()
             )
             if refused >= 0:
-                raise IndexError("the step was given a token, position or slot that the graph does not have")
+                raise IndexError("it takes a token, position or slot that the graph does not have")
 
         return run
 
@@ -143,7 +144,7 @@ class BoundPlan:
         return operators
 
 
-class CpuExecutable:
+class CpuExecutable(HostStates):
     """Plans by name, all bound to the same weights and KV state.
 
     Args:
@@ -151,52 +152,39 @@ class CpuExecutable:
         snapshots: as in `SlotCopies`.
     """
 
-    runs_ahead = False
-
     def __init__(
         self,
         plans: Mapping[str, tuple[BoundPlan, LiveTokens]],
         states: dict[str, Tensor],
         snapshots: Mapping[str, Tensor],
     ) -> None:
+        super().__init__(states, snapshots)
         self._plans = plans
-        self._states = states
-        self._snapshots = snapshots
-        self._copies = SlotCopies(states, snapshots)
         self._running = threading.Lock()  # they share their arena
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        plan, live_tokens = self._plans[graph]
-        with self._running:
+        with self._bound(graph) as (plan, live_tokens):
             return plan.run(inputs, live_tokens(inputs))
 
     def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
-        plan, live_tokens = self._plans[graph]
-        with self._running:
+        with self._bound(graph) as (plan, live_tokens):
             plan.run_for_states(inputs, live_tokens(inputs))
 
     def run_by_operators(
         self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
     ) -> Sequence[Tensor]:
-        plan, live_tokens = self._plans[graph]
-        with self._running:
+        with self._bound(graph) as (plan, live_tokens):
             return plan.run_by_operators(inputs, live_tokens(inputs), ended, outputs=outputs)
 
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._copies.copy_columns(source, destination, length)
+    @contextmanager
+    def _bound(self, graph: str) -> Iterator[tuple[BoundPlan, LiveTokens]]:
+        """The plan of a graph, which runs alone meanwhile.
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._copies.keep(slot, snapshot)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._copies.restore(snapshot, slot)
-
-    def touch_states(self) -> None:
-        for memory in (*self._states.values(), *self._snapshots.values()):
-            touch(memory)
-
-    def read_state(self, name: str) -> Tensor:
-        return self._states[name].clone()
-
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._states[name].copy_(tensor)
+        Raises:
+            RuntimeError: a step takes an index that its operand does not have. Runners check what they give to a graph.
+        """
+        with self._running:
+            try:
+                yield self._plans[graph]
+            except IndexError as error:
+                raise RuntimeError(f"graph {graph} cannot run: {first_line(error)}; export the model again") from error

@@ -27,7 +27,7 @@ from .executable import BoundPlan, CpuExecutable
 from .layout import use_natural_layout
 from .live_tokens import LiveTokens
 from .memory import allocate_arena
-from .plan.effects import check_plan
+from .plan.check import check_plan
 from .plan.program import Plan
 from .plan.short_scales import short_scales
 from .plan.values import dtype_name

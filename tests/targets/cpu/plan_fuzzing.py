@@ -163,7 +163,7 @@ class Fuzzer:
                 inputs = step_inputs(spec, decode, chunks)
                 executable.run(spec.name, inputs)
                 executable.run_for_states(spec.name, inputs)
-        except (IndexError, RuntimeError) as error:
+        except RuntimeError as error:
             return {"verdict": REFUSED_RUN, "message": str(error)}
         except BaseException as error:
             return {"verdict": f"failed: {type(error).__name__}", "message": str(error)}

@@ -190,16 +190,35 @@ def _operator(plan: Plan, choice: random.Random) -> str:
 
 
 def _order(plan: Plan, choice: random.Random) -> str:
-    """Steps in another order, or computed once that belong to each run."""
+    """Steps in another order, one more or fewer of them, or computed once that belong to each run."""
     steps = plan["steps"]
     if len(steps) < 2:
         return "none"
-    taken = steps.pop(choice.randrange(len(steps)))
-    (steps if choice.random() < 0.8 else plan["once"]).insert(0, taken)
-    return str(taken.get("kind"))
+    first, second = sorted(choice.sample(range(len(steps)), 2))
+    kind = choice.choice(("swap", "swap", "move", "drop", "repeat", "once"))
+    if kind == "swap":
+        second = first + 1 if choice.random() < 0.5 else second
+        steps[first], steps[second] = steps[second], steps[first]
+    elif kind == "repeat":
+        steps.insert(second, copy.deepcopy(steps[first]))
+    elif kind != "drop":
+        (plan["once"] if kind == "once" else steps).insert(0, steps.pop(second))
+    else:
+        del steps[first]
+    return f"{kind} {first} {second}"
+
+
+def _share(plan: Plan, choice: random.Random) -> str:
+    """Two buffers of the arena in one place, or in a part of it."""
+    held = [each for each in plan["buffers"] if each["kind"] == "arena" and each["bytes"]]
+    if len(held) < 2:
+        return "none"
+    moved, onto = choice.sample(held, 2)
+    before, moved["offset"] = moved["offset"], onto["offset"] + choice.choice((0, 0, 64))
+    return f"{before} -> {moved['offset']}"
 
 
 _CHANGES: tuple[Callable[[Plan, random.Random], str], ...] = (
     _field, _field, _field, _remove, _pair, _pair, _pair, _exchange, _exchange, _together, _together, _buffer, _buffer, _top,
-    _operator, _order,
+    _operator, _order, _order, _order, _share,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fuzz_plans import run
@@ -23,10 +24,12 @@ from plan_mutations import UNSAFE
 from torch import Tensor
 
 from optimum_neuron.targets.cpu.memory import PlanMemory
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.effects import check_plan, operands_of, written
+from optimum_neuron.targets.cpu.plan.access import ALL_SIZES, PlanError
+from optimum_neuron.targets.cpu.plan.check import check_plan
+from optimum_neuron.targets.cpu.plan.effects import accesses, operands_of, written
 from optimum_neuron.targets.cpu.plan.encode import encode
 from optimum_neuron.targets.cpu.plan.operators import INDEXED, OPERATORS, check_arguments, resolve
+from optimum_neuron.targets.cpu.plan.order import check_order
 from optimum_neuron.targets.cpu.plan.program import (
     Attend,
     Buffer,
@@ -71,12 +74,16 @@ def at(buffer: int, *shape: int, dtype: str = "float32", offset: int = 0) -> Ope
 
 
 def checked(*steps: Step, once: tuple[TorchCall, ...] = (), buffers: tuple[Buffer, ...] = BUFFERS) -> None:
-    check_plan(Plan(buffers, once, steps, ARENA_BYTES), DTYPES)
+    """Checks steps that follow others which write all that they may read, and all outputs."""
+    check_plan(Plan(buffers, once, (*WRITES.values(), *steps), ARENA_BYTES), DTYPES)
 
 
 def call(name: str, *arguments: Any, output: Operand | None = None, **keywords: Any) -> TorchCall:
     given = [{"tensor": each} if isinstance(each, Operand) else each for each in arguments]
     return TorchCall(f"aten.{name}", given, keywords, () if output is None else (output,))
+
+
+WRITES = {buffer: call("zero_.default", at(buffer, 1024)) for buffer in (ARENA, OTHER, OUTPUT)}
 
 
 def numbers(buffer: int, *shape: int, offset: int = 0) -> Operand:
@@ -211,6 +218,100 @@ def test_attention_without_heads_of_keys_is_refused() -> None:
     assert isinstance(step, Attend)
     with pytest.raises(PlanError, match="its attention has 2 heads, 0 of keys"):
         encode(replace(step, keys=at(STATE, 1, 0, 4, 16)), BUFFERS)
+
+
+# The order of steps
+
+
+def ordered(*steps: Step, once: tuple[TorchCall, ...] = ()) -> None:
+    check_order(Plan(BUFFERS, once, steps, ARENA_BYTES))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_reads_what_an_earlier_one_wrote(name: str) -> None:
+    step = STEPS[name]
+    read = {each.buffer for each, writes in accesses(step) if not writes} & WRITES.keys()
+    assert read or name == "Select"
+    for buffer in read:
+        others = [each for other, each in WRITES.items() if other != buffer]
+        with pytest.raises(PlanError, match=rf"of its arena buffer {buffer}, which no step wrote before"):
+            ordered(*others, step, WRITES[buffer])
+
+
+@pytest.mark.parametrize("name", ["copy_.default", "fill_.Scalar", "zero_.default", "add_.Scalar"])
+def test_a_call_in_place_reads_what_it_keeps(name: str) -> None:
+    arguments = {"copy_.default": [at(INPUT, 4)], "zero_.default": []}.get(name, [1.0])
+    steps = call(name, at(ARENA, 4), *arguments), WRITES[OUTPUT]
+    if name == "add_.Scalar":
+        with pytest.raises(PlanError, match="which no step wrote before"):
+            ordered(*steps)
+    else:
+        ordered(*steps)
+
+
+def test_a_buffer_holds_nothing_once_another_is_written_in_its_place() -> None:
+    reads = [call("neg.default", at(buffer, 1024), output=at(OUTPUT, 1024)) for buffer in (ARENA, OVER)]
+    writes = [call("zero_.default", at(buffer, 1024)) for buffer in (ARENA, OVER)]
+    ordered(writes[0], reads[0], writes[1], reads[1])
+    with pytest.raises(PlanError, match=f"of its arena buffer {ARENA}, which no step wrote before"):
+        ordered(*writes, reads[1], reads[0])
+
+
+def test_the_steps_write_all_of_an_output() -> None:
+    halves = [call("zero_.default", Operand(OUTPUT, "float32", offset, (32, 16), (32, 1))) for offset in (0, 16)]
+    ordered(*halves)
+    for half in halves:
+        with pytest.raises(PlanError, match="it does not write all of output 0"):
+            ordered(half)
+
+
+@pytest.mark.parametrize("buffer", [INPUT, OUTPUT, ARENA, KEPT])
+def test_what_is_computed_once_reads_weights_and_what_is_kept(buffer: int) -> None:
+    kept = call("neg.default", at(WEIGHT, 4), output=at(KEPT, 4))
+    ordered(WRITES[OUTPUT], once=(kept, call("neg.default", at(KEPT, 4), output=at(KEPT, 4, offset=4))))
+    with pytest.raises(PlanError, match="which no step wrote before"):
+        ordered(*WRITES.values(), once=(call("neg.default", at(buffer, 4), output=at(KEPT, 4)),))
+
+
+def test_more_pieces_than_can_be_followed_are_refused() -> None:
+    odd = Operand(ARENA, "int8", 1, (2,), (3,))
+    buffers = (Buffer("arena", "", 2**40),)
+    with pytest.raises(PlanError, match="it takes its memory in 1099511627776 pieces"):
+        check_order(Plan(buffers, (), (call("zero_.default", replace(odd, buffer=0)),), 2**40))
+
+
+@st.composite
+def _places(draw: st.DrawFn) -> Operand:
+    """An operand of up to three dimensions in a buffer of 4,096 bytes."""
+    dtype, size = draw(st.sampled_from([("float32", 4), ("int64", 8), ("bool", 1)]))
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    strides = tuple(draw(st.integers(0, 40)) for _ in shape)
+    reach = sum(max(count - 1, 0) * stride for count, stride in zip(shape, strides, strict=True)) + 1
+    return Operand(ARENA, dtype, draw(st.integers(0, 4096 // size - reach)), shape, strides)
+
+
+@examples(200)
+@given(st.lists(_places(), max_size=4), _places())
+def test_written_bytes_are_those_that_a_list_of_all_bytes_says(writes: list[Operand], read: Operand) -> None:
+    there = np.zeros(4096, dtype=bool)
+
+    def own(each: Operand) -> np.ndarray:
+        size = ALL_SIZES[each.dtype]
+        steps = [stride * size for stride in each.strides]
+        places: np.ndarray = np.lib.stride_tricks.as_strided(
+            there[each.offset * size :], (*each.shape, size), (*steps, 1)
+        )
+        return places
+
+    for each in writes:
+        own(each)[...] = True
+    steps = [call("zero_.default", each) for each in writes]
+    steps += [call("neg.default", read, output=at(OUTPUT, 1024)), WRITES[OUTPUT]]
+    if own(read).all():
+        ordered(*steps)
+    else:
+        with pytest.raises(PlanError, match="which no step wrote before"):
+            ordered(*steps)
 
 
 # Operators

@@ -17,6 +17,7 @@ from optimum_neuron.graphs.spec import GREEDY
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_rows import PromptPart, StepRows
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.targets import Executable
 from optimum_neuron.targets.cpu.plan.states import steps_for_states
 
 
@@ -60,10 +61,8 @@ def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Call
     assert "Sample" in ran[len(before) :]
 
 
-class _Told:
+class _Told(Executable):
     """An executable that runs by operators, and keeps their names."""
-
-    runs_ahead = False
 
     def __init__(self, executable: object, ran: list[str]) -> None:
         self._executable, self._ran = executable, ran

@@ -31,6 +31,7 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.graphs.checks.inspect import inspect_model
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.targets import Executable
 from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, Ranks
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -47,10 +48,8 @@ NOISE = 2e-6  # of logits between -1 and 1, in float32
 SAMPLINGS = (GREEDY, SamplingParams(20, 0.9, 0.8), SamplingParams(temperature=1.0))  # the last from all tokens
 
 
-class RanksExecutable:
+class RanksExecutable(Executable):
     """An executable of several ranks; every rank must return the same."""
-
-    runs_ahead = False
 
     def __init__(
         self, graphs: Sequence[LoweredGraph], config: NeuronConfig, weights: Sequence[dict[str, Tensor]]

@@ -1,32 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each step of a plan reads and writes, and that a plan writes nothing that is not its own. Imports no torch.
-
-Kernels and torch check an index where they first meet it, and read it again while they write. So no step writes over what it reads: it
-could make an index of it that nothing has checked. A Map alone may, as it has no indices.
-"""
+"""What each step of a plan reads and writes. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from .access import PlanError, check_operand, check_size, item_size, require
-from .program import (
-    STATES,
-    Buffer,
-    Convolve,
-    Linears,
-    Map,
-    Operand,
-    Plan,
-    Step,
-    TorchCall,
-    Walk,
-    WriteCache,
-    WriteCodes,
-)
+from .access import PlanError
+from .program import Convolve, Linears, Map, Operand, Step, TorchCall, Walk, WriteCache, WriteCodes
 
 
 _WRITTEN: dict[type[Any], tuple[str, ...]] = {
@@ -35,18 +18,14 @@ _WRITTEN: dict[type[Any], tuple[str, ...]] = {
     Convolve: ("state", "output"),
     Walk: ("state", "output"),
 }
-_ALIGNMENT = 64
-
-
-class _Span(NamedTuple):
-    """Bytes of one piece of memory from the first that an operand has to its last."""
-
-    memory: tuple[str, str]
-    begin: int
-    end: int
-
-    def meets(self, other: _Span) -> bool:
-        return self.memory == other.memory and self.begin < other.end and other.begin < self.end
+# Of what steps write, the parts that they change in place: the rest stays as it was.
+_CHANGED: dict[type[Any], tuple[str, ...]] = {
+    WriteCache: ("cache",),
+    WriteCodes: ("codes", "scale"),
+    Convolve: ("state",),
+    Walk: ("state",),
+}
+_OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
 
 def operands_of(value: Any) -> Iterator[Operand]:
@@ -95,75 +74,22 @@ def written(step: Step) -> list[Operand]:
     return [first["tensor"]]
 
 
-def check_plan(plan: Plan, dtypes: Mapping[str, str]) -> None:
-    """Checks the sizes of a plan's buffers, and what each of its steps reads and writes.
-
-    Args:
-        dtypes: of the tensors and constants that there are, by name.
+def accesses(step: Step) -> Iterator[tuple[Operand, bool]]:
+    """Yield each operand in the order in which a step takes it, and whether it writes there.
 
     Raises:
-        PlanError: a step leaves its buffers, takes a tensor as another type, writes to what is not its own, or writes over what it reads.
+        PlanError: as `written`.
     """
-    check_size(plan.arena)
-    for buffer in plan.buffers:
-        check_size(buffer.bytes)
-        check_size(buffer.offset)
-        fits = buffer.kind != "arena" or buffer.offset + buffer.bytes <= plan.arena
-        require(
-            fits and buffer.offset % _ALIGNMENT == 0, f"it has a buffer at {buffer.offset} of an arena of {plan.arena}"
-        )
-    for call in plan.once:
-        _check_step(call, plan.buffers, dtypes, ("kept",))
-    for step in plan.steps:
-        _check_step(step, plan.buffers, dtypes, ("arena", "output"))
-
-
-def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str], own: Collection[str]) -> None:
-    spans = []
+    if isinstance(step, Map):
+        yield from ((item.access, item.op == "store") for item in step.items if item.access is not None)
+        return
     targets = written(step)
-    for target in targets:
-        _check_access(target, buffers, dtypes)
-        buffer = buffers[target.buffer]
-        is_state = buffer.kind == "tensor" and buffer.name.startswith(STATES) and "kept" not in own
-        require(buffer.kind in own or is_state, f"its {_name(step)} writes to the {buffer.kind} {buffer.name!r}")
-        require(_has_places(target), f"its {_name(step)} writes several elements to one place")
-        spans.append(_span(target, buffer, target.buffer))
+    if isinstance(step, TorchCall):
+        keeps = writes_in_place(step) and step.operator not in _OVERWRITING
+        changed = targets if keeps else []
+    else:
+        changed = [getattr(step, name) for name in _CHANGED.get(type(step), ())]
     for each in operands_of(step):
-        if any(each is target for target in targets):
-            continue
-        _check_access(each, buffers, dtypes)
-        if not isinstance(step, Map):
-            read = _span(each, buffers[each.buffer], each.buffer)
-            require(not any(read.meets(span) for span in spans), f"its {_name(step)} writes over what it reads")
-
-
-def _check_access(operand: Operand, buffers: Sequence[Buffer], dtypes: Mapping[str, str]) -> None:
-    check_operand(operand, buffers)
-    buffer = buffers[operand.buffer]
-    if buffer.kind in ("tensor", "constant") and dtypes.get(buffer.name) != operand.dtype:
-        found = dtypes.get(buffer.name)
-        raise PlanError(f"it takes the {buffer.kind} {buffer.name!r}, of type {found}, as {operand.dtype}")
-
-
-def _name(step: Step) -> str:
-    return f"call of {step.operator}" if isinstance(step, TorchCall) else type(step).__name__
-
-
-def _has_places(operand: Operand) -> bool:
-    """Whether each element has a place of its own."""
-    reach = 0
-    for stride, size in sorted(zip(operand.strides, operand.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return False
-        reach += stride * (size - 1)
-    return True
-
-
-def _span(operand: Operand, buffer: Buffer, number: int) -> _Span:
-    size = item_size(operand.dtype)
-    reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
-    begin = operand.offset * size
-    end = begin if 0 in operand.shape else begin + (reach + 1) * size
-    if buffer.kind == "arena":
-        return _Span(("arena", ""), buffer.offset + begin, buffer.offset + end)
-    return _Span((buffer.kind, buffer.name or str(number)), begin, end)
+        if not any(each is target for target in targets) or any(each is part for part in changed):
+            yield each, False
+    yield from ((target, True) for target in targets)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -159,6 +160,12 @@ def _check_graph(graph: Graph, memory: int, weights: _Known, states: Mapping[str
         known = states.get(tensor.name)
         other = tensor.role == "state" and (known is None or (known.shape, known.dtype) != form)
         _require(not other, f"graphs have {tensor.name} of several sizes")
+    for at, after in pairwise(
+        sorted((each.place, each.nbytes) for each in (*graph.inputs, *graph.outputs) if each.place is not None)
+    ):
+        _require(sum(at) <= after[0], f"two of its tensors lie at {after[0]} of shared memory")
+    renewed = [each.alias_of for each in graph.outputs if each.alias_of is not None]
+    _require(len(set(renewed)) == len(renewed), "two results are the new value of one state")
 
 
 def _check_file(path: str, size: int, offset: int) -> None:

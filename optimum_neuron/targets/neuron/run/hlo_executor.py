@@ -6,18 +6,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
 from ....graphs.spec import LOGITS
 from ..graph_files import read_hlo
-from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, GraphIO
+from ..graph_io import GraphIO
 from ..lowering import hlo
 from ..lowering.kernel_calls import by_reference
+from .ahead import AheadExecutable
 from .draws import draws
 from .idle import idle_inputs
-from .load_plan import copy_inputs
 
 
 class HloProgram:
@@ -51,14 +50,12 @@ class HloProgram:
         return results
 
 
-class HloExecutable:
+class HloExecutable(AheadExecutable):
     """Lowered graphs that share weights and KV state, all on XLA's CPU device.
 
     XLA gives every result memory of its own, so a state is replaced by its new value after each run. A step that is started is
     computed at once, and what is not read stays on XLA's device: as with a device that runs ahead, but for the time.
     """
-
-    runs_ahead = True
 
     def __init__(
         self,
@@ -68,6 +65,7 @@ class HloExecutable:
         states: dict[str, Tensor],
     ) -> None:
         """Args: calls: the names of a step's inputs, in order; a graph that is left out takes those that it uses."""
+        super().__init__(programs)
         self._programs = programs
         device = next(iter(programs.values())).device
         needed = {name for program in programs.values() for name in program.io.names("weight")}
@@ -77,9 +75,6 @@ class HloExecutable:
         self._calls = {name: program.io.names("input") for name, program in programs.items()} | dict(calls)
         described = {name: program.io for name, program in programs.items()}
         self._draws, self._idle = draws(calls, described), idle_inputs(described, calls)
-
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
 
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
         outputs = self._run(graph, inputs)
@@ -107,19 +102,6 @@ class HloExecutable:
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         return self._idle
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._copy(COPY_SLOT, source, destination, length)
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._copy(KEEP_STATE, slot, snapshot, 1)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._copy(RESTORE_STATE, snapshot, slot, 1)
-
-    def _copy(self, graph: str, source: int, destination: int, length: int) -> None:
-        if graph in self._programs:  # a model without such state has none
-            self.run(graph, copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         state: Tensor = self._states[name].cpu()

@@ -17,7 +17,7 @@ _NO_SLOT = dict.fromkeys(map(slots_input, SAMPLERS), -1)
 
 
 def idle_inputs(graphs: Mapping[str, GraphIO], steps: Collection[str]) -> dict[str, list[Tensor]]:
-    """As `HasOtherGraphs.idle_inputs`.
+    """As `Executable.idle_inputs`.
 
     Args:
         steps: the names of those that are steps.

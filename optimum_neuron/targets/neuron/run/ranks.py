@@ -14,21 +14,21 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....graphs.spec import LOGITS
 from ...rank_options import IN_ENVIRONMENT, RankOptions
-from ..graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 from ..rank.plan import HALVES
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
+from .ahead import AheadExecutable
 from .draws import Draw, draws
 from .idle import idle_inputs
 from .interpreter import Interpreter
-from .load_plan import LoadPlan, copy_inputs
+from .load_plan import LoadPlan
 from .rank_plan import rank_plan
 from .rank_process import RankProcess, end_processes, free_address, rank_environment
 from .shared_tensors import SharedTensors
@@ -41,7 +41,7 @@ _SLACK = 15.0
 
 
 class StartedStep:
-    """A step that the ranks were told to run; called, it waits for its end and gives its outputs; see `AheadExecutable.start`.
+    """A step that the ranks were told to run; called, it waits for its end and gives its outputs; see `Executable.start`.
 
     Attributes:
         outputs: None until the ranks have answered, and where they failed.
@@ -65,8 +65,8 @@ class StartedStep:
         self.outputs = [None if each is None else each.clone() for each in self._shared]
 
 
-class RankedExecutable:
-    """Loaded graphs of all ranks, each in a process of its own; see `AheadExecutable`.
+class RankedExecutable(AheadExecutable):
+    """Loaded graphs of all ranks, each in a process of its own.
 
     Ranks run steps in the order in which they are told of them. The next one is on its way while one runs, so that no rank waits
     for this process between them.
@@ -76,8 +76,6 @@ class RankedExecutable:
     Attributes:
         close: ends the processes and frees the cores; happens by itself when the object or this process ends.
     """
-
-    runs_ahead = True
 
     def __init__(
         self,
@@ -99,6 +97,7 @@ class RankedExecutable:
             NeuronRuntimeError: one of them could not; none is left.
             ValueError: the weights are not those of the graphs; no process was started.
         """
+        super().__init__(plan.graphs)
         self._plan = plan
         self._limit = step_timeout(options.timeout)
         self._tensors = SharedTensors(plan)
@@ -129,19 +128,11 @@ class RankedExecutable:
         finally:
             os.close(self._tensors.file)
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As `Executable.run`.
-
-        Raises:
-            NeuronRuntimeError: a rank failed or died; where the others cannot go on, all later calls raise the same.
-        """
-        return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
-
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> StartedStep:
-        """As `AheadExecutable.start`.
+        """As `Executable.start`.
 
         Raises:
-            NeuronRuntimeError: as `run`, of a step that was started before.
+            NeuronRuntimeError: a rank failed or died, in a step that was started before; where the others cannot go on, all later calls raise the same.
         """
         while len(self._underway) >= HALVES:
             self._settle_first()
@@ -195,19 +186,6 @@ class RankedExecutable:
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
         return idle_inputs(self._plan.graphs, self._plan.calls)
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._copy(COPY_SLOT, source, destination, length)
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._copy(KEEP_STATE, slot, snapshot, 1)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._copy(RESTORE_STATE, snapshot, slot, 1)
-
-    def _copy(self, graph: str, source: int, destination: int, length: int) -> None:
-        if graph in self._plan.graphs:  # a model without such state has none
-            self.run(graph, copy_inputs(source, destination, length))
 
     def read_state(self, name: str) -> Tensor:
         binding = self._states[name]

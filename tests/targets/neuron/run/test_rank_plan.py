@@ -76,6 +76,7 @@ CONTRADICTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "an output that is an input": (("graphs", "step", "outputs", 0, "role"), "input"),
     "a new value of nothing": (("graphs", "step", "outputs", 1, "alias_of"), "kv_cache.key_1"),
     "a new value of a weight": (("graphs", "step", "outputs", 1, "alias_of"), "model.head"),
+    "a result over an input": (("graphs", "step", "outputs", 0, "place"), 0),
     "a new value of another type": (("graphs", "step", "outputs", 1, "dtype"), "float16"),
 }
 
