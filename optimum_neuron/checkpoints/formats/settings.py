@@ -30,11 +30,7 @@ _MOST_COPIES = 10_000
 
 
 def _read(document: Document, name: str, kind: type[_Value], default: Any = None) -> _Value:
-    """Return a value; `default` where there is none.
-
-    Raises:
-        ValueError: it is of another type.
-    """
+    """Return a value; `default` where there is none. Raises ValueError where it is of another type."""
     value: Any = default if document.get(name) is None else document[name]
     if type(value) is not kind:
         raise ValueError(f"quantization_config names {name}={value!r}, which is {_WRONG[kind]}; correct config.json")
@@ -80,14 +76,7 @@ def group_size(document: Document, default: int | None = None) -> int | None:
 
 
 def block_of(value: object, where: str) -> tuple[int, int]:
-    """Return outputs and inputs of a block.
-
-    Args:
-        where: the setting's name, for the message.
-
-    Raises:
-        ValueError: the value is no two sizes.
-    """
+    """Return outputs and inputs of a block. Raises ValueError, naming the setting, where the value is no two sizes."""
     sizes = value if isinstance(value, list | tuple) else []
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _LARGEST_GROUP for size in sizes):
         raise ValueError(

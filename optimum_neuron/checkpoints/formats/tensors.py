@@ -75,11 +75,7 @@ class TensorFiles:
 def parts_by_weight(
     files: TensorFiles, needed: Collection[str], others: Collection[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Return by weight the names of those tensors of its layer that hold it, by part.
-
-    Raises:
-        ValueError: a layer has some of its parts, and lacks a needed one.
-    """
+    """Return by weight the names of the tensors that hold it, by part. Raises ValueError where a needed one is lacking."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(files.names):
         module, _, part = name.rpartition(".")
