@@ -164,8 +164,8 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "no model": ({"model_type": None}, "None"),
     "encoder and decoder": ({"model_type": "t5"}, "t5"),
     "a number for a part": ({"text_config": 5}, "holds 5 in the place"),
-    "a number for quantization": ({"quantization_config": 5}, "'int' object"),
-    "unknown quantization": ({"quantization_config": {"quant_method": "zzz"}}, "is quantized (zzz)"),
+    "a number for quantization": ({"quantization_config": 5}, "quantization_config=5, which is no object"),
+    "unknown quantization": ({"quantization_config": {"quant_method": "zzz"}}, "is quantized by zzz"),
     "layers of no kind": ({"layer_types": ["zzz", "zzz"]}, "layer_types"),
     "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}, "--trust-remote-code"),
 }

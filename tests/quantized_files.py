@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME
 from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
-from optimum_neuron.checkpoints.formats.find import find_quantized
 from optimum_neuron.checkpoints.formats.format import CheckpointFormat
+from optimum_neuron.checkpoints.quantized import open_quantized
 from optimum_neuron.graphs.quantized.weight import FP4_VALUES
 
 
@@ -32,9 +32,7 @@ def opened(folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[st
     save_file(
         {name: tensor.contiguous() for name, tensor in (plain | dict(tensors)).items()}, folder / "model.safetensors"
     )
-    found = find_quantized({"model_type": "llama", "quantization_config": dict(quantization)}, folder, "tiny")
-    assert found is not None
-    return found
+    return open_quantized({"model_type": "llama", "quantization_config": dict(quantization)}, folder, "tiny")
 
 
 def words(codes: Tensor, bits: int) -> Tensor:

@@ -215,8 +215,13 @@ def find_adapters(
     if adapter is None:
         return ()
     names = [adapter] if isinstance(adapter, (str, Path)) else list(adapter)
-    if names:
-        _import_peft()
+    try:
+        if names:
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            "merging an adapter needs PEFT, which is not installed; pip install 'optimum-neuron-runtime[peft]'"
+        ) from error
     return tuple(_find(str(name), token=token, **hub) for name in names)
 
 
@@ -272,12 +277,3 @@ def _read_config(folder: Path, name: str) -> Any:
             f"train an adapter that changes weights, as LoRA"
         )
     return config
-
-
-def _import_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            "merging an adapter needs PEFT, which is not installed; pip install 'optimum-neuron-runtime[peft]'"
-        ) from error

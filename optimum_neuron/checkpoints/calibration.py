@@ -52,8 +52,8 @@ def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronCon
             f"quantization_calibration={str(path)!r} is a text on which weights are rounded to int4, and quantization={config.quantization!r}; "
             f"leave it out, or pass --quantization int4 (quantization='int4')"
         )
-    data = _read(path)
-    tokens, begin = _tokens(_decoded(data, path), checkpoint)
+    data, text = _read(path)
+    tokens, begin = _tokens(text, checkpoint)
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(
             f"{path} has {len(tokens)} tokens, and weights are rounded on {LEAST_TOKENS} of them at least; name a longer text"
@@ -70,7 +70,7 @@ def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronCon
     return Calibration(_cut(tokens, begin, max(1, own)), hashlib.sha256(data).hexdigest())
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> tuple[bytes, str]:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there"
         raise FileNotFoundError(f"{path}, a text to round weights on, {what}; name a file of text in UTF-8")
@@ -80,10 +80,7 @@ def _read(path: Path) -> bytes:
             f"{path} has {size:,} bytes, and a text to round weights on {_MOST_BYTES:,} at most, of which {_LENGTH * _SEQUENCES:,} tokens "
             f"are taken; name a part of it"
         )
-    return path.read_bytes()
-
-
-def _decoded(data: bytes, path: Path) -> str:
+    data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -94,7 +91,7 @@ def _decoded(data: bytes, path: Path) -> str:
         raise ValueError(f"{path} is no text: byte {data.index(0)} is 0; name a file of text in UTF-8")
     if not text.strip():
         raise ValueError(f"{path} is empty, and weights are to be rounded on its text; name another file")
-    return text
+    return data, text
 
 
 def _tokens(text: str, checkpoint: Checkpoint) -> tuple[list[int], list[int]]:

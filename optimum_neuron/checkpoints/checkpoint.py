@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers import AutoQuantizationConfig
 
 from ..errors import first_line
 from ..graphs.checks.parity import describe_nonfinite
@@ -37,27 +38,23 @@ from .files import (
     replace_tokenizer,
     write_config,
 )
-from .formats.find import find_quantized
 from .formats.format import CheckpointFormat
-from .formats.gguf_file import GgufFile
-from .gguf import TOKENS_KEY, GgufHeader, read_header
-from .gguf_config import GgufConfig, read_config
-from .gguf_keys import sampling_of
+from .gguf.config import read_config
+from .gguf.header import TOKENS_KEY, GgufHeader, read_header
+from .gguf.keys import sampling_of
+from .gguf.weights import GgufFile
 from .kept import keep_codes, read_dequantized
-from .language_model import find_text_config, find_text_part, is_multimodal, multimodal_class, take_text_part
+from .language_model import find_text_config, find_text_part, multimodal_class, take_text_part
 from .left_over import check_unique, reading, renamed_by_wrappers
 from .mapped import NAMED
-from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, check_quantized, dequantizing, quantization_method
-from .read import cast_model, read_model
-from .sizes import check_describes_weights, check_sizes
+from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, open_quantized, quantization_of
+from .read import ReadModel, cast_model, read_model
+from .sizes import check_layers, check_parameters, check_sizes
 from .tokenizer import begin_as_in_gguf, check_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 from .unread import unread_keys
 
 
 logger = logging.getLogger(__name__)
-
-# Of 4 bits, in int32.
-_CODES_IN_A_NUMBER = 8
 
 
 class Adapter(Protocol):
@@ -95,9 +92,7 @@ class Checkpoint:
             FileNotFoundError: its config cannot be read.
         """
         config = copy.deepcopy(self._whole_config)
-        if self.gguf_file is None:
-            check_quantized(config, self.source)
-        text_config = config if self._runs_own_code(config) else find_text_config(config, self.source)
+        text_config = config if self._runs_own_code else find_text_config(config, self.source)
         if text_config.dtype is None:
             text_config.dtype = config.dtype
         if hasattr(text_config, "quantization_config"):
@@ -106,11 +101,10 @@ class Checkpoint:
 
     def warn_of_unread_keys(self) -> None:
         """Logs one line with the keys that say how a model computes, and that the config's class does not read."""
-        whole = self._whole_config
-        if self.gguf_file is not None or self._runs_own_code(whole):
+        if self.gguf_file is not None or self._runs_own_code:
             return
+        whole, document = self._whole_config, self._document
         config = whole.get_text_config(decoder=True)
-        document = read_object(self.folder / "config.json")
         if config is not whole:
             document = next((part for name, part in document.items() if getattr(whole, name, None) is config), {})
         unread = unread_keys(document, config)
@@ -157,9 +151,7 @@ class Checkpoint:
     @property
     def is_plain(self) -> bool:
         """Whether its files hold the weights of the exported model as plain numbers, and no others."""
-        if self.gguf_file is not None or quantization_method(self._whole_config) is not None:
-            return False
-        return self._runs_own_code(self._whole_config) or not is_multimodal(self._whole_config)
+        return self.gguf_file is None and self._method is None and not self._is_multimodal
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint, and what is made of it, from others: of each file what changes with its content."""
@@ -185,33 +177,9 @@ class Checkpoint:
             FileNotFoundError: there are no weights, or a file of them is missing.
         """
         stored = self._check_weights()
-        wanted = self.resolve_dtype(self.load_config(), dtype)
-        config = self._whole_config
-        multimodal = is_multimodal(config) and not self._runs_own_code(config)
-        options = self._weight_options(config, wanted, exact=bool(adapters))
-        renamed = renamed_by_wrappers(stored.names)
-        if renamed:
-            options["key_mapping"] = renamed
-        # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
-        attention = "eager" if multimodal or adapters else ATTENTION_NAME
-        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
         self._check_codes(adapters)
-        # An adapter is added to weights where they lie, and a checkpoint's own code may do anything.
-        mapped = self.gguf_file is None and not adapters and not self.trust_remote_code
-        method = quantization_method(config)
-        if self._gguf is not None or method not in (None, *DEQUANTIZED):
-            assert self._form is not None
-            if multimodal:
-                raise ValueError(
-                    f"{self.source} is a multimodal checkpoint quantized by {method}, of which the language model is not read; export the "
-                    f"checkpoint that it was made from"
-                )
-            plain = self.load_config()
-            usual = "bfloat16" if self._gguf is None else "float32"
-            made = torch.float32 if adapters else NAMED[wanted or usual]
-            read = read_dequantized(self._form, self.source, attention, plain, made, renamed)
-        else:
-            read = read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
+        wanted, multimodal = self.resolve_dtype(self.load_config(), dtype), self._is_multimodal
+        read = self._read(stored, wanted, exact=bool(adapters))
         check_unique(stored.names, read.model.base_model_prefix, self.source)
         model, target = read.model, read.model.dtype if wanted is None else NAMED[wanted]
         nonfinite = describe_nonfinite(model) if multimodal or adapters else None
@@ -221,41 +189,62 @@ class Checkpoint:
             model = model.float()
         for adapter in adapters:
             model = adapter.merge(model)
-        if adapters or "quantization_config" in options:
+        if adapters or self._method in DEQUANTIZED:
             model = cast_model(model, target, "eager" if multimodal else ATTENTION_NAME)
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         if multimodal:
             model = take_text_part(model, self.source)
             set_implementation(model, ATTENTION_NAME)
-        look_up = reading(self.folder, self.source) if self.gguf_file is None else None
-        read.check_complete(tensors, model, look_up)
+        read.check_complete(tensors, model, reading(self.folder, self.source))
         if self.is_quantized and self.codes != DEQUANTIZE:
-            self._keep_codes(model, read.unexpected)
+            all_of_them = self.codes == KEEP or self.gguf_file is None
+            keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=read.unexpected)
         return model.eval().requires_grad_(False)
 
+    def _read(self, stored: StoredWeights, dtype: str | None, *, exact: bool) -> ReadModel:
+        """Read the whole model; with `exact`, its weights as they are or wider."""
+        config, method, renamed = self._whole_config, self._method, renamed_by_wrappers(stored.names)
+        # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
+        attention = "eager" if self._is_multimodal or exact else ATTENTION_NAME
+        if self._gguf is None and method in (None, *DEQUANTIZED):
+            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+            if renamed:
+                options["key_mapping"] = renamed
+            options["dtype"] = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
+            if method is not None:
+                options["quantization_config"] = AutoQuantizationConfig.from_dict(
+                    dict(quantization_of(self._document, self.source)) | {"dequantize": True}
+                )
+            # An adapter is added to weights where they lie, and a checkpoint's own code may do anything.
+            mapped = not exact and not self.trust_remote_code
+            auto = self._auto_class
+            return read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
+        if self._is_multimodal:
+            raise ValueError(
+                f"{self.source} is a multimodal checkpoint quantized by {method}, of which the language model is not read; export the "
+                f"checkpoint that it was made from"
+            )
+        usual = "bfloat16" if self._gguf is None else "float32"
+        made = torch.float32 if exact else NAMED[dtype or usual]
+        return read_dequantized(self._form, self.source, attention, self.load_config(), made, renamed)
+
     @cached_property
-    def _form(self) -> CheckpointFormat | None:
+    def _form(self) -> CheckpointFormat:
         """The weights of quantized safetensors files, or of a GGUF file."""
         if self._gguf is not None:
-            file = GgufFile(self._gguf, self._without_weights())
-            file.check_accounted(self._read_config.tensors)
+            file = GgufFile(self._gguf, self._empty_model)
+            _, known = self._read_config
+            file.check_accounted(known)
             return file
-        form = find_quantized(read_object(self.folder / "config.json"), self.folder, self.source)
-        for notice in () if form is None or self.codes == DEQUANTIZE else form.notices:
+        form = open_quantized(self._document, self.folder, self.source)
+        for notice in () if self.codes == DEQUANTIZE else form.notices:
             logger.warning("%s", notice)
         return form
-
-    def _keep_codes(self, model: PreTrainedModel, without: Sequence[str]) -> None:
-        assert self._form is not None
-        all_of_them = self.codes == KEEP or self.gguf_file is None
-        keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=without)
 
     @cached_property
     def is_quantized(self) -> bool:
         """Whether its files have codes in the place of weights."""
-        if self._gguf is not None:
-            return self._gguf.has_codes
-        return quantization_method(self._whole_config) is not None
+        return self._gguf.has_codes if self._gguf is not None else self._method is not None
 
     def _check_codes(self, adapters: Sequence[Adapter]) -> None:
         if self.codes is not None and not self.is_quantized:
@@ -311,24 +300,27 @@ class Checkpoint:
             ValueError: no model can be built by the config, or a multimodal one's part not be told.
         """
         copy_files(self.folder, folder, with_code=self.trust_remote_code)
-        model = self._without_weights()
-        if describes_another(folder, model):
-            write_config(model, folder)
+        if describes_another(folder, self._empty_model):
+            write_config(self._empty_model, folder)
 
-    def _without_weights(self) -> PreTrainedModel:
+    @cached_property
+    def _empty_model(self) -> PreTrainedModel:
         """The language model on the meta device."""
-        config = self._whole_config
-        multimodal = is_multimodal(config) and not self._runs_own_code(config)
-        auto = multimodal_class(config) if multimodal else AutoModelForCausalLM
-        own = copy.deepcopy(config) if multimodal else self.load_config()
+        own = copy.deepcopy(self._whole_config) if self._is_multimodal else self.load_config()
+        auto = self._auto_class
         try:
             with torch.device("meta"):
                 model = auto.from_config(own, attn_implementation="eager", trust_remote_code=self.trust_remote_code)
         except Exception as error:  # whatever a model's code comes to by wrong numbers
             raise ValueError(
-                f"{self.source}: no {config.model_type} model can be built by its config ({first_line(error)}); correct it"
+                f"{self.source}: no {own.model_type} model can be built by its config ({first_line(error)}); correct it, or "
+                f"download it again"
             ) from error
-        return find_text_part(model, self.source) if multimodal else model
+        return find_text_part(model, self.source) if self._is_multimodal else model
+
+    @property
+    def _auto_class(self) -> Any:
+        return multimodal_class(self._whole_config) if self._is_multimodal else AutoModelForCausalLM
 
     def load_tokenizer(self) -> Any:
         """The checkpoint's tokenizer; None where it has none.
@@ -343,10 +335,10 @@ class Checkpoint:
         return load_tokenizer(self.folder, self.source, trust_remote_code=self.trust_remote_code)
 
     def _write_described(self, config: PreTrainedConfig, folder: Path) -> None:
-        """What a GGUF file tells beside the model."""
-        asked = {} if self._gguf is None else sampling_of(self._gguf.values)
+        """What a GGUF file says apart from the model."""
+        assert self._gguf is not None
         defaults = GenerationConfig.from_model_config(config)
-        defaults.update(**asked)
+        defaults.update(**sampling_of(self._gguf.values))
         defaults.save_pretrained(folder)
         if self._gguf_tokenizer is not None:
             save_tokenizer(self._gguf_tokenizer, folder)
@@ -356,7 +348,7 @@ class Checkpoint:
         return None if self.gguf_file is None else read_header(self.folder / self.gguf_file)
 
     @cached_property
-    def _read_config(self) -> GgufConfig:
+    def _read_config(self) -> tuple[PreTrainedConfig, frozenset[str]]:
         assert self._gguf is not None
         return read_config(self._gguf, self.source)
 
@@ -372,29 +364,33 @@ class Checkpoint:
     def _check_weights(self) -> StoredWeights:
         """Before any is read: whether they are all there, and as many as the config asks for; and what they are."""
         stored = check_weight_files(self.folder, self.source) if self._gguf is None else self._gguf.stored
-        method = None if self._gguf is not None else quantization_method(self._whole_config)
-        check_describes_weights(
-            self.load_config(),
-            stored,
-            self.source,
-            trust_remote_code=self.trust_remote_code,
-            codes_in_a_number=1 if method in (None, *DEQUANTIZED) else _CODES_IN_A_NUMBER,
-        )
+        check_layers(self.load_config(), stored, self.source)
+        check_parameters(self._empty_model, stored, self.source)
         return stored
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return read_object(self.folder / "config.json")
+
+    @property
+    def _method(self) -> str | None:
+        """The quantization that its config.json names."""
+        return None if self.gguf_file else quantization_of(self._document, self.source).get("quant_method")
 
     @cached_property
     def _whole_config(self) -> PreTrainedConfig:
         """As transformers reads it, once; not to be changed."""
         if self._gguf is not None:
             check_sizes(self._gguf.sizes(), self.source)
-            return self._read_config.config
-        check_sizes(read_object(self.folder / "config.json"), str(self.folder / "config.json"))
+            return self._read_config[0]
+        check_sizes(self._document, str(self.folder / "config.json"))
+        quantization_of(self._document, self.source)
         try:
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except OSError as error:
             raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
         except Exception as error:  # of a class's own code, and of the checks that transformers has it make
-            if not self.trust_remote_code and self._brings_code():
+            if not self.trust_remote_code and "auto_map" in self._document:
                 raise ValueError(
                     f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
                     f"(trust_remote_code=True) to run it"
@@ -403,15 +399,13 @@ class Checkpoint:
                 f"{self.source}: its config cannot be used ({first_line(error)}); correct it, or download it again"
             ) from error
 
-    def _brings_code(self) -> bool:
-        return "auto_map" in read_object(self.folder / "config.json")
+    @property
+    def _runs_own_code(self) -> bool:
+        own = getattr(self._whole_config, "auto_map", None) or {}
+        return self.trust_remote_code and AutoModelForCausalLM.__name__ in own
 
-    def _runs_own_code(self, config: PreTrainedConfig) -> bool:
-        return self.trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
-
-    def _weight_options(self, config: PreTrainedConfig, dtype: str | None, *, exact: bool) -> dict[str, Any]:
-        """What transformers is told to load weights by; `exact`: as they are, or wider."""
-        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        options["dtype"] = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
-        quantization = dequantizing(config)
-        return options if quantization is None else options | {"quantization_config": quantization}
+    @property
+    def _is_multimodal(self) -> bool:
+        """Whether the language model is a part of what the config describes."""
+        whole = self._whole_config
+        return whole.get_text_config(decoder=True) is not whole and not self._runs_own_code

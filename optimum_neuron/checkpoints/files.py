@@ -31,6 +31,7 @@ _OBJECTS = (
     "config.json", _GENERATION_CONFIG, "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json",
 )  # fmt: skip
+Shapes = dict[str, tuple[list[int], str]]
 # An integer may hold as many weights of one bit.
 _PACKED = 8
 SINGLE_NAME = "model.safetensors"
@@ -88,12 +89,7 @@ class StoredWeights:
 
 
 def weight_files(folder: Path, source: str) -> list[Path]:
-    """The safetensors files of a checkpoint, by their names.
-
-    Raises:
-        FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: the index names no files, or the weights are pickled.
-    """
+    """The safetensors files of a checkpoint, by their names; raises as `shapes_by_file`."""
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     if not (folder / INDEX_NAME).is_file():
@@ -106,24 +102,32 @@ def weight_files(folder: Path, source: str) -> list[Path]:
 
 
 def check_weight_files(folder: Path, source: str) -> StoredWeights:
-    """Looks at the headers of all safetensors files of a checkpoint.
+    """Looks at the headers of all safetensors files of a checkpoint; raises as `shapes_by_file`."""
+    shapes = [each for described in shapes_by_file(folder, source).values() for each in described.items()]
+    elements = sum(math.prod(shape) * (1 if "F" in dtype else _PACKED) for _, (shape, dtype) in shapes)
+    return StoredWeights(len(shapes), elements, frozenset(name for name, _ in shapes))
+
+
+def shapes_by_file(folder: Path, source: str) -> dict[Path, Shapes]:
+    """Return shape and type of each tensor of a checkpoint, by its safetensors files.
 
     Raises:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
         ValueError: a file is truncated or corrupt, two hold the same tensor, or the weights are pickled.
     """
-    sizes = {}
+    found: dict[Path, Shapes] = {}
     for path in weight_files(folder, source):
-        for name, (shape, dtype) in read_shapes(path).items():
-            if name in sizes:
-                raise ValueError(
-                    f"{source} holds {name} twice, in {path.name} and another file; download or copy it again"
-                )
-            sizes[name] = math.prod(shape) * (1 if "F" in dtype else _PACKED)
-    return StoredWeights(len(sizes), sum(sizes.values()), frozenset(sizes))
+        shapes = read_shapes(path)
+        twice = next((name for name in shapes if any(name in other for other in found.values())), None)
+        if twice is not None:
+            raise ValueError(
+                f"{source} holds {twice} twice, in {path.name} and another file; download or copy it again"
+            )
+        found[path] = shapes
+    return found
 
 
-def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
+def read_shapes(path: Path) -> Shapes:
     """Shape and type of each tensor of a safetensors file, by its header.
 
     Raises:

@@ -111,14 +111,10 @@ def _ending_at(head: nn.Module | None) -> Iterator[None]:
     def end(*_: object) -> NoReturn:
         raise _EndedError
 
-    if head is None:
+    with ExitStack() as hooks:
+        if head is not None:
+            hooks.callback(head.register_forward_pre_hook(end).remove)
         yield
-        return
-    handle = head.register_forward_pre_hook(end)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _Seen:

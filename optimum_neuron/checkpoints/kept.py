@@ -84,7 +84,7 @@ def keep_codes(
         ValueError: codes are of no layer of the model, or do not stand for the weights that it has.
         NotKeptError: codes cannot be kept, and all of them are to be.
     """
-    left = _Left(all_of_them)
+    reasons: list[NotKeptError] | None = None if all_of_them else []
     modules = dict(model.named_modules())
     table = model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
@@ -93,25 +93,27 @@ def keep_codes(
         for name in _without_experts(form, layers, modules, of_experts):
             path = _path(name.removesuffix(".weight"), modules)
             module = modules[path]
-            if module is table:
-                with left.plain_unless_kept(name):
+            with _plain_unless_kept(reasons):
+                if module is table:
                     _keep_table(model, modules, _compared(source, name, form.read(name), table.weight))
-                advance(name)
-                continue
-            with left.plain_unless_kept(name):
-                if type(module) is not nn.Linear:
+                elif type(module) is nn.Linear:
+                    replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
+                else:
                     raise NotKeptError(
                         f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes "
                         f"none; {PLAIN_REMEDY}"
                     )
-                replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
             advance(name)
         for path, parts in of_experts.items():
             layer = modules[path]
-            with left.plain_unless_kept(path):
+            with _plain_unless_kept(reasons):
                 replace_weights(layer, dict(_of_experts(source, path, layer, parts)))
             advance(path)
-    left.tell(source)
+    if reasons:
+        told = str(reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
+        logger.warning(
+            "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(reasons), told
+        )
 
 
 def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight: QuantizedWeight) -> None:
@@ -124,29 +126,15 @@ def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight
         replace_embedding(model, paths[table], weight)
 
 
-class _Left:
-    """What is left as plain numbers, since no codes and scales stand for it to the bit."""
-
-    def __init__(self, nothing: bool) -> None:
-        self._nothing = nothing
-        self._reasons: list[NotKeptError] = []
-
-    @contextmanager
-    def plain_unless_kept(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except NotKeptError as error:
-            if self._nothing:
-                raise
-            self._reasons.append(error)
-            logger.debug("%s stays plain: %s", name, error)
-
-    def tell(self, source: str) -> None:
-        if self._reasons:
-            told = str(self._reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
-            logger.warning(
-                "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(self._reasons), told
-            )
+@contextmanager
+def _plain_unless_kept(reasons: list[NotKeptError] | None) -> Iterator[None]:
+    """Collect why a weight stays plain: no codes and scales stand for it to the bit. Without a list, that is an error."""
+    try:
+        yield
+    except NotKeptError as error:
+        if reasons is None:
+            raise
+        reasons.append(error)
 
 
 def _of_experts(

@@ -82,7 +82,7 @@ def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
                 f"model of this kind; only decoders of text can be exported"
             )
         return config
-    if not _generates(config):
+    if _lookup(MODEL_FOR_MULTIMODAL_LM_MAPPING, config) is _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
         raise ValueError(
             f"{source} is a {config.model_type} model, which generates no text; only decoders of text can be exported"
         )
@@ -92,13 +92,7 @@ def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
 
 def register_language_model(config: PreTrainedConfig) -> None:
     """Makes AutoModelForCausalLM know the config of a text model that transformers has only inside of others."""
-    if _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
-        _register(config, config, config.model_type)
-
-
-def is_multimodal(config: PreTrainedConfig) -> bool:
-    """Whether the language model is a part of what the config describes."""
-    return config.get_text_config(decoder=True) is not config
+    _register(config, config, config.model_type)
 
 
 def multimodal_class(config: PreTrainedConfig) -> Any:
@@ -234,13 +228,6 @@ def _register(text_config: PreTrainedConfig, config: PreTrainedConfig, source: s
     AutoModelForCausalLM.register(
         type(text_config), model_class, exist_ok=True
     )  # otherwise it leaves out its own configs
-
-
-def _generates(config: PreTrainedConfig) -> bool:
-    return any(
-        _lookup(mapping, config) is not None
-        for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
-    )
 
 
 def _lookup(mapping: Any, config: PreTrainedConfig) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -31,11 +31,16 @@ _WITHOUT_EFFECT = {
 }
 # Programs that quantize layers give each of them one, of zeros where the layer has none.
 _BIAS = re.compile(r"(?<!attn)(?<!attention)\.bias$")
-_MASK = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$")
-# One number, as checkpoints for caches of 8 bits have them.
-_CACHE_SCALE = re.compile(r"(?:attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$")
 _FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
-_POSITIONS = re.compile(r"(?:^|\.)position_ids$")
+# Names that models use no tensor for, and whether a tensor is what its name says.
+_COMPUTED: dict[str, Callable[[Tensor], bool]] = {
+    r"(?:^|\.)position_ids$": lambda found: torch.equal(found.flatten().long(), torch.arange(found.numel())),
+    # One number, as checkpoints for caches of 8 bits have them.
+    r"(?:attn|attention)\.(?:\w+\.)?(?:[qkv]|prob|output|kv)_scale$": lambda found: found.numel() == 1,
+    r"(?:attn|attention)\.(?:bias|masked_bias|causal_mask)$": lambda found: (
+        found.numel() == 1 or (found.dim() == 4 and found.shape[-1] == found.shape[-2])
+    ),
+}
 _LAYER = re.compile(r"((?:.*\.)?layers\.(\d+)\.)")
 # A pattern of names with the number of a layer.
 _NUMBERED = re.compile(r"layers\\?\.\d")
@@ -70,9 +75,7 @@ def check_unique(names: Collection[str], prefix: str, source: str) -> None:
 def reading(folder: Path, source: str) -> Read:
     """Reads tensors of a checkpoint's files, which are opened when the first is asked for, also by names with or without a part before."""
 
-    @cache
-    def files() -> TensorFiles:
-        return TensorFiles(folder, source)
+    files = cache(partial(TensorFiles, folder, source))
 
     def read(name: str) -> Tensor:
         names = files().names
@@ -112,7 +115,7 @@ class LeftOver:
             layer = _LAYER.match(name)
             if layer and layer[1] in further and int(layer[2]) >= self._layers:
                 return True
-            if _BIAS.search(name) and _is_zero(self._read(name)):
+            if _BIAS.search(name) and (bias := self._read(name)).numel() and not bias.any():
                 return True
             checked = self._is_computed(name)
             if checked is not None:
@@ -138,15 +141,8 @@ class LeftOver:
             found = self._read(name)
             plain = [base ** -torch.linspace(0, 1, len(found) + 1)[:-1] for base in self._bases] if found.dim() else []
             return any(_near(found, each) for each in (*self._frequencies, *plain))
-        if _POSITIONS.search(name):
-            found = self._read(name).flatten()
-            return torch.equal(found.long(), torch.arange(len(found)))
-        if _CACHE_SCALE.search(name):
-            return self._read(name).numel() == 1
-        if _MASK.search(name):
-            found = self._read(name)
-            return found.numel() == 1 or (found.dim() == 4 and found.shape[-1] == found.shape[-2])
-        return None
+        is_right = next((each for pattern, each in _COMPUTED.items() if re.search(pattern, name)), None)
+        return None if is_right is None else is_right(self._read(name))
 
 
 def _modules(names: Collection[str]) -> set[str]:
@@ -161,10 +157,6 @@ def _trusted(model: PreTrainedModel) -> set[str]:
         name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
     }
     return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
-
-
-def _is_zero(found: Tensor) -> bool:
-    return found.numel() > 0 and not bool(found.any())
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

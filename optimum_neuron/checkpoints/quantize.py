@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..config import NeuronConfig
-from ..graphs.checks.parity import count_nonfinite
+from ..graphs.checks.parity import nonfinite
 from ..graphs.expert_modules import is_experts
 from ..graphs.one_thread import one_thread
 from ..graphs.quantized.expert_weights import natural_shape, plain_weights, replace_weights
@@ -204,11 +204,9 @@ class _Rounding:
 
     def of(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
         """`[..., outputs, inputs]`; `finest`: as many bits as there are."""
-        count = count_nonfinite(weight)
-        if count:
-            raise ValueError(
-                f"{name} holds NaN or infinity in {count:,} of {weight.numel():,} places; repair it, or download it again"
-            )
+        problem = nonfinite(name, weight)
+        if problem is not None:
+            raise ValueError(problem)
         kind = _format(self._config, weight.shape[-1], finest=finest).kind
         if kind == "fp8":
             return round_fp8(weight, FP8_LARGEST_ON.get(self._config.target, FP8_LARGEST))

@@ -1,48 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a checkpoint whose weights are quantized: its codes are kept, or it is dequantized, or refused."""
+"""Checkpoints of quantized weights in safetensors files: which formats are read, and by what."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers.quantizers import AutoQuantizationConfig
+from .formats.awq import Awq
+from .formats.compressed_tensors import CompressedTensors
+from .formats.format import CheckpointFormat
+from .formats.fp8 import Fp8
+from .formats.gptq import Gptq
+from .formats.mxfp4 import Mxfp4
+from .formats.settings import Document, part, text
+from .formats.tensors import TensorFiles
 
-from .formats.find import EXACT
 
-
-# A block of numbers and its scale are multiplied out; the product has room in the types that checkpoints are exported in.
+# By the config's quant_method.
+READERS: dict[str, Callable[[Document, TensorFiles], CheckpointFormat]] = {
+    "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "gptq": Gptq, "mxfp4": Mxfp4,
+}  # fmt: skip
+# Those that transformers dequantizes too; a number and its scale have room in the types that checkpoints are exported in.
 DEQUANTIZED = ("fp8", "mxfp4")
 # What may be asked for: to have all codes of the checkpoint in the artifact, or plain weights.
 KEEP, DEQUANTIZE = "keep", "dequantize"
+_NAME = "quantization_config"
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
-def check_quantized(config: PreTrainedConfig, source: str) -> None:
-    """Raises ValueError where a config names a quantization that is not read."""
-    method = quantization_method(config)
-    if method is not None and method not in EXACT:
+def quantization_of(config: Mapping[str, Any], source: str) -> Document:
+    """Return what a config.json says of quantized weights; nothing where they are plain.
+
+    Raises:
+        ValueError: their format is not read.
+    """
+    parts = (config, *(config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), Mapping)))
+    holder = next((each for each in parts if each.get(_NAME) is not None), None)
+    if holder is None:
+        return {}
+    document = part(holder, _NAME)
+    method = text(document, "quant_method", "")
+    if method not in READERS:
         raise ValueError(
-            f"{source} is quantized ({method}); export the checkpoint that it was made from, a GGUF file, or one in {', '.join(EXACT)}"
+            f"{source} is quantized by {method or 'a method without a name'}, which is not read; export the checkpoint that it was "
+            f"made from, a GGUF file, or one in {', '.join(READERS)}"
         )
+    return {**document, "quant_method": method}
 
 
-def dequantizing(config: PreTrainedConfig) -> Any | None:
-    """What makes transformers dequantize the weights while it loads them; None where they are plain, or it cannot."""
-    document = _document(config)
-    if document is None or document.get("quant_method") not in DEQUANTIZED:
-        return None
-    return AutoQuantizationConfig.from_dict(document | {"dequantize": True})
+def open_quantized(config: Mapping[str, Any], folder: Path, source: str) -> CheckpointFormat:
+    """Return the reader of a checkpoint whose config.json names a quantization.
 
+    Args:
+        source: what the user named, for messages.
 
-def quantization_method(config: PreTrainedConfig) -> str | None:
-    """The name of a config's quantization; None where it has none."""
-    document = _document(config)
-    return None if document is None else str(document.get("quant_method"))
-
-
-def _document(config: PreTrainedConfig) -> dict[str, Any] | None:
-    for part in (config, config.get_text_config(decoder=True)):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, dict) else found.to_dict()
-    return None
+    Raises:
+        ValueError: its format is not read, or the checkpoint contradicts its config or itself.
+        FileNotFoundError: there are no weights.
+    """
+    document = quantization_of(config, source)
+    return READERS[document["quant_method"]](document, TensorFiles(folder, source))

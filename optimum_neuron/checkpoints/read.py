@@ -46,21 +46,20 @@ class ReadModel:
     unexpected: tuple[str, ...]
     untied: tuple[tuple[str, str], ...]
 
-    def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, read: Read | None) -> None:
+    def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, read: Read) -> None:
         """Refuses tensors that transformers made up, and those that it left out and the model may need.
 
         Args:
             tensors: of the model that was read, by name.
             model: it, or the part of it that is exported.
-            read: a tensor of the checkpoint by name; None where others look at all tensors of its file.
+            read: a tensor of the checkpoint by name.
 
         Raises:
             ValueError: `model` has a tensor that the checkpoint does not hold in this shape, or lacks one that it holds.
         """
         used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         of_part = {name for name, tensor in tensors.items() if id(tensor) in used}
-        left_over = None if read is None else LeftOver(self.model, of_part, tensors.keys() - of_part, read)
-        found = [] if left_over is None else left_over.without_a_reason(self.unexpected)
+        found = LeftOver(self.model, of_part, tensors.keys() - of_part, read).without_a_reason(self.unexpected)
         lacking = [name for name in self.missing if id(tensors[name]) in used]
         if lacking:
             holding = f" and holds {_some(found)} without a place" if found else ""
@@ -87,8 +86,6 @@ class ReadModel:
                 name,
                 other,
             )
-        if read is None and self.unexpected:
-            logger.warning("%s holds %s without a place; left out", self.source, _some(self.unexpected))
 
 
 def read_model(
@@ -131,7 +128,7 @@ def read_model(
         return model
 
     try:
-        with _without_report(), _noting(left_over), reading_mapped_files() if mapped else nullcontext():
+        with _reporting_to(left_over), reading_mapped_files() if mapped else nullcontext():
             model = with_attention(read, attention)
     except _FAILURES as error:
         raise ValueError(f"{source}: {first_line(error)}") from error
@@ -149,19 +146,27 @@ def _untied(model: PreTrainedModel) -> set[tuple[str, str]]:
 
 
 @contextmanager
-def _noting(left_over: set[str]) -> Iterator[None]:
-    """Notes all names of tensors without a place, of which transformers keeps to itself those that a class lists."""
-    original = PreTrainedModel._adjust_missing_and_unexpected_keys
+def _reporting_to(left_over: set[str]) -> Iterator[None]:
+    """Collect the names of all tensors without a place, also those that a class lists, in the place of transformers' table."""
+    original, reporter = (
+        PreTrainedModel._adjust_missing_and_unexpected_keys,
+        logging.getLogger("transformers.modeling_utils"),
+    )
 
     def adjust(model: PreTrainedModel, info: Any) -> None:
         left_over.update(info.unexpected_keys)
         original(model, info)
 
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
     PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+    reporter.addFilter(is_other)
     try:
         yield
     finally:
         PreTrainedModel._adjust_missing_and_unexpected_keys = original
+        reporter.removeFilter(is_other)
 
 
 def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -172,21 +177,6 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> Pr
     )
     cast.generation_config = getattr(model, "generation_config", None)
     return cast
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """transformers' table of tensors that are missing or left over is told in one line instead."""
-    reporter = logging.getLogger("transformers.modeling_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    reporter.addFilter(is_other)
-    try:
-        yield
-    finally:
-        reporter.removeFilter(is_other)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -47,9 +47,6 @@ def scratch_folder(folder: Path) -> Iterator[None]:
 def tensors_in_files() -> Iterator[None]:
     """Within it, whatever large tensors modules are given as parameters and buffers, their data lies in files; nothing is done where no
     `scratch_folder` is."""
-    if _folder.get() is None:
-        yield
-        return
 
     def move(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -58,12 +55,10 @@ def tensors_in_files() -> Iterator[None]:
                 tensor.data = moved
 
     with ExitStack() as stack:
-        for register in (
-            torch_module.register_module_parameter_registration_hook,
-            torch_module.register_module_buffer_registration_hook,
-        ):
-            stack.callback(register(move).remove)
-        stack.enter_context(_in_turn())
+        if _folder.get() is not None:
+            stack.callback(torch_module.register_module_parameter_registration_hook(move).remove)
+            stack.callback(torch_module.register_module_buffer_registration_hook(move).remove)
+            stack.enter_context(_in_turn())
         yield
 
 
@@ -103,20 +98,16 @@ def in_file(tensor: Tensor) -> Tensor:
 @contextmanager
 def giving_back() -> Iterator[None]:
     """Within it, whatever module has run, the pages of its large tensors are given back; nothing is done where no `scratch_folder` is."""
-    if _folder.get() is None:
-        yield
-        return
 
     def leave(module: nn.Module, *_: object) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 give_back(tensor.detach())
 
-    handle = torch_module.register_module_forward_hook(leave)
-    try:
+    with ExitStack() as hooks:
+        if _folder.get() is not None:
+            hooks.callback(torch_module.register_module_forward_hook(leave).remove)
         yield
-    finally:
-        handle.remove()
 
 
 def give_back(tensor: Tensor) -> None:

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import first_line
 from ..option_checks import LARGEST_SIZE
 from .files import StoredWeights
 from .mapped import NAMED
@@ -59,42 +57,20 @@ def check_sizes(document: Mapping[str, Any], where: str) -> None:
             )
 
 
-def check_describes_weights(
-    config: PreTrainedConfig,
-    stored: StoredWeights,
-    source: str,
-    *,
-    trust_remote_code: bool,
-    codes_in_a_number: int = 1,
-) -> None:
-    """Builds a model without memory, and compares how much it holds with what its checkpoint has.
-
-    Args:
-        config: of a causal language model; is changed, as transformers does.
-        stored: what the checkpoint's files hold.
-        codes_in_a_number: quantized weights in one number of the files, at most.
-
-    Raises:
-        ValueError: no model can be built by the config, or one several times as large.
-    """
+def check_layers(config: PreTrainedConfig, stored: StoredWeights, source: str) -> None:
+    """Raises ValueError where a config names more layers than its checkpoint has tensors; before a model is built by it."""
     layers = getattr(config, "num_hidden_layers", None) or 0
     if layers > stored.tensors:
         raise ValueError(
             f"{source}: its config names {layers} layers, and its weights are {stored.tensors} tensors; correct the config, or "
             f"download the checkpoint again"
         )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # whatever a model's code comes to by wrong numbers
-        raise ValueError(
-            f"{source}: no {config.model_type} model can be built by its config ({first_line(error)}); correct it, or download it "
-            f"again"
-        ) from error
+
+
+def check_parameters(model: PreTrainedModel, stored: StoredWeights, source: str) -> None:
+    """Raises ValueError where a model is several times as large as what its checkpoint holds; it may be without memory."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if parameters > _TIMES_STORED * codes_in_a_number * stored.elements:
+    if parameters > _TIMES_STORED * stored.elements:
         raise ValueError(
             f"{source}: its config describes {type(model).__name__} with {parameters:,} parameters, and its weights hold "
             f"{stored.elements:,} numbers; correct the config, or download the checkpoint again"

@@ -112,21 +112,18 @@ def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> No
     """
     if not has_tokenizer(folder):
         return
-    reason = None if trust_remote_code else _needed_code(folder)
-    if not any(folder.glob("tokenizer.json")) and any(folder.glob(_SENTENCEPIECE)):
-        reason = reason or _missing_package("sentencepiece")
-    if reason is None:
-        load_tokenizer(folder, source, trust_remote_code=trust_remote_code)
-    else:
-        logger.warning("%s: its tokenizer is taken over unread: %s", source, reason)
-
-
-def _needed_code(folder: Path) -> str | None:
     config = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
-    if "AutoTokenizer" not in (config.get("auto_map") or {}):
-        return None
-    return "it needs code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and takes over"
-
-
-def _missing_package(name: str) -> str | None:
-    return None if importlib.util.find_spec(name) else f"it needs {name}, which is not installed"
+    if not trust_remote_code and "AutoTokenizer" in (config.get("auto_map") or {}):
+        reason = (
+            "code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and takes over"
+        )
+    elif (
+        not any(folder.glob("tokenizer.json"))
+        and any(folder.glob(_SENTENCEPIECE))
+        and importlib.util.find_spec("sentencepiece") is None
+    ):
+        reason = "sentencepiece, which is not installed"
+    else:
+        load_tokenizer(folder, source, trust_remote_code=trust_remote_code)
+        return
+    logger.warning("%s: its tokenizer is taken over unread: it needs %s", source, reason)

@@ -122,7 +122,7 @@ class _Known:
             if not self._rope:
                 is_read = self.reads(name.partition(".")[0])
             elif key in ("type", "rope_type"):
-                is_read = _ROPE_TYPES.get(value, value) in own
+                is_read = _ROPE_TYPES.get(str(value), value) in own
             else:
                 is_read = value in own and (key == "rope_theta" or key in self._named_of_rope)
             if not is_read and not _HARMLESS.search(key):

@@ -36,6 +36,7 @@ class ContinuousBatching:
     lengths_are_defaults: bool
     settled: Callable[..., GenerationConfig]
     new_tokens: Callable[..., int | None]
+    own_tokenizer: Callable[[], Any]
     _engine: Engine | None
     _served: bool
     _slots: Callable[..., AbstractContextManager[None]]

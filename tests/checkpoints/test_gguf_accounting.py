@@ -17,7 +17,7 @@ from tiny import TINY_CONFIGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron.checkpoints.find import find_checkpoint
-from optimum_neuron.checkpoints.gguf_architectures import ARCHITECTURES
+from optimum_neuron.checkpoints.gguf.architectures import ARCHITECTURES
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ REFUSED = [
     ("llama.rope.scaling.type", 2, "llama.rope.scaling.type=2, which is not a text"),
     ("llama.rope.scaling.type", "yarn", "rope.scaling.type=yarn and rope.scaling.factor=0.0"),
     ("llama.rope.scaling.attn_factor", 0.5, "llama.rope.scaling.attn_factor=0.5: it is known of files with"),
-    ("tokenizer.ggml.eos_token_id", 300, "tokenizer.ggml.eos_token_id=300, and the model 300 tokens"),
+    ("tokenizer.ggml.eos_token_id", 300, "tokenizer.ggml.eos_token_id=300: the model has 300 tokens"),
     ("general.architecture", "rwkv6", "is of the architecture rwkv6, and GGUF files are read of bloom, deepseek2"),
 ]
 

@@ -128,6 +128,8 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a part in rope": ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, {"rope_parameters.partial_rotary_factor": 0.5}),
     "two bases": ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, {"rope_theta": 5e5}),
     "two ropes": ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 8.0}}, {"rope_parameters.factor": 8.0}),
+    "types that contradict": ({"rope_scaling": LINEAR | {"type": "dynamic"}}, {"rope_scaling.type": "dynamic"}),
+    "a list for a type": ({"rope_scaling": LINEAR | {"type": ["linear"]}}, {"rope_scaling.type": ["linear"]}),
     "a misspelled rope": ({"rope_scale": LINEAR}, {"rope_scale": LINEAR}),
     "experts": ({"num_local_experts": 8, "num_experts_per_tok": 2}, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "alibi": ({"use_alibi": True, "use_qk_norm": True, "alibi": False}, {"use_alibi": True, "use_qk_norm": True}),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from optimum_neuron.checkpoints.find import find_checkpoint
-from optimum_neuron.checkpoints.gguf import read_header
+from optimum_neuron.checkpoints.gguf.header import read_header
 
 
 SHORT_FILES = """

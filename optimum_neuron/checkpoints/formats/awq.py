@@ -12,7 +12,7 @@ from torch import Tensor
 from .format import SafetensorsFormat
 from .settings import Document, group_size, switch, text, whole
 from .stored import StoredWeight, unpack
-from .tensors import FLOATS, TensorFiles, by_module, check_parts
+from .tensors import FLOATS, TensorFiles, parts_by_weight
 
 
 NEEDED = ("qweight", "qzeros", "scales")
@@ -24,14 +24,6 @@ class Awq(SafetensorsFormat):
     """A checkpoint whose config names quant_method "awq"."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        """Finds its layers.
-
-        Args:
-            document: the config's quantization_config.
-
-        Raises:
-            ValueError: its settings are of a kind that is not read, or a layer lacks a tensor.
-        """
         bits, version = whole(document, "bits", whole(document, "w_bit", 4)), text(document, "version", "gemm")
         version = text(document, "format", version)
         if bits != 4 or version != "gemm" or not switch(document, "zero_point", default=True):
@@ -40,18 +32,11 @@ class Awq(SafetensorsFormat):
                 f"{document.get('zero_point')}; export one of 4 bits, version gemm, with zero points"
             )
         self._group_size = group_size(document, whole(document, "q_group_size", 128))
-        found = by_module(files, NEEDED)
-        for module, parts in found.items():
-            check_parts(files, module, parts, NEEDED)
-        super().__init__(files, {f"{module}.weight": parts for module, parts in found.items()})
+        super().__init__(files, parts_by_weight(files, NEEDED))
 
     def _stored(self, name: str) -> StoredWeight:
         parts = self._parts[name]
-        words = self._files.read(parts["qweight"], torch.int32)
-        if words.dim() != 2:
-            raise ValueError(
-                f"{self._files.source}: {parts['qweight']} has {words.dim()} dimensions, and is to have 2"
-            )
+        words = self._files.read(parts["qweight"], torch.int32, rank=2)
         inputs, outputs = words.shape[0], words.shape[1] * 8
         size = self._group_size or inputs
         if inputs % size:

@@ -7,17 +7,16 @@ Source: https://github.com/vllm-project/compressed-tensors, quantization/quant_c
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from .patterns import begins
-from .settings import Document, group_size, part, switch, text, texts, whole
+from .settings import Document, begins, block_of, group_size, part, switch, text, texts, whole
 
 
 PACKED, WHOLE, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 FORMATS = (PACKED, WHOLE, FLOAT, NAIVE)
 _MIXED = "mixed-precision"
 _PATTERN = "re:"
+_PAIR = re.compile(r"\d{1,7}x\d{1,7}")
 # What a checkpoint may ask for beside quantized weights, and cannot be left out.
 _MORE = {
     "sparsity_config": "sparse weights",
@@ -48,6 +47,11 @@ class Scheme:
     group_size: int | None
     block: tuple[int, int] | None
     quantized_inputs: bool
+
+    @property
+    def codes(self) -> str:
+        """What a `StoredWeight` calls its codes."""
+        return "fp8" if self.kind == "float" else "int4" if self.format == PACKED and self.bits == 4 else "int8"
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ def _scheme(group: Document, common: str, where: str) -> Scheme:
     guessed = "group" if size else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = text(weights, "strategy", guessed)
     block = weights.get("block_structure")
+    if isinstance(block, str) and _PAIR.fullmatch(block):
+        block = [int(size) for size in block.split("x")]
     if strategy not in ("tensor", "channel", "group", "block") or (strategy == "group" and size is None):
         raise ValueError(f"{where} has scales by {strategy} with group_size={size}, which is not read; {_REMEDY}")
     return Scheme(
@@ -141,26 +147,9 @@ def _scheme(group: Document, common: str, where: str) -> Scheme:
         symmetric=symmetric,
         strategy=strategy,
         group_size=size,
-        block=_block(block, where) if strategy == "block" else None,
+        block=block_of(block, f"{where} names block_structure") if strategy == "block" else None,
         quantized_inputs=bool(group.get("input_activations") or group.get("output_activations")),
     )
-
-
-def _block(block: object, where: str) -> tuple[int, int]:
-    sizes: object = [int(size) for size in block.split("x")] if isinstance(block, str) and _is_pair(block) else block
-    if (
-        not isinstance(sizes, list)
-        or len(sizes) != 2
-        or not all(type(size) is int and 0 < size <= 2**20 for size in sizes)
-    ):
-        raise ValueError(
-            f"{where} names block_structure={block!r}, and a block has outputs and inputs, such as [128, 128]; correct config.json"
-        )
-    return (sizes[0], sizes[1])
-
-
-def _is_pair(block: str) -> bool:
-    return re.fullmatch(r"\d{1,7}x\d{1,7}", block) is not None
 
 
 def _names(target: str, module: str) -> bool:
@@ -172,7 +161,3 @@ def _names(target: str, module: str) -> bool:
 
 def _is_class(target: str) -> bool:
     return not target.startswith(_PATTERN) and "." not in target
-
-
-def asks_for_inputs(schemes: Collection[Scheme]) -> bool:
-    return any(scheme.quantized_inputs for scheme in schemes)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compressed_schemes import PACKED, Scheme, asks_for_inputs, read_schemes
+from .compressed_schemes import PACKED, Scheme, read_schemes
 from .format import SafetensorsFormat
 from .fp8 import inputs_notice, spread
 from .settings import Document
 from .stored import StoredWeight, check_group, unpack
-from .tensors import DOWNLOAD, FLOATS, TensorFiles, by_module, check_parts
+from .tensors import DOWNLOAD, FLOATS, TensorFiles, check_parts, parts_by_weight
 
 
 _OF_WEIGHTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -33,48 +33,34 @@ class CompressedTensors(SafetensorsFormat):
     """A checkpoint whose config names quant_method "compressed-tensors"."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        """Finds its layers.
-
-        Args:
-            document: the config's quantization_config.
-
-        Raises:
-            ValueError: it asks for something that is not read, or a layer lacks a tensor.
-        """
         schemes = read_schemes(document, files.source)
         other = next((name for name in files.names if name.rpartition(".")[2] in _GLOBAL), None)
         if other is not None:
             raise ValueError(
                 f"{files.source} holds {other}, which belongs to a scheme that is not read; export a checkpoint without it"
             )
-        found = by_module(files, _OF_WEIGHTS)
-        self._schemes = {f"{module}.weight": schemes.of(module) for module in found}
-        for module, parts in found.items():
-            scheme = self._schemes[f"{module}.weight"]
-            if scheme.format != PACKED and f"{module}.weight" in files.names:
-                parts["weight"] = f"{module}.weight"
-            check_parts(files, module, parts, _needed(scheme))
+        found = parts_by_weight(files, (), _OF_WEIGHTS)
+        self._schemes = {name: schemes.of(name.removesuffix(".weight")) for name in found}
+        for name, parts in found.items():
+            if self._schemes[name].format != PACKED and name in files.names:
+                parts["weight"] = name
+            check_parts(files, name, parts, _needed(self._schemes[name]))
         of_inputs, of_cache = (
             tuple(name for name in files.names if name.rpartition(".")[2] in parts)
             for parts in (_OF_INPUTS, _OF_CACHE)
         )
         notices = []
-        if asks_for_inputs(self._schemes.values()) or of_inputs:
+        if any(scheme.quantized_inputs for scheme in self._schemes.values()) or of_inputs:
             notices.append(inputs_notice(files.source))
         if document.get("kv_cache_scheme") or of_cache:
             notices.append(
                 f"{files.source} also asks for a quantized KV cache, which keeps the type that the export gives it"
             )
-        super().__init__(
-            files,
-            {f"{module}.weight": parts for module, parts in found.items()},
-            left_out=of_inputs + of_cache,
-            notices=tuple(notices),
-        )
+        super().__init__(files, found, left_out=of_inputs + of_cache, notices=tuple(notices))
 
     def _stored(self, name: str) -> StoredWeight:
         scheme, parts = self._schemes[name], self._parts[name]
-        kind, codes = self._codes(name)
+        codes = self._codes(name)
         scale = self._files.read(parts["weight_scale"], *FLOATS)
         where = f"{self._files.source}: {parts['weight_scale']}"
         group = None
@@ -90,21 +76,18 @@ class CompressedTensors(SafetensorsFormat):
         if zero is not None:
             zero = spread(where, zero, codes.shape, block)[0]
         return StoredWeight(
-            f"{self._files.source}: {name}", kind, codes, scale, zero, groups if group is None else group
+            f"{self._files.source}: {name}", scheme.codes, codes, scale, zero, groups if group is None else group
         )
 
-    def _codes(self, name: str) -> tuple[str, Tensor]:
-        """The codes `[outputs, inputs]`, and what they are."""
+    def _codes(self, name: str) -> Tensor:
+        """The codes `[outputs, inputs]`."""
         scheme, parts = self._schemes[name], self._parts[name]
         if scheme.format == PACKED:
             return self._unpacked(name)
         expected = (torch.float8_e4m3fn,) if scheme.kind == "float" else _WHOLE_TYPES
-        codes = self._files.read(parts["weight"], *expected)
-        if codes.dim() != 2:
-            raise ValueError(f"{self._files.source}: {name} has {codes.dim()} dimensions, and is to have 2")
-        return ("fp8" if scheme.kind == "float" else "int8"), codes
+        return self._files.read(parts["weight"], *expected, rank=2)
 
-    def _unpacked(self, name: str) -> tuple[str, Tensor]:
+    def _unpacked(self, name: str) -> Tensor:
         scheme, parts = self._schemes[name], self._parts[name]
         shape = self._files.read(parts["weight_shape"], torch.int64, torch.int32, shape=(2,)).tolist()
         words = self._files.read(parts["weight_packed"], torch.int32)
@@ -115,7 +98,7 @@ class CompressedTensors(SafetensorsFormat):
                 f"{shape} codes of {scheme.bits} bits; {DOWNLOAD}"
             )
         codes = unpack(words, scheme.bits)[:, : shape[1]]
-        return ("int4", codes) if scheme.bits == 4 else ("int8", (codes ^ 0x80).view(torch.int8))
+        return codes if scheme.bits == 4 else (codes ^ 0x80).view(torch.int8)
 
     def _zero(self, name: str, shape: tuple[int, ...], outputs: int) -> Tensor | None:
         """Zero points as `StoredWeight` counts them, for scales of a shape."""
@@ -132,7 +115,7 @@ class CompressedTensors(SafetensorsFormat):
             if scheme.symmetric:
                 return None
             self._check_range(parts["weight_zero_point"], zero.float(), 1 << (scheme.bits - 1))
-            return zero.short() + (8 if self._kind(name) == "int4" else 0)
+            return zero.short() + (8 if scheme.codes == "int4" else 0)
         per_word = 32 // scheme.bits
         columns = math.prod(shape[1:])
         words = self._files.read(parts["weight_zero_point"], torch.int32, shape=(-(-outputs // per_word), columns))
@@ -146,10 +129,6 @@ class CompressedTensors(SafetensorsFormat):
                 f"{self._files.source}: {tensor} holds the zero point {wrong[0].item():g}, and codes have whole ones of {-end} to "
                 f"{end - 1}; {DOWNLOAD}"
             )
-
-    def _kind(self, name: str) -> str:
-        scheme = self._schemes[name]
-        return "fp8" if scheme.kind == "float" else "int4" if scheme.format == PACKED and scheme.bits == 4 else "int8"
 
     def _block(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         scheme = self._schemes[name]

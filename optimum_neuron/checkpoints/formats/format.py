@@ -17,20 +17,14 @@ class CheckpointFormat(ABC):
     """A quantized checkpoint. Weights have the names that they have in an unquantized one, such as `...q_proj.weight`.
 
     Attributes:
-        notices: what of the checkpoint is not followed, a sentence each, to be told to the user.
+        layers: names of the quantized weights.
+        plain: names of all other tensors, as the checkpoint calls them.
+        notices: what of the checkpoint is not followed, a sentence each, for the user.
     """
 
+    layers: tuple[str, ...]
+    plain: tuple[str, ...]
     notices: tuple[str, ...] = ()
-
-    @property
-    @abstractmethod
-    def layers(self) -> tuple[str, ...]:
-        """Names of the quantized weights."""
-
-    @property
-    @abstractmethod
-    def plain(self) -> tuple[str, ...]:
-        """Names of all other tensors, as the checkpoint calls them."""
 
     @abstractmethod
     def read(self, name: str) -> QuantizedWeight:
@@ -74,7 +68,8 @@ class SafetensorsFormat(CheckpointFormat):
         self._parts = parts
         self.notices = notices
         used = {name for tensors in parts.values() for name in tensors.values()} | set(left_out)
-        self._plain = tuple(sorted(name for name in files.names if name not in used))
+        self.layers = tuple(parts)
+        self.plain = tuple(sorted(name for name in files.names if name not in used))
         self._check(used)
 
     def _check(self, used: set[str]) -> None:
@@ -82,7 +77,7 @@ class SafetensorsFormat(CheckpointFormat):
         both = next((name for name in self._parts if name in self._files.names and name not in used), None)
         if both is not None:
             raise ValueError(f"{source} holds {both} plain and quantized; download or copy the checkpoint again")
-        coded = next((name for name in self._plain if _is_coded(name, self._files.dtype(name))), None)
+        coded = next((name for name in self.plain if _is_coded(name, self._files.dtype(name))), None)
         if coded is not None:
             raise ValueError(
                 f"{source} holds {coded} as {self._files.dtype(coded)} without what its codes stand for; download or copy the "
@@ -93,14 +88,6 @@ class SafetensorsFormat(CheckpointFormat):
                 f"{source} names a quantization in its config and holds no quantized weights; remove quantization_config from "
                 f"config.json, or download the checkpoint again"
             )
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(self._parts)
-
-    @property
-    def plain(self) -> tuple[str, ...]:
-        return self._plain
 
     def read(self, name: str) -> QuantizedWeight:
         return self._stored(name).quantized()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .format import SafetensorsFormat
 from .mxfp4 import power_of_two
-from .settings import Document, text
+from .settings import Document, block_of, text
 from .stored import StoredWeight
 from .tensors import DOWNLOAD, FLOATS, TensorFiles
 
@@ -31,22 +31,14 @@ class Fp8(SafetensorsFormat):
     """A checkpoint whose config names quant_method "fp8"."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        """Finds its layers.
-
-        Args:
-            document: the config's quantization_config.
-
-        Raises:
-            ValueError: its settings are of a kind that is not read, or a layer lacks a tensor.
-        """
         self._block = _block_size(document)
         static = text(document, "activation_scheme", "dynamic") == "static"
-        parts, left_out = {}, tuple(name for name in files.names if name.endswith(_OF_INPUTS))
-        for name in sorted(files.names):
-            if files.dtype(name) == CODES:
-                parts[name] = {"codes": name, "scale": _scale_of(name, files)}
+        left_out = tuple(name for name in files.names if name.endswith(_OF_INPUTS))
+        coded = [name for name in sorted(files.names) if files.dtype(name) == CODES]
+        parts = {name: {"codes": name, "scale": _scale_of(name, files)} for name in coded}
         used = {tensors["scale"] for tensors in parts.values()}
-        alone = next((name for name in files.names if _is_scale(name) and name not in used), None)
+        scales = (name for name in files.names if name.endswith(("_scale_inv", "weight_scale")))
+        alone = next((name for name in scales if name not in used), None)
         if alone is not None:
             raise ValueError(f"{files.source} holds {alone}, and no FP8 weight that it belongs to; {DOWNLOAD}")
         super().__init__(
@@ -104,15 +96,7 @@ def inputs_notice(source: str) -> str:
 
 def _block_size(document: Document) -> tuple[int, int] | None:
     block = document.get("weight_block_size")
-    if block is None:
-        return None
-    sizes = isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int for size in block)
-    if not sizes or not all(1 <= size <= 2**20 for size in block):
-        raise ValueError(
-            f"quantization_config names weight_block_size={block!r}, and a block has outputs and inputs, such as [128, 128]; "
-            f"correct config.json"
-        )
-    return (block[0], block[1])
+    return None if block is None else block_of(block, "quantization_config names weight_block_size")
 
 
 def _scale_of(name: str, files: TensorFiles) -> str:
@@ -123,7 +107,3 @@ def _scale_of(name: str, files: TensorFiles) -> str:
         told = " and ".join(found) if found else f"no {name}_scale_inv"
         raise ValueError(f"{files.source} holds {name} in FP8 and {told}; {DOWNLOAD}")
     return found[0]
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(("_scale_inv", "weight_scale"))

@@ -7,15 +7,12 @@ gptqmodel/nn_modules/qlinear/__init__.py (`PackableQuantLinear`) and gptqmodel/u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from .format import SafetensorsFormat
-from .patterns import begins
-from .settings import Document, group_size, part, text, whole
+from .settings import Document, begins, group_size, part, text, whole
 from .stored import StoredWeight, check_group, unpack
-from .tensors import FLOATS, TensorFiles, by_module, check_parts
+from .tensors import FLOATS, TensorFiles, parts_by_weight
 
 
 NEEDED = ("qweight", "qzeros", "scales")
@@ -25,37 +22,22 @@ BITS = (4, 8)
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
-@dataclass(frozen=True)
-class _Settings:
-    bits: int
-    group_size: int | None
-
-
 class Gptq(SafetensorsFormat):
     """A checkpoint whose config names quant_method "gptq"."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        """Finds its layers.
-
-        Args:
-            document: the config's quantization_config.
-
-        Raises:
-            ValueError: its settings are of a kind that is not read, or a layer lacks a tensor.
-        """
         self._format = text(document, "checkpoint_format", text(document, "format", FORMATS[0]))
         if self._format not in FORMATS:
             raise ValueError(
                 f"{files.source} is a GPTQ checkpoint of the format {self._format}; export one of {' or '.join(FORMATS)}"
             )
         self._document = document
-        found = by_module(files, (*NEEDED, "g_idx"))
-        for module, parts in found.items():
-            check_parts(files, module, parts, NEEDED)
-        self._settings = {f"{module}.weight": self._settings_of(module, files.source) for module in found}
-        super().__init__(files, {f"{module}.weight": parts for module, parts in found.items()})
+        found = parts_by_weight(files, NEEDED, ("g_idx",))
+        self._settings = {name: self._settings_of(name.removesuffix(".weight"), files.source) for name in found}
+        super().__init__(files, found)
 
-    def _settings_of(self, module: str, source: str) -> _Settings:
+    def _settings_of(self, module: str, source: str) -> tuple[int, int | None]:
+        """Return bits and inputs of a group."""
         document: Document = self._document
         patterns = part(document, "dynamic")
         for pattern in patterns:
@@ -71,30 +53,26 @@ class Gptq(SafetensorsFormat):
             raise ValueError(
                 f"{source} has GPTQ weights of {bits} bits ({module}); export one of {' or '.join(map(str, BITS))} bits"
             )
-        return _Settings(bits, group_size(document, 128))
+        return bits, group_size(document, 128)
 
     def _stored(self, name: str) -> StoredWeight:
-        parts, settings = self._parts[name], self._settings[name]
-        words = self._files.read(parts["qweight"], torch.int32)
-        if words.dim() != 2:
-            raise ValueError(
-                f"{self._files.source}: {parts['qweight']} has {words.dim()} dimensions, and is to have 2"
-            )
-        per_word = 32 // settings.bits
+        parts, (bits, size) = self._parts[name], self._settings[name]
+        words = self._files.read(parts["qweight"], torch.int32, rank=2)
+        per_word = 32 // bits
         inputs, outputs = words.shape[0] * per_word, words.shape[1]
-        size = settings.group_size or inputs
+        size = size or inputs
         groups = -(-inputs // size)
         scale = self._files.read(parts["scales"], *FLOATS, shape=(groups, outputs))
         zeros = self._files.read(parts["qzeros"], torch.int32, shape=(groups, -(-outputs // per_word)))
         if self._format == FORMATS[0]:
-            zeros = zeros + _ONES[settings.bits]
-        zero = unpack(zeros, settings.bits)[:, :outputs].T.short()
-        codes = unpack(words.T, settings.bits)
+            zeros = zeros + _ONES[bits]
+        zero = unpack(zeros, bits)[:, :outputs].T.short()
+        codes = unpack(words.T, bits)
         group = torch.arange(inputs) // size
         if "g_idx" in parts:
             group = self._files.read(parts["g_idx"], torch.int32, shape=(inputs,))
             group = check_group(f"{self._files.source}: {parts['g_idx']}", group, groups)
         kind = "int4"
-        if settings.bits == 8:  # signed codes stand as far from their zero points as unsigned ones
+        if bits == 8:  # signed codes stand as far from their zero points as unsigned ones
             kind, codes, zero = "int8", (codes ^ 0x80).view(torch.int8), zero - 128
         return StoredWeight(f"{self._files.source}: {name}", kind, codes, scale.T, zero, group)

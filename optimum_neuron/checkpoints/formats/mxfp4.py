@@ -29,11 +29,6 @@ class Mxfp4(SafetensorsFormat):
     """
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        """Finds its layers, which the config's quantization_config tells nothing of.
-
-        Raises:
-            ValueError: a layer lacks a tensor.
-        """
         found: dict[str, dict[str, str]] = {}
         for name in sorted(files.names):
             for ending, part in _ENDINGS.items():

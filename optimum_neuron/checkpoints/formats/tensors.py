@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..files import INDEX_NAME, SINGLE_NAME, read_object, read_shapes, weight_files
+from ..files import INDEX_NAME, SINGLE_NAME, Shapes, read_object, shapes_by_file
 
 
 DOWNLOAD = "download or copy the checkpoint again"
@@ -34,14 +34,9 @@ class TensorFiles:
         """
         self.source = source
         self._files: dict[str, Any] = {}
-        self._described: dict[str, tuple[list[int], str]] = {}
-        for path in weight_files(folder, source):
-            described = read_shapes(path)
-            twice = next((name for name in described if name in self._described), None)
-            if twice is not None:
-                raise ValueError(f"{source} holds {twice} twice, in {path.name} and another file; {DOWNLOAD}")
-            file = safe_open(path, "pt")
-            self._files |= dict.fromkeys(described, file)
+        self._described: Shapes = {}
+        for path, described in shapes_by_file(folder, source).items():
+            self._files |= dict.fromkeys(described, safe_open(path, "pt"))
             self._described |= described
         if not (folder / SINGLE_NAME).is_file():
             indexed = read_object(folder / INDEX_NAME)["weight_map"]
@@ -57,18 +52,18 @@ class TensorFiles:
         """The type of a tensor as safetensors calls it, such as F8_E4M3."""
         return self._described[name][1]
 
-    def read(self, name: str, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
+    def read(
+        self, name: str, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None, rank: int | None = None
+    ) -> Tensor:
         """A tensor, of one of some types where they are given.
 
         Raises:
-            ValueError: it has another type or shape, or no elements.
+            ValueError: it has another type, shape or number of dimensions, or no elements.
         """
         found = tuple(self._described[name][0])
-        if not math.prod(found) or (shape is not None and found != shape):
-            raise ValueError(
-                f"{self.source}: {name} has the shape {list(found)}, and is to have "
-                f"{'elements' if shape is None else list(shape)}; {DOWNLOAD}"
-            )
+        if not math.prod(found) or (shape is not None and found != shape) or rank not in (None, len(found)):
+            wanted = list(shape) if shape is not None else "elements" if rank is None else f"{rank} dimensions"
+            raise ValueError(f"{self.source}: {name} has the shape {list(found)}, and is to have {wanted}; {DOWNLOAD}")
         tensor: Tensor = self._files[name].get_tensor(name)
         if dtypes and tensor.dtype not in dtypes:
             raise ValueError(
@@ -77,13 +72,17 @@ class TensorFiles:
         return tensor
 
 
-def by_module(files: TensorFiles, parts: Collection[str]) -> dict[str, dict[str, str]]:
-    """By module, the names of those of its tensors that are one of `parts`, by part."""
+def parts_by_weight(
+    files: TensorFiles, needed: Collection[str], others: Collection[str] = ()
+) -> dict[str, dict[str, str]]:
+    """Return by weight the names of the tensors that hold it, by part. Raises ValueError where a needed one is lacking."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(files.names):
         module, _, part = name.rpartition(".")
-        if part in parts:
-            found.setdefault(module, {})[part] = name
+        if part in needed or part in others:
+            found.setdefault(f"{module}.weight", {})[part] = name
+    for weight, parts in found.items():
+        check_parts(files, weight, parts, needed)
     return found
 
 

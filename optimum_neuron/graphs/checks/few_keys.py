@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -60,13 +60,9 @@ def few_keys(model: nn.Module, most: int = ALL) -> Iterator[None]:
     def leave(*_: object) -> None:
         mode.running -= 1
 
-    hooks = []
-    for module in model.modules():
-        if selects_keys(module):
-            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
+    with ExitStack() as hooks:
+        for module in filter(selects_keys, model.modules()):
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         with mode:
             yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,12 +58,8 @@ def _running(model: nn.Module) -> Iterator[list[str]]:
     def leave(*_: Any) -> None:
         names.pop()
 
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
-        hooks.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
         yield names
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,12 +60,8 @@ def decisive(model: nn.Module) -> Iterator[None]:
         size = numbers.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-20)
         return (numbers * (_DECISIVE / size)).to(output.dtype)
 
-    hooks = []
-    for name, module in model.named_modules():
-        if any(part in name.split(".")[-1] for part in _QUERIES_AND_KEYS) and not list(module.children()):
-            hooks.append(module.register_forward_hook(resize))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if any(part in name.split(".")[-1] for part in _QUERIES_AND_KEYS) and not list(module.children()):
+                hooks.callback(module.register_forward_hook(resize).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

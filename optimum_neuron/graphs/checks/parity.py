@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -237,12 +237,11 @@ def shaken(model: nn.Module, seed: int) -> Iterator[None]:
         unit = (torch.rand(output.shape, generator=generator) * 2 - 1) * torch.finfo(output.dtype).eps
         return (output * (1 + unit.to(torch.promote_types(output.dtype, torch.float32)))).to(output.dtype)
 
-    hooks = [module.register_forward_hook(shake) for module in model.modules() if not list(module.children())]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if not list(module.children()):
+                hooks.callback(module.register_forward_hook(shake).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def describe_nonfinite(model: nn.Module) -> str | None:
@@ -255,13 +254,10 @@ def nonfinite(name: str, tensor: Tensor) -> str | None:
     """That a tensor holds NaN or infinity, in words; None where all are numbers."""
     if not tensor.numel() or tensor.dtype not in _FLOATS or all(each.isfinite() for each in tensor.aminmax()):
         return None
-    count = count_nonfinite(tensor)
+    # In pieces: torch takes 8 bytes for each element that it counts.
+    pieces = tensor.reshape(-1).split(_COUNTED_AT_ONCE)
+    count = sum(piece.numel() - int(piece.isfinite().sum()) for piece in pieces)
     return f"{name} holds NaN or infinity in {count:,} of {tensor.numel():,} places; repair it, or download it again"
-
-
-def count_nonfinite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinity; looked at in pieces, as torch takes 8 bytes for each that it counts."""
-    return sum(piece.numel() - int(piece.isfinite().sum()) for piece in tensor.reshape(-1).split(_COUNTED_AT_ONCE))
 
 
 def _cause_of_nonsense(model: PreTrainedModel) -> str:

@@ -11,6 +11,7 @@ import bisect
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -36,10 +37,11 @@ def check_text_length(model: PreTrainedModel, sequence_length: int) -> None:
     for name, _, call in _position_calls(model):
         longest = _longest_alike(call, sequence_length)
         if longest < sequence_length:
+            remedy = _OR_LONG if any(_LONGROPE in _kinds(each) for each in model.modules()) else ""
             raise ValueError(
                 f"{type(model).__name__} cannot be exported with sequence_length={sequence_length}: {name} gives all tokens of a "
                 f"text other frequencies once it has more than {longest} tokens, and a step sees a chunk of it; choose a "
-                f"sequence_length of at most {longest}{_OR_LONG if _has_longrope(model) else ''}"
+                f"sequence_length of at most {longest}{remedy}"
             )
 
 
@@ -53,14 +55,10 @@ def take_long_frequencies(model: PreTrainedModel, sequence_length: int) -> None:
     calls = [(module, call) for _, module, call in _position_calls(model) if id(module) in modules]
     changing = [(module, call) for module, call in calls if _longest_alike(call, sequence_length) < sequence_length]
     if not changing:
-        reason = (
-            "has no frequencies for long texts (LongRoPE)"
-            if not calls
-            else "has other frequencies for longer texts only"
-        )
+        reason = "other frequencies for longer texts only" if calls else "no frequencies for long texts (LongRoPE)"
         raise ValueError(
             f"{type(model).__name__} cannot be exported with long_frequencies=True: with sequence_length={sequence_length} it "
-            f"{reason}; leave out long_frequencies"
+            f"has {reason}; leave out long_frequencies"
         )
     for module, call in changing:
         long, _ = call(torch.tensor([sequence_length - 1], dtype=torch.int32))
@@ -94,10 +92,6 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
     return tuple(kinds.values()) if isinstance(kinds, dict) else (kinds,) if isinstance(kinds, str) else ()
 
 
-def _has_longrope(model: nn.Module) -> bool:
-    return any(_LONGROPE in _kinds(module) for module in model.modules())
-
-
 # From positions to the module as the call left it, and what it gave.
 _Call = Callable[[Tensor], tuple[nn.Module, Any]]
 
@@ -111,16 +105,11 @@ def _position_calls(model: PreTrainedModel) -> list[tuple[str, nn.Module, _Call]
         if isinstance(bound.arguments.get("position_ids"), Tensor):
             calls.append((name, module, partial(_replay, module, bound)))
 
-    hooks = [
-        module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if not list(module.children()) and "position_ids" in inspect.signature(module.forward).parameters
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not list(module.children()) and "position_ids" in inspect.signature(module.forward).parameters:
+                hooks.callback(module.register_forward_pre_hook(partial(note, name), with_kwargs=True).remove)
         look_at(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls
 
 
@@ -142,11 +131,9 @@ def _longest_alike(call: _Call, sequence_length: int) -> int:
         return not all(map(torch.equal, _first(call, length), expected))
 
     lengths = range(_LOOKED_AT + 1, sequence_length + 1)
-    return (
-        sequence_length
-        if not lengths or not differs(sequence_length)
-        else bisect.bisect(lengths, False, key=differs) + _LOOKED_AT
-    )
+    if not lengths or not differs(sequence_length):
+        return sequence_length
+    return bisect.bisect(lengths, False, key=differs) + _LOOKED_AT
 
 
 def _first(call: _Call, length: int) -> list[Tensor]:

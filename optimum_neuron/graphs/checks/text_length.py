@@ -30,10 +30,6 @@ def _lacks(model: PreTrainedModel, length: int) -> bool:
     """Whether a text of that length has no place for its last token."""
     try:
         look_at(model, position=length - 1, sequence_length=length)
-    except (
-        IndexError,
-        RuntimeError,
-        UnsupportedModelError,
-    ):  # a look-up, one by torch's gather, and a table of biases
+    except (IndexError, RuntimeError, UnsupportedModelError):  # a look-up, torch's gather, and a table of biases
         return True
     return False

@@ -11,7 +11,7 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.checkpoints.formats.gguf_blocks import KINDS, repack
+from optimum_neuron.checkpoints.gguf.blocks import KINDS, repack
 
 
 # Where in a block a float16 begins: any bytes there are a number if two bits of its exponent are zero.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch import Tensor
 from ...graphs.quantized.weight import QuantizedWeight, pack_int4
 
 
-_SUPER = 256  # elements of a block of the kinds that end in K
 _Parts = tuple[str, Tensor, Tensor, Tensor | None]
+# By how far the two bits of each number in a byte are shifted.
+_BY_TWO = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
 
 
 def repack(name: str, kind: str, data: Tensor) -> QuantizedWeight:
@@ -65,26 +67,17 @@ def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     return (bits.flatten(-2) & 1) << 4
 
 
-def _q8_0(blocks: Tensor) -> _Parts:
-    return "int8", _row(blocks[..., 2:].view(torch.int8), 2), _half(blocks, 0), None
-
-
-def _q4_0(blocks: Tensor) -> _Parts:
-    return "int4", _row(_nibbles(blocks[..., 2:]), 2), _half(blocks, 0), None
-
-
-def _q4_1(blocks: Tensor) -> _Parts:
-    return "int4", _row(_nibbles(blocks[..., 4:]), 2), _half(blocks, 0), _half(blocks, 2).float()
-
-
-def _q5_0(blocks: Tensor) -> _Parts:
-    codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)).view(torch.int8) - 16
-    return "int8", _row(codes, 2), _half(blocks, 0), None
-
-
-def _q5_1(blocks: Tensor) -> _Parts:
-    codes = (_nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)).view(torch.int8)
-    return "int8", _row(codes, 2), _half(blocks, 0), _half(blocks, 2).float()
+def _of_32(blocks: Tensor, bits: int, *, has_minimum: bool) -> _Parts:
+    """Blocks of a scale, a minimum where they have one, the fifth bits of codes of 5, and 32 codes."""
+    start, scale, shift = (
+        (4, _half(blocks, 0), _half(blocks, 2).float()) if has_minimum else (2, _half(blocks, 0), None)
+    )
+    if bits == 8:
+        return "int8", _row(blocks[..., start:].view(torch.int8), 2), scale, shift
+    if bits == 4:
+        return "int4", _row(_nibbles(blocks[..., start:]), 2), scale, shift
+    codes = (_nibbles(blocks[..., start + 4 :]) | _fifth_bits(blocks, start)).view(torch.int8)
+    return "int8", _row(codes if has_minimum else codes - 16, 2), scale, shift
 
 
 def _mxfp4(blocks: Tensor) -> _Parts:
@@ -122,7 +115,7 @@ def _q5_k(blocks: Tensor) -> _Parts:
 
 def _q6_k(blocks: Tensor) -> _Parts:
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _BY_TWO
     codes = torch.cat((low & 15, low >> 4), -2).flatten(-2).unflatten(-1, (4, 32)) | ((high & 3) << 4)
     scale = blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()[..., None]
     return "int8", _row(codes.view(torch.int8) - 32, 4), _row(scale, 2), None
@@ -130,7 +123,7 @@ def _q6_k(blocks: Tensor) -> _Parts:
 
 def _twos(packed: Tensor) -> Tensor:
     """Codes of 2 bits `[..., blocks, 2, 4, 32]` of 64 bytes: of each 32 bytes first the lowest bits."""
-    return (packed.unflatten(-1, (2, 1, 32)) >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]) & 3
+    return (packed.unflatten(-1, (2, 1, 32)) >> _BY_TWO) & 3
 
 
 def _q2_k(blocks: Tensor) -> _Parts:
@@ -141,24 +134,22 @@ def _q2_k(blocks: Tensor) -> _Parts:
 
 def _q3_k(blocks: Tensor) -> _Parts:
     high = (blocks[..., :32, None] >> torch.arange(8, dtype=torch.uint8)).transpose(-1, -2) & 1
-    codes = _twos(blocks[..., 32:96]).flatten(-3, -2) + (
-        high << 2
-    )  # 4 more than the value: 4 to 11 are codes of int4 around 8
+    # 4 more than the value: 4 to 11 are codes of int4 around 8
+    codes = _twos(blocks[..., 32:96]).flatten(-3, -2) + (high << 2)
     low = torch.cat((blocks[..., 96:104] & 15, blocks[..., 96:104] >> 4), -1)
-    two = blocks[..., 104:108, None].transpose(-1, -2) >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
-    scale = ((low | ((two.flatten(-2) & 3) << 4)).view(torch.int8) - 32).float() * _half(blocks, 108).float()[
-        ..., None
-    ]
+    two = blocks[..., 104:108, None].transpose(-1, -2) >> _BY_TWO
+    scale = (low | ((two.flatten(-2) & 3) << 4)).view(torch.int8) - 32
+    scale = scale.float() * _half(blocks, 108).float()[..., None]
     return "int4", _row(codes + 4, 3), _row(scale, 2), None
 
 
 # By what gguf calls them: bytes of a block, and what reads them. Others have values that no code times a scale gives.
 KINDS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
-    "Q8_0": (34, _q8_0),
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
+    "Q8_0": (34, partial(_of_32, bits=8, has_minimum=False)),
+    "Q4_0": (18, partial(_of_32, bits=4, has_minimum=False)),
+    "Q4_1": (20, partial(_of_32, bits=4, has_minimum=True)),
+    "Q5_0": (22, partial(_of_32, bits=5, has_minimum=False)),
+    "Q5_1": (24, partial(_of_32, bits=5, has_minimum=True)),
     "MXFP4": (17, _mxfp4),
     "Q2_K": (84, _q2_k),
     "Q3_K": (110, _q3_k),

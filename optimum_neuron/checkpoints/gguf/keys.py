@@ -8,28 +8,29 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .gguf import GgufHeader
+from .header import GgufHeader, GgufTensor
 
 
 REMEDY = "export the checkpoint that the file was made from"
 
-# What no number that the model computes depends on, and why. A key of the architecture stands without its name.
+# What no number that the model computes depends on, and why. Here and below, a key of the architecture stands without its name.
 _WITHOUT_EFFECT = {
-    r"general\.(?!type$).*": "it describes the file",
+    r"general\..*": "it describes the file",
     r"tokenizer\..*": "the tokenizer is made of it",
     r"quantize\..*": "it says how the codes were chosen",
     r"mradermacher\..*": "it names the author of the file",
     r"split\.tensors\.count": "it counts the tensors",
-    r"@rope\.scaling\.finetuned": "it says how the model was trained",
-    r"@pooling_type": "only embeddings are pooled",
+    r"rope\.scaling\.finetuned": "it says how the model was trained",
+    r"pooling_type": "only embeddings are pooled",
 }
-# Keys that have one value in each file that can be exported, and what another one means.
+# Keys that have one of some values in each file that can be exported, and what another one means.
 _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "general.type": (("model",), "the file holds no model"),
     "split.no": ((0,), "the file is one of several parts"),
     "split.count": ((0, 1), "the file is one of several parts"),
-    "@attention.causal": ((True,), "a token of this model attends to later ones"),
+    "attention.causal": ((True,), "a token of this model attends to later ones"),
 }
+_OF_ALL_ARCHITECTURES = ("general.", "split.", "tokenizer.")
 # The defaults of generation in a file, by transformers' names. Source: gguf's constants.py, Keys.General.
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
@@ -41,7 +42,7 @@ NEEDED: Any = object()
 class Keys:
     """The keys of a file by their names without the architecture, and which of them are still to be taken.
 
-    Each `take` raises ValueError where the key has a value of another kind, or is missing and has no default.
+    Each method that takes one raises ValueError where it has a value of another kind, or is missing and has no default.
 
     Attributes:
         tensors: names of tensors that the config is read from.
@@ -52,12 +53,10 @@ class Keys:
         self.source = source
         self.tensors: set[str] = set()
         self._prefix = f"{header.architecture}."
-        self._left = {
-            key.replace(self._prefix, "@", 1) if key.startswith(self._prefix) else key for key in header.values
-        }
+        self._left = set(header.values)
 
     def __contains__(self, key: str) -> bool:
-        return f"{self._prefix}{key}" in self.header.values
+        return self._name(key) in self.header.values
 
     def whole(self, key: str, default: Any = NEEDED, least: int = 0) -> Any:
         """A whole number of at least `least`."""
@@ -88,33 +87,41 @@ class Keys:
         if not any(type(value) is type(each) and value == each for each in allowed):
             raise self.refusal(key, why)
 
+    def tensor(self, name: str) -> GgufTensor:
+        """Return the place of a tensor without which there is no config."""
+        if name not in self.header.tensors:
+            raise self._lacking(f"the tensor {name}")
+        return self.header.tensors[name]
+
     def refusal(self, key: str, why: str) -> ValueError:
         """An error that names a key and its value."""
-        name = f"{self._prefix}{key}"
-        return ValueError(f"{self.source} has {name}={_shown(self.header.values[name])}: {why}; {REMEDY}")
+        name = self._name(key)
+        return ValueError(f"{self.source} has {name}={_shown(self.header.values.get(name))}: {why}; {REMEDY}")
 
     def check_all_taken(self) -> None:
         """Raises ValueError where a key was not taken, and is not listed as one without effect."""
-        for key in sorted(self._left):
-            name = key.replace("@", self._prefix, 1)
-            value = self.header.values[name]
-            if key in _ALWAYS:
-                allowed, meaning = _ALWAYS[key]
-                if value not in allowed:
-                    raise ValueError(f"{self.source} has {name}={_shown(value)}: {meaning}; {REMEDY}")
-            elif not any(re.fullmatch(pattern, key) for pattern in _WITHOUT_EFFECT):
+        for key, (allowed, why) in _ALWAYS.items():
+            self.same(key, *allowed, why=why)
+        for name in sorted(self._left):
+            if not any(re.fullmatch(pattern, name.removeprefix(self._prefix)) for pattern in _WITHOUT_EFFECT):
                 raise ValueError(
-                    f"{self.source} has {name}={_shown(value)}, and it is not known what a {self.header.architecture} model "
-                    f"computes by it; {REMEDY}"
+                    f"{self.source} has {name}={_shown(self.header.values[name])}, and it is not known what a "
+                    f"{self.header.architecture} model computes by it; {REMEDY}"
                 )
 
+    def _name(self, key: str) -> str:
+        return key if key.startswith(_OF_ALL_ARCHITECTURES) else f"{self._prefix}{key}"
+
+    def _lacking(self, name: str) -> ValueError:
+        return ValueError(f"{self.source} lacks {name}, without which its model is not known; convert it again")
+
     def _take(self, key: str, default: Any, is_right: Callable[[Any], bool], kind: str) -> Any:
-        name = f"{self._prefix}{key}"
-        self._left.discard(f"@{key}")
+        name = self._name(key)
+        self._left.discard(name)
         value = self.header.values.get(name, NEEDED)
         if value is NEEDED:
             if default is NEEDED:
-                raise ValueError(f"{self.source} lacks {name}, without which its model is not known; convert it again")
+                raise self._lacking(name)
             return default
         if not is_right(value):
             raise ValueError(f"{self.source} has {name}={_shown(value)}, which is not {kind}; convert it again")

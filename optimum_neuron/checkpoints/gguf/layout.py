@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 Make = Callable[..., np.ndarray]
-# Norms that llama.cpp has with the 1 that transformers adds.
-_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
-# Architectures whose rotated pairs are neighbours in a file, and halves of a head in transformers.
-_PAIRED = ("llama", "granite")
+_TRANSPOSED = r"(?:attn_qkv|attn_output|ffn_up|ffn_down)\.weight"
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def recipes(model: PreTrainedModel, architecture: str) -> dict[str, Recipe]:
     for name in stored_names(model):
         made, tensor = _joined(name, architecture, model.config), _tensor(name, known)
         if made is None and tensor is not None:
-            made = Recipe((tensor,), *_changed(tensor, architecture, model.config))
+            made = _changed(tensor, architecture, model.config)
         if made is not None:
             found[name] = made
     return found
@@ -77,24 +75,11 @@ def _tensor(name: str, known: Any) -> str | None:
     return None if found is None else f"{found}.{own}"
 
 
-def _changed(tensor: str, architecture: str, config: PreTrainedConfig) -> tuple[Any, ...]:
+def _changed(tensor: str, architecture: str, config: PreTrainedConfig) -> Recipe:
     own = re.sub(r"^blk\.\d+\.", "", tensor)
-    if architecture in _SHIFTED and own.endswith("norm.weight") and own != "ssm_norm.weight":
-        return (lambda values: values - 1,)
-    if architecture in _PAIRED and own.startswith(("attn_q.", "attn_k.")):
-        heads = config.num_attention_heads if own.startswith("attn_q.") else config.num_key_value_heads
-        return (lambda values: _halves(values, heads),)
-    if architecture == "bloom" and own.startswith("attn_qkv."):
-        heads = config.num_attention_heads
-        return (lambda values: _grouped(values, heads, heads),)
-    if architecture == "falcon" and own.startswith("attn_qkv."):
-        heads = config.num_attention_heads
-        return (lambda values: _grouped(values, heads, 1 if config.multi_query else config.num_kv_heads),)
-    if architecture.startswith("qwen35"):
-        return (_of_linear_attention(own, config),)
-    if architecture == "gpt2" and own in ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"):
-        return (_as_it_is, True)
-    return (_as_it_is,)
+    found = (each for kinds, names, each in CHANGES if architecture in kinds and re.fullmatch(names, own))
+    is_transposed = architecture == "gpt2" and re.fullmatch(_TRANSPOSED, own) is not None
+    return Recipe((tensor,), next(found, lambda _: _as_it_is)(config), is_transposed)
 
 
 def _as_it_is(values: np.ndarray) -> np.ndarray:
@@ -116,23 +101,18 @@ def _grouped(values: np.ndarray, heads: int, of_keys: int) -> np.ndarray:
     return np.concatenate((queries, others[0], others[1]), 1).reshape(values.shape)
 
 
-def _of_linear_attention(own: str, config: PreTrainedConfig) -> Make:
-    """llama.cpp has the first head of values of each head of keys, then the second; transformers has those of a head of keys together."""
-    heads, size = config.linear_num_key_heads, config.linear_value_head_dim
-    first = 2 * heads * config.linear_key_head_dim
-    made: dict[str, Make] = {
-        "attn_gate.weight": lambda values: _together(values, heads, size),
-        "ssm_alpha.weight": lambda values: _together(values, heads, 1),
-        "ssm_beta.weight": lambda values: _together(values, heads, 1),
-        "ssm_dt.bias": lambda values: _together(values, heads, 1),
-        "ssm_a": lambda values: np.log(-_together(values, heads, 1)),
-        "ssm_out.weight": lambda values: _together(values.swapaxes(0, 1), heads, size).swapaxes(0, 1),
-        "attn_qkv.weight": lambda values: np.concatenate((values[:first], _together(values[first:], heads, size))),
-    }
-    return made.get("attn_qkv.weight" if own == "ssm_conv1d.weight" else own, _as_it_is)
+def _mixed(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
+    """Queries and keys as they are, and the values of heads together."""
+    first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return np.concatenate((values[:first], _heads_together(values[first:], config)))
 
 
-def _together(values: np.ndarray, heads: int, size: int) -> np.ndarray:
+def _heads_together(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
+    return _together(values, config.linear_num_key_heads, config.linear_value_head_dim)
+
+
+def _together(values: np.ndarray, heads: int, size: int = 1) -> np.ndarray:
+    """Heads of values, of which llama.cpp has the first of each head of keys, then the second: those of a head of keys together."""
     return values.reshape(-1, heads, size, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
 
 
@@ -142,20 +122,17 @@ def _joined(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | 
     if layer is None:
         return None
     block, own = f"blk.{layer[1]}.", name[layer.end() :]
-    kind = "bias" if own.endswith("_bias") else "weight"
-    is_oss = architecture == "gpt-oss"
-    if re.fullmatch(r".*\.experts\.gate_up_proj(_bias)?", own):
-        tensors = (f"{block}ffn_gate_exps.{kind}", f"{block}ffn_up_exps.{kind}")
-        return Recipe(tensors, _interleaved if is_oss else _one_after_another, is_oss and kind == "weight")
-    if re.fullmatch(r".*\.experts\.down_proj(_bias)?", own):
-        return Recipe((f"{block}ffn_down_exps.{kind}",), _as_it_is, is_oss and kind == "weight")
+    if experts := re.fullmatch(r".*\.experts\.(gate_up|down)_proj(_bias)?", own):
+        is_oss, kind = architecture == "gpt-oss", "bias" if experts[2] else "weight"
+        make = _as_it_is if experts[1] == "down" else _interleaved if is_oss else _one_after_another
+        tensors = tuple(f"{block}ffn_{part}_exps.{kind}" for part in experts[1].split("_"))
+        return Recipe(tensors, make, is_oss and kind == "weight")
     if own.endswith("e_score_correction_bias"):
         return Recipe((f"{block}exp_probs_b.bias",), _as_it_is)
     if norm := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", own):
         return Recipe((f"{block}attn_{norm[1]}_norm.weight",), lambda values: values[int(norm[2])])
     if own in ("linear_attn.A_log", "linear_attn.dt_bias"):
-        tensor = "ssm_a" if own == "linear_attn.A_log" else "ssm_dt.bias"
-        return Recipe((f"{block}{tensor}",), _of_linear_attention(tensor, config))
+        return _changed(f"{block}ssm_a" if own == "linear_attn.A_log" else f"{block}ssm_dt.bias", architecture, config)
     if own == "self_attn.kv_b_proj.weight":
         return Recipe((f"{block}attn_k_b.weight", f"{block}attn_v_b.weight"), _keys_and_values)
     return None
@@ -174,3 +151,23 @@ def _keys_and_values(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """`[heads, rank, keys]` and `[heads, values, rank]` as `[heads * (keys + values), rank]`."""
     joined = np.concatenate((keys.swapaxes(1, 2), values), 1)
     return joined.reshape(-1, joined.shape[-1])
+
+
+_LINEAR = ("qwen35", "qwen35moe")
+# What undoes the converter's changes: architectures, tensors by their names in a block, and what to do by the config. The first counts.
+CHANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], Make]], ...] = (
+    # llama.cpp has norms with the 1 that transformers adds.
+    (("gemma", "gemma2", "gemma3", "nemotron", *_LINEAR), r"(?!ssm_).*norm\.weight", lambda _: lambda values: values - 1),
+    # Rotated pairs are neighbours in a file, and halves of a head in transformers.
+    (("llama", "granite"), r"attn_q\..*", lambda config: partial(_halves, heads=config.num_attention_heads)),
+    (("llama", "granite"), r"attn_k\..*", lambda config: partial(_halves, heads=config.num_key_value_heads)),
+    (("bloom",), r"attn_qkv\..*", lambda config: partial(_grouped, heads=config.n_head, of_keys=config.n_head)),
+    (("falcon",), r"attn_qkv\..*", lambda config: partial(
+        _grouped, heads=config.num_attention_heads, of_keys=1 if config.multi_query else config.num_kv_heads
+    )),
+    (_LINEAR, r"ssm_a", lambda config: lambda values: np.log(-_together(values, config.linear_num_key_heads))),
+    (_LINEAR, r"ssm_(?:alpha|beta)\.weight|ssm_dt\.bias", lambda config: partial(_together, heads=config.linear_num_key_heads)),
+    (_LINEAR, r"attn_gate\.weight", lambda config: partial(_heads_together, config=config)),
+    (_LINEAR, r"(?:attn_qkv|ssm_conv1d)\.weight", lambda config: partial(_mixed, config=config)),
+    (_LINEAR, r"ssm_out\.weight", lambda config: lambda values: _heads_together(values.swapaxes(0, 1), config).swapaxes(0, 1)),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .gguf_keys import NEEDED, Keys
+from .keys import NEEDED, Keys
 
 
 _RMS_NORM, _LAYER_NORM = NORMS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -31,8 +31,9 @@ class Architecture:
         numbers: fields of the config by key; a file without such a key is refused.
         defaults: what llama.cpp takes where a file lacks a key of `numbers`.
         fixed: fields that no key tells.
+        same: keys that have one value in all files of it.
         tensors: fields that are true where a file has a tensor whose name ends so.
-        more: what else the config needs, from keys and the fields so far.
+        more: what else the config needs, from keys and the fields so far, in turn.
         names: what the config calls a size, where it is not the common name.
         heads_vary: whether the class takes heads of another size than the hidden size over their number.
         layers_vary: whether its layers may differ in heads.
@@ -45,8 +46,9 @@ class Architecture:
     numbers: Mapping[str, str] = field(default_factory=lambda: _RMS)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
+    same: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
-    more: Callable[[Keys, Fields], Fields] = lambda keys, fields: {}
+    more: tuple[Callable[[Keys, Fields], Fields], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     heads_vary: bool = True
     layers_vary: bool = False
@@ -57,7 +59,6 @@ class Architecture:
 
 def _llama(keys: Keys, fields: Fields) -> Fields:
     """Mistral's and Mixtral's files are of this architecture, too."""
-    keys.same("tensor_data_layout", "Meta AI original pth", why="another order of the rows is not known")
     window, experts = keys.whole("attention.sliding_window", 0), keys.whole("expert_count", 0)
     if not window and not experts:
         return {}
@@ -129,15 +130,6 @@ def _wide_experts(keys: Keys, fields: Fields) -> Fields:
     return {}
 
 
-def _gpt_oss(keys: Keys, fields: Fields) -> Fields:
-    return _wide_experts(keys, fields) | _window(keys, fields, 2)
-
-
-def _minimax_m2(keys: Keys, fields: Fields) -> Fields:
-    keys.same("expert_gating_func", 2, why="a MiniMax-M2 chooses experts by sigmoid, 2")
-    return _wide_experts(keys, fields)
-
-
 def _phi3(keys: Keys, fields: Fields) -> Fields:
     original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
     window = keys.whole("attention.sliding_window", 0) or None
@@ -146,7 +138,6 @@ def _phi3(keys: Keys, fields: Fields) -> Fields:
 
 def _falcon(keys: Keys, fields: Fields) -> Fields:
     """llama.cpp runs attention and feed-forward side by side in all of them."""
-    keys.same("tensor_data_layout", "jploski", why="another order of the rows is not known")
     two_norms = any(name.endswith("attn_norm_2.weight") for name in keys.header.tensors)
     is_new = two_norms or fields["num_key_value_heads"] > 1
     norms = (2 if two_norms else 1) if is_new else None
@@ -160,11 +151,10 @@ def _one_key_per_query(keys: Keys, fields: Fields) -> Fields:
 
 
 def _bloom(keys: Keys, fields: Fields) -> Fields:
-    keys.same("attention.max_alibi_bias", 8.0, why="BLOOM's slopes begin at 8")
     wide = 4 * fields["hidden_size"]
     if fields.pop("intermediate_size") != wide:
         raise keys.refusal("feed_forward_length", f"a BLOOM of this size has {wide}")
-    return _one_key_per_query(keys, fields)
+    return {}
 
 
 def _lfm2(keys: Keys, fields: Fields) -> Fields:
@@ -243,33 +233,33 @@ _BIASES = _BIAS | {"mlp_bias": "ffn_up.bias"}
 _EPSILON = {_LAYER_NORM: "layer_norm_epsilon"}
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", tensors=_BIASES, more=_llama),
+    "llama": Architecture("llama", tensors=_BIASES, more=(_llama,), same={"tensor_data_layout": "Meta AI original pth"}),
     "qwen2": Architecture("qwen2", fixed=_QWEN),
-    "qwen2moe": Architecture("qwen2_moe", _QWEN_MOE, fixed=_QWEN, tensors={"qkv_bias": "attn_q.bias"}, more=_qwen_moe),
+    "qwen2moe": Architecture("qwen2_moe", _QWEN_MOE, fixed=_QWEN, tensors={"qkv_bias": "attn_q.bias"}, more=(_qwen_moe,)),
     "qwen3": Architecture("qwen3", fixed=_QWEN, tensors=_BIAS),
-    "qwen3moe": Architecture("qwen3_moe", _QWEN_MOE, fixed=_QWEN, tensors=_BIAS, more=_qwen_moe),
-    "qwen35": Architecture("qwen3_5_text", _LINEAR, tensors=_BIAS, more=_qwen35, is_partial=True),
+    "qwen3moe": Architecture("qwen3_moe", _QWEN_MOE, fixed=_QWEN, tensors=_BIAS, more=(_qwen_moe,)),
+    "qwen35": Architecture("qwen3_5_text", _LINEAR, tensors=_BIAS, more=(_qwen35,), is_partial=True),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", _QWEN_MOE | _LINEAR | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        tensors=_BIAS, more=_qwen35, is_partial=True,
+        tensors=_BIAS, more=(_qwen35,), is_partial=True,
     ),
     "gemma": Architecture("gemma", fixed={"hidden_act": _TANH, "use_bidirectional_attention": False}, tensors=_BIAS),
-    "gemma2": Architecture("gemma2", fixed=_GELU | {"use_bidirectional_attention": False}, tensors=_BIAS, more=_gemma2),
+    "gemma2": Architecture("gemma2", fixed=_GELU | {"use_bidirectional_attention": False}, tensors=_BIAS, more=(_gemma2,)),
     "gemma3": Architecture(
         "gemma3_text", fixed=_GELU | {"use_bidirectional_attention": False, "attn_logit_softcapping": None}, tensors=_BIAS,
-        more=_gemma3,
+        more=(_gemma3,),
     ),
     "gpt-oss": Architecture(
         "gpt_oss", _LOCAL_MOE,
-        fixed=_SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, tensors=_BIAS, more=_gpt_oss,
+        fixed=_SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, tensors=_BIAS, more=(_wide_experts, lambda keys, fields: _window(keys, fields, 2)),
         rope={"truncate": False},  # in all published ones
     ),
-    "minimax-m2": Architecture("minimax_m2", _LOCAL_MOE, more=_minimax_m2, is_partial=True),
-    "phi3": Architecture("phi3", more=_phi3, is_partial=True),
+    "minimax-m2": Architecture("minimax_m2", _LOCAL_MOE, more=(_wide_experts,), same={"expert_gating_func": 2}, is_partial=True),
+    "phi3": Architecture("phi3", more=(_phi3,), is_partial=True),
     "granite": Architecture("granite", _RMS | _SCALES, defaults=dict.fromkeys(_SCALES, 1.0), tensors=_BIASES),
-    "olmo2": Architecture("olmo2", tensors=_BIAS, more=_olmo2),
+    "olmo2": Architecture("olmo2", tensors=_BIAS, more=(_olmo2,)),
     "stablelm": Architecture(
-        "stablelm", {_LAYER_NORM: "layer_norm_eps"}, more=lambda keys, _: {"use_parallel_residual": keys.flag("use_parallel_residual")},
+        "stablelm", {_LAYER_NORM: "layer_norm_eps"}, more=(lambda keys, _: {"use_parallel_residual": keys.flag("use_parallel_residual")},),
         tensors={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}, heads_vary=False, is_partial=True,
     ),
     "starcoder2": Architecture(
@@ -280,23 +270,24 @@ ARCHITECTURES = {
         "nemotron", {_LAYER_NORM: "norm_eps"}, fixed={"hidden_act": "relu2"}, tensors=_BIASES, is_partial=True
     ),
     "falcon": Architecture(
-        "falcon", _EPSILON, fixed={"activation": "gelu", "alibi": False, "parallel_attn": True}, more=_falcon,
-        tensors={"bias": "attn_qkv.bias"}, heads_vary=False,
+        "falcon", _EPSILON, fixed={"activation": "gelu", "alibi": False, "parallel_attn": True}, more=(_falcon,),
+        tensors={"bias": "attn_qkv.bias"}, heads_vary=False, same={"tensor_data_layout": "jploski"},
         names={"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
     ),
     "bloom": Architecture(
-        "bloom", _EPSILON, fixed={"apply_residual_connection_post_layernorm": False}, more=_bloom,
+        "bloom", _EPSILON, fixed={"apply_residual_connection_post_layernorm": False}, more=(_bloom, _one_key_per_query),
+        same={"attention.max_alibi_bias": 8.0},
         names=_LAYERS | {"max_position_embeddings": "seq_length"}, heads_vary=False, rope=None,
     ),
     "gpt2": Architecture(
-        "gpt2", _EPSILON, more=_one_key_per_query, names=_GPT2, heads_vary=False, rope=None,
+        "gpt2", _EPSILON, more=(_one_key_per_query,), names=_GPT2, heads_vary=False, rope=None,
         fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
     "lfm2": Architecture(
         "lfm2", {_RMS_NORM: "norm_eps", "shortconv.l_cache": "conv_L_cache"}, fixed={"block_auto_adjust_ff_dim": False},
-        tensors={"conv_bias": "shortconv.conv.bias"}, more=_lfm2, layers_vary=True,
+        tensors={"conv_bias": "shortconv.conv.bias"}, more=(_lfm2,), layers_vary=True,
     ),
     "deepseek2": Architecture(
-        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, tensors=_BIASES, more=_deepseek2, is_latent=True
+        "deepseek_v2", _RMS | _LATENT, defaults={"expert_weights_scale": 1.0}, tensors=_BIASES, more=(_deepseek2,), is_latent=True
     ),
 }  # fmt: skip

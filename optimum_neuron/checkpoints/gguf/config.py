@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ..errors import first_line
-from .gguf import GgufHeader
-from .gguf_architectures import ARCHITECTURES, NORMS, Architecture
-from .gguf_keys import NEEDED, REMEDY, Keys
-from .gguf_rope import read_rope
+from ...errors import first_line
+from .architectures import ARCHITECTURES, NORMS, Architecture
+from .header import GgufHeader
+from .keys import NEEDED, REMEDY, Keys
+from .rope import read_rope
 
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 # By key what nearly all configs call it.
 _SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -25,16 +26,8 @@ _SIZES = {
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 
 
-@dataclass(frozen=True)
-class GgufConfig:
-    """A config, and the tensors of the file that it was read from."""
-
-    config: PreTrainedConfig
-    tensors: frozenset[str]
-
-
-def read_config(header: GgufHeader, source: str) -> GgufConfig:
-    """The config of the model that a file holds.
+def read_config(header: GgufHeader, source: str) -> tuple[PreTrainedConfig, frozenset[str]]:
+    """Return the config of the model that a file holds, and the tensors that it was read from, or that need no place.
 
     Args:
         source: what the user named, for messages.
@@ -52,21 +45,21 @@ def read_config(header: GgufHeader, source: str) -> GgufConfig:
     found = _sizes(keys, architecture)
     found["head_dim"] = _head_dim(keys, architecture, found)
     if architecture.rope is not None:
+        head, longest = found["head_dim"], found["max_position_embeddings"]
         found["rope_parameters"] = read_rope(
-            keys,
-            found["head_dim"],
-            found["max_position_embeddings"],
-            is_partial=architecture.is_partial,
-            **architecture.rope,
+            keys, head, longest, architecture.rope, is_partial=architecture.is_partial
         )
     for key, name in architecture.numbers.items():
         found[name] = keys.number(key, architecture.defaults.get(key, NEEDED))
+    for key, value in architecture.same.items():
+        keys.same(key, value, why=f"all known files of {header.architecture} have {value}")
     for key in NORMS:  # the converter writes both epsilons where a config has both
         keys.number(key, 0.0)
     for name, ending in architecture.tensors.items():
         found[name] = any(tensor.endswith(f".{ending}") for tensor in header.tensors)
     found |= architecture.fixed
-    found |= architecture.more(keys, found)
+    for more in architecture.more:
+        found |= more(keys, found)
     keys.check_all_taken()
     config_class = CONFIG_MAPPING[found.pop("model_type", architecture.model_type)]
     usual = found["hidden_size"] // found["num_attention_heads"]
@@ -74,27 +67,22 @@ def read_config(header: GgufHeader, source: str) -> GgufConfig:
         del found["head_dim"]
     named = {architecture.names.get(name, name): value for name, value in found.items()}
     try:
-        config = config_class(**named)
+        return config_class(**named), frozenset(keys.tensors)
     except Exception as error:  # of checks that transformers has each class make
         raise ValueError(
             f"{source}: its keys make no {config_class.__name__} ({first_line(error)}); {REMEDY}"
         ) from error
-    return GgufConfig(config, frozenset(keys.tensors))
 
 
 def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     """The sizes that each config has, and the ids of special tokens, by their common names."""
-    header = keys.header
-    if TABLE not in header.tensors:
-        raise ValueError(
-            f"{keys.source} lacks the tensor {TABLE}, without which its model is not known; convert it again"
-        )
-    rows = header.tensors[TABLE].shape[0]
+    header, rows = keys.header, keys.tensor(TABLE).shape[0]
     keys.same("vocab_size", rows, why=f"{TABLE} has {rows} rows")
     sizes = {name: keys.whole(key, least=1) for key, name in _SIZES.items()}
     # Blocks after the last layer guess further tokens: no logit depends on them, and transformers has none.
     layers, heads = sizes["num_hidden_layers"] - keys.whole("nextn_predict_layers", 0), sizes["num_attention_heads"]
-    further = {name for name in header.tensors if layers <= _block(name) < sizes["num_hidden_layers"]}
+    blocks = {name: int(match[1]) for name in header.tensors if (match := _BLOCK.match(name))}
+    further = {name for name, block in blocks.items() if layers <= block < sizes["num_hidden_layers"]}
     if layers < 1 or (further and not any(".nextn." in name for name in further)):
         raise keys.refusal("nextn_predict_layers", "so many of its last blocks are layers like the others")
     keys.tensors |= further
@@ -113,17 +101,11 @@ def _sizes(keys: Keys, architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _block(name: str) -> int:
-    """The number of a tensor's block; -1 where it is in none."""
-    found = re.match(r"blk\.(\d{1,9})\.", name)
-    return int(found[1]) if found else -1
-
-
 def _token(keys: Keys, key: str, rows: int) -> int | None:
     """The id of a special token; None where the file has none."""
-    value = keys.header.values.get(key)
-    if value is not None and not (type(value) is int and 0 <= value < rows):
-        raise ValueError(f"{keys.source} has {key}={value!r}, and the model {rows} tokens; convert it again")
+    value: int | None = keys.whole(key, None)
+    if value is not None and value >= rows:
+        raise keys.refusal(key, f"the model has {rows} tokens")
     return value
 
 

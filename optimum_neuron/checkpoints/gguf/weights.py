@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...graphs.quantized.weight import QuantizedWeight
-from ..gguf import PLAIN_KINDS, GgufHeader
-from ..gguf_keys import REMEDY
+from ..formats.format import CheckpointFormat
+from ..formats.stored import PLAIN_REMEDY, NotKeptError
 from ..scratch import in_file
-from .format import CheckpointFormat
-from .gguf_blocks import KINDS, repack
-from .gguf_layout import Recipe, recipes, stored_names
-from .stored import PLAIN_REMEDY, NotKeptError
+from .blocks import KINDS, repack
+from .header import PLAIN_KINDS, GgufHeader
+from .keys import REMEDY
+from .layout import Recipe, recipes, stored_names
 
 
 # Tables that llama.cpp and transformers compute anew.
@@ -48,6 +48,9 @@ class GgufFile(CheckpointFormat):
             if all(each in header.tensors for each in recipe.tensors)
         }
         self._wanted = stored_names(model)
+        coded = {name for name, recipe in self._recipes.items() if set(self._kinds(recipe)) - set(PLAIN_KINDS)}
+        self.layers = tuple(name for name in self._recipes if name in coded)
+        self.plain = tuple(name for name in self._recipes if name not in coded)
 
     def check_accounted(self, known: frozenset[str]) -> None:
         """Refuses a file that lacks a parameter, or holds a tensor that nothing is made of.
@@ -70,14 +73,6 @@ class GgufFile(CheckpointFormat):
         if left:
             more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
             raise ValueError(f"{self._path} holds {left[0]}{more}, for which {self._class} has no place; {REMEDY}")
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(name for name in self._recipes if not self._is_plain(name))
-
-    @property
-    def plain(self) -> tuple[str, ...]:
-        return tuple(name for name in self._recipes if self._is_plain(name))
 
     def read(self, name: str) -> QuantizedWeight:
         recipe = self._recipes[name]
@@ -140,9 +135,6 @@ class GgufFile(CheckpointFormat):
 
     def _kinds(self, recipe: Recipe) -> list[str]:
         return [self._header.kind(tensor) for tensor in recipe.tensors]
-
-    def _is_plain(self, name: str) -> bool:
-        return all(kind in PLAIN_KINDS for kind in self._kinds(self._recipes[name]))
 
     def _repacked(self, tensor: str, kind: str) -> QuantizedWeight:
         data = torch.from_numpy(np.array(self._header.read_bytes(tensor)))

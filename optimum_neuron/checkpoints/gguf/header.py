@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .files import StoredWeights
+from ..files import StoredWeights
 
 
 MAGIC = b"GGUF"
@@ -67,15 +66,11 @@ class GgufHeader:
     Attributes:
         values: by key; of an array a tuple of numbers, or `Items`.
         tensors: by name.
-        has_codes: whether a tensor of it is quantized.
-        is_swapped: whether its numbers are in the other byte order than this machine's.
     """
 
     path: Path
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    has_codes: bool
-    is_swapped: bool
 
     @property
     def architecture(self) -> str:
@@ -84,6 +79,11 @@ class GgufHeader:
     @property
     def stored(self) -> StoredWeights:
         return StoredWeights(len(self.tensors), sum(math.prod(tensor.shape) for tensor in self.tensors.values()))
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether a tensor of it is quantized."""
+        return any(self.kind(name) not in PLAIN_KINDS for name in self.tensors)
 
     def kind(self, name: str) -> str:
         """A tensor's type, as gguf calls it."""
@@ -132,9 +132,14 @@ def read_header(path: Path) -> GgufHeader:
     """
     sizes_of_types = _quantization_sizes(path)
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+        magic, version = file.read(len(MAGIC)), file.read(4)
+        if magic != MAGIC:
             raise ValueError(
                 f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}; download or copy it again"
+            )
+        if int.from_bytes(version, "big") in _VERSIONS:
+            raise ValueError(
+                f"{path} was written by a machine of the other byte order; convert it again on one like this"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
@@ -143,18 +148,12 @@ def read_header(path: Path) -> GgufHeader:
                 raise ValueError(
                     f"{path} is truncated or corrupt ({len(data):,} bytes: {error}); download or copy it again"
                 ) from error
-    _check_describes_model(path, header)
-    return header
-
-
-def _check_describes_model(path: Path, header: GgufHeader) -> None:
     if not header.stored.elements:
         raise ValueError(f"{path} holds no weights; name a file with the whole model")
     architecture = header.values.get(ARCHITECTURE_KEY)
     if not isinstance(architecture, str) or not architecture.isprintable() or len(architecture) > _LONGEST_NAME:
         raise ValueError(f"{path} names no {ARCHITECTURE_KEY}; name a file with the whole model")
-    if header.is_swapped:
-        raise ValueError(f"{path} was written by a machine of the other byte order; convert it again on one like this")
+    return header
 
 
 def _quantization_sizes(path: Path) -> dict[int, tuple[int, int]]:
@@ -174,42 +173,36 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._place = len(MAGIC)
-        self._order = "<"
-        version = self._number("I")
-        if version & 0xFFFF == 0:  # written by a machine of the other byte order
-            self._order, self._place = ">", len(MAGIC)
-            version = self._number("I")
-        if version not in _VERSIONS:
-            raise ValueError(f"version {version}, not one of {_VERSIONS}")
 
     def header(self, path: Path, sizes_of_types: dict[int, tuple[int, int]]) -> GgufHeader:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}, not one of {_VERSIONS}")
         tensors, pairs = self._number("Q"), self._number("Q")
-        values: dict[str, Any] = {}
-        for _ in range(pairs):
-            key = self._name()
-            if key in values:
-                raise ValueError(f"it has {key} twice")
-            values[key] = self._value(self._number("I"))
-        found: dict[str, GgufTensor] = {}
-        for _ in range(tensors):
-            name, tensor = self._tensor(sizes_of_types)
-            if name in found:
-                raise ValueError(f"it has {name} twice")
-            found[name] = tensor
+        values = self._named(pairs, lambda _: self._value(self._number("I")))
+        found = self._named(tensors, lambda name: self._tensor(name, sizes_of_types))
         alignment = values.get("general.alignment", _ALIGNMENT)
-        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         first = -(-self._place // alignment) * alignment
         end = max((first + tensor.start + tensor.size for tensor in found.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"its tensors end at byte {end:,}")
-        has_codes = any(sizes_of_types[tensor.kind][0] > 1 for tensor in found.values())
         placed = {name: replace(tensor, start=first + tensor.start) for name, tensor in found.items()}
-        return GgufHeader(path, values, placed, has_codes, (self._order == "<") != (sys.byteorder == "little"))
+        return GgufHeader(path, values, placed)
 
-    def _tensor(self, sizes_of_types: dict[int, tuple[int, int]]) -> tuple[str, GgufTensor]:
-        """A tensor by name, its place counted from the first tensor."""
-        name, dimensions = self._name(), self._number("I")
+    def _named(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            name = self._name()
+            if name in found:
+                raise ValueError(f"it has {name} twice")
+            found[name] = read(name)
+        return found
+
+    def _tensor(self, name: str, sizes_of_types: dict[int, tuple[int, int]]) -> GgufTensor:
+        """Read a tensor's place, counted from the first tensor."""
+        dimensions = self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
@@ -219,7 +212,7 @@ class _Cursor:
         block, size = sizes_of_types[kind]
         if not shape or shape[-1] % block:
             raise ValueError(f"{name} has the shape {list(shape)}, and blocks of {block} numbers")
-        return name, GgufTensor(shape, kind, offset, math.prod(shape) // block * size)
+        return GgufTensor(shape, kind, offset, math.prod(shape) // block * size)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -243,7 +236,7 @@ class _Cursor:
     def _number(self, form: str) -> Any:
         start = self._place
         self._skip(struct.calcsize(form))
-        return struct.unpack_from(self._order + form, self._data, start)[0]
+        return struct.unpack_from(f"<{form}", self._data, start)[0]
 
     def _name(self) -> str:
         """A key, or a tensor's name, which messages show."""

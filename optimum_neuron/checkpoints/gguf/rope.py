@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .gguf_keys import REMEDY, Keys
+from .keys import REMEDY, Keys
 
 
 _SCALING = "rope.scaling."
@@ -25,14 +26,16 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _CLOSE = 1e-5
 
 
-def read_rope(keys: Keys, head_dim: int, longest: int, *, is_partial: bool = False, **fixed: Any) -> dict[str, Any]:
+def read_rope(
+    keys: Keys, head_dim: int, longest: int, fixed: Mapping[str, Any], *, is_partial: bool
+) -> dict[str, Any]:
     """The parameters by transformers' names; those that a file may lack are llama.cpp's.
 
     Args:
         head_dim: of queries and keys.
         longest: positions of the model.
-        is_partial: whether the class of transformers can rotate a part of each head.
         fixed: parameters of the type "yarn" that no key tells.
+        is_partial: whether the class of transformers can rotate a part of each head.
 
     Raises:
         ValueError: the file asks for what transformers does not compute.
@@ -46,7 +49,7 @@ def read_rope(keys: Keys, head_dim: int, longest: int, *, is_partial: bool = Fal
     return found | _scaling(keys, found["rope_theta"], rotated, longest, fixed)
 
 
-def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: dict[str, Any]) -> dict[str, Any]:
+def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     factor = keys.number(f"{_SCALING}factor", keys.number("rope.scale_linear", 0.0))
     # llama.cpp takes a factor without a type for the type "linear", and none for 1.
     kind = keys.text(f"{_SCALING}type", "linear" if factor else "none")
@@ -66,21 +69,18 @@ def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: dict[s
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise keys.refusal(f"{_SCALING}type", "only linear, yarn, longrope and none are known")
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | _yarn(keys) | fixed
-
-
-def _yarn(keys: Keys) -> dict[str, Any]:
-    """What the type "yarn" has beside its factor.
-
-    llama.cpp's converter writes transformers' attention_factor as `yarn_attn_factor`.
-    """
     keys.same(f"{_SCALING}yarn_ext_factor", 1.0, why="transformers extrapolates by 1")
-    found = {
+    # llama.cpp's converter writes transformers' attention_factor so.
+    attention = keys.number(f"{_SCALING}yarn_attn_factor", None)
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
         "beta_fast": keys.number(f"{_SCALING}yarn_beta_fast", _BETA_FAST),
         "beta_slow": keys.number(f"{_SCALING}yarn_beta_slow", _BETA_SLOW),
+        **({} if attention is None else {"attention_factor": attention}),
+        **fixed,
     }
-    attention = keys.number(f"{_SCALING}yarn_attn_factor", None)
-    return found if attention is None else found | {"attention_factor": attention}
 
 
 def _longrope(keys: Keys, kind: str, rotated: int, original: int) -> dict[str, Any]:
@@ -98,10 +98,7 @@ def _longrope(keys: Keys, kind: str, rotated: int, original: int) -> dict[str, A
 
 def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
     """`[rotated / 2]` float32: what each inverse frequency is divided by."""
-    if name not in keys.header.tensors:
-        raise ValueError(
-            f"{keys.source} lacks the tensor {name}, without which its model is not known; convert it again"
-        )
+    keys.tensor(name)
     factors = keys.header.read_values(name)
     keys.tensors.add(name)
     if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
