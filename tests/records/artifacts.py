@@ -66,8 +66,7 @@ def _digests(model: TinyModel, named: dict[str, Any], target: str, folder: Path)
     config = tiny_config(target=exported, **model.options)
     # A plan from the cache would be that of other sources where a key lacks one.
     with patch.object(CompileCache, "fetch", return_value=False):
-        options = {"certificate": False} if exported == HLO else {}
-        artifact = export_model(**named, output=folder / exported, config=config, overwrite=True, **options)
+        artifact = export_model(**named, output=folder / exported, config=config, overwrite=True)
     if target == PROGRAMS:
         yield from _program_digests(Artifact.open(artifact), tiny_config(target=HLO, **model.options))
         return
