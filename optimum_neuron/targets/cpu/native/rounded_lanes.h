@@ -327,9 +327,12 @@ class RoundedLanes {
         add(odd, w, x + 4 * j);
       }
     };
-    // g++ spills sums where it unrolls all of what many rows do with codes of 4 bits.
+    // g++ spills sums where it unrolls all of what many rows do with codes of 4 bits, or with many words.
     if constexpr (Words > 0 && (two || !isPacked(C))) {
-      forEach<Words>([&](auto j) { meet(j, std::bool_constant<j % 2 == 1>()); });
+      constexpr int part = two ? Words : std::min(Words, 8);
+      for (int64_t k = 0; k < Words; k += part) {
+        forEach<part>([&](auto j) { meet(k + j, std::bool_constant<j % 2 == 1>()); });
+      }
     } else {
       for (int64_t j = 0; j < count; ++j) {
         meet(j, std::false_type());
