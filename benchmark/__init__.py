@@ -4,6 +4,7 @@
     python -m benchmark.generate               generate() against transformers
     python -m benchmark.generate.decode        a decode step, by live rows, context and block size
     python -m benchmark.generate.first_use     the first request of a slot against later ones
+    python -m benchmark.generate.formats       weights of int8 and int4 against plain ones, by instruction set
     python -m benchmark.generate.host          what generate() and the engine take beside the graph of a step
     python -m benchmark.recurrent              models with recurrences against transformers, and their states' share of a step
     python -m benchmark.peers                  other runtimes for a CPU, each in an environment of its own

@@ -38,6 +38,7 @@ SECTIONS = {
     "stall": "serving.report:STALL",
     "blocks": "serving.report:BLOCKS",
     "first_use": "generate.first_use:SECTION",
+    "formats": "generate.formats:SECTION",
     "recurrent": "recurrent.report:SECTION",
     "quality": "quality.__main__:SECTION",
     "export_memory": "export_memory.__main__:SECTION",

@@ -32,6 +32,28 @@ INLINE IntVec dotPairs(IntVec sum, BitVec w, BitVec x) {
 }
 #endif
 
+#if defined(STEP_AVX2) || (defined(STEP_AVX512) && !defined(STEP_VNNI))
+#define STEP_SHORT_SUMS
+// Sums of pairs of products in 16 bits, of codes without a sign and of codes with one.
+typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
+INLINE ShortVec multiplyPairs(BitVec w, BitVec x) {
+#if defined(STEP_AVX512)
+  return (ShortVec)_mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+#else
+  return (ShortVec)_mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+#endif
+}
+INLINE IntVec addPairs(IntVec sum, ShortVec pairs) {
+#if defined(STEP_AVX512)
+  return sum + (IntVec)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
+#else
+  return sum + (IntVec)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+#endif
+}
+// A word has 8 codes of 4 bits. 16 bits hold what so many words come to: 4 * 4 * 15 * 127.
+constexpr int kShortWords = 4;
+#endif
+
 // Weights are codes of 4 bits, from 0 to 15, or where `Wide` codes of 8 bits plus kDotOffset; x are from -127 to 127.
 template <bool Wide>
 INLINE IntVec dotCodes(IntVec sum, BitVec w, BitVec x) {
@@ -41,11 +63,11 @@ INLINE IntVec dotCodes(IntVec sum, BitVec w, BitVec x) {
   // A pair's sum fits 16 bits: 2 * 128 * 127.
   const __m512i own = (__m512i)x, size = Wide ? _mm512_abs_epi8((__m512i)w) : (__m512i)w;
   const __m512i signs = Wide ? _mm512_mask_sub_epi8(own, _mm512_movepi8_mask((__m512i)w), __m512i{}, own) : own;
-  return sum + (IntVec)_mm512_madd_epi16(_mm512_maddubs_epi16(size, signs), _mm512_set1_epi16(1));
+  return addPairs(sum, multiplyPairs((BitVec)size, (BitVec)signs));
 #elif defined(STEP_AVX2)
   const __m256i size = Wide ? _mm256_abs_epi8((__m256i)w) : (__m256i)w;
   const __m256i signs = Wide ? _mm256_sign_epi8((__m256i)x, (__m256i)w) : (__m256i)x;
-  return sum + (IntVec)_mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), _mm256_set1_epi16(1));
+  return addPairs(sum, multiplyPairs((BitVec)size, (BitVec)signs));
 #elif defined(__x86_64__)
   return dotPairs(sum, w, x);
 #elif defined(STEP_SVE)
@@ -66,7 +88,7 @@ INLINE IntVec dotCodes(IntVec sum, BitVec w, BitVec x) {
 #endif
 }
 
-INLINE BitVec repeatWord(const uint8_t* p) {
+INLINE BitVec repeatWord(const void* p) {
   uint32_t word;
   std::memcpy(&word, p, sizeof(word));
   return broadcastBits(word);

@@ -54,8 +54,8 @@ class RoundedLanesWorker {
         const int64_t end = std::min(n + kLanes, outputs.end);
         const Bytes then = end < outputs.end ? weightsOf(end, std::min(end + kLanes, outputs.end)) : next;
         Ahead ahead(j == 0 ? then : Bytes{}, lanes_.asks());
-        for (int64_t begin = 0; begin < blocks; begin += RoundedLanes::kBlocks) {
-          const RoundedLanes::Task task{n, end - n, {begin, std::min(begin + RoundedLanes::kBlocks, blocks)}};
+        for (int64_t begin = 0; begin < blocks; begin += lanes_.taskBlocks()) {
+          const RoundedLanes::Task task{n, end - n, {begin, std::min(begin + lanes_.taskBlocks(), blocks)}};
           lanes_.prepare(task, ahead);
           for (int64_t t = batch.begin; t < batch.end; ++t) {
             lanes_.meet(task, t, input_.tileRows(t).begin - input_.tileRows(batch.begin).begin, ahead);

@@ -19,16 +19,23 @@ namespace {
 
 class RoundedLanes {
  public:
-  // Blocks of a vector of outputs that rows of x meet at once: their weights stay in the first-level cache.
-  static constexpr int64_t kBlocks = 16, kMostRows = 256;
+  static constexpr int64_t kMostRows = 256;
 
  private:
-  static constexpr int64_t kBlockWords = kRoundedBlock / 4;
-  static constexpr int kManyRows = 4;
+  // Words of a vector of outputs that rows of x meet at once, and blocks of them: they stay in the first-level cache.
+  static constexpr int64_t kWords = 256, kMostBlocks = 64;
+  // Words of the longest blocks.
+  template <Coding C>
+  static constexpr int kBlockWords = bytesOf(C, kRoundedBlock) / 4;
+#if defined(STEP_SHORT_SUMS)
+  static constexpr int kWaitingRows = 0;
+#else
+  static constexpr int kWaitingRows = 4;
+#endif
 
  public:
   // Memory: transposed weights, scales, shifts, and what rows of a batch came to.
-  static constexpr int64_t kBytes = (kBlocks * kBlockWords + 2 * (kBlocks + kLanes) + 2 * kMostRows) * kVectorBytes;
+  static constexpr int64_t kBytes = (kWords + 2 * (kMostBlocks + kLanes) + 2 * kMostRows) * kVectorBytes;
 
   struct Task {
     int64_t n, count;  // outputs
@@ -39,12 +46,15 @@ class RoundedLanes {
       : input_(input),
         linear_(linear),
         form_(input.form),
-        offset_(!isPacked(form_.coding) ? kDotOffset : linear.scales.shift ? 0 : static_cast<int32_t>(kInt4Middle)),
+        excess_(isPacked(form_.coding) && linear.scales.shift ? 0 : ~uint32_t{0}),
         blockWords_(divideUp(bytesOf(form_.coding, form_.mostColumns()), 4)),
         words_(static_cast<uint32_t*>(memory)),
-        scales_(reinterpret_cast<float*>(words_ + kBlocks * kBlockWords * kLanes)),
-        shifts_(scales_ + (kBlocks + kLanes) * kLanes),
-        sums_(shifts_ + (kBlocks + kLanes) * kLanes) {}
+        scales_(reinterpret_cast<float*>(words_ + kWords * kLanes)),
+        shifts_(scales_ + (kMostBlocks + kLanes) * kLanes),
+        sums_(shifts_ + (kMostBlocks + kLanes) * kLanes) {}
+
+  // Blocks of a task, at most.
+  int64_t taskBlocks() const { return std::min(kWords / blockWords_, kMostBlocks); }
 
   // How often memory is asked for what is read next, while all blocks of some outputs are unpacked.
   int64_t asks() const {
@@ -108,7 +118,7 @@ class RoundedLanes {
     const uint8_t* weights = static_cast<const uint8_t*>(linear_.weight) + task.n * row + task.blocks.begin * block;
     const uint8_t* x = input_.codesOf(0, task.blocks.begin);
     const float* own = input_.scalesOf(0);
-    const int32_t* negated = input_.negatedOf(0);
+    const int32_t* excess = input_.excessOf(0);
     const float* ones = linear_.scales.shift ? input_.sumsOf(0) + form_.groupOf(task.blocks.begin) : nullptr;
     const float *scale = scales_, *shift = shifts_;
     Vec inner = begins ? Vec{} : loadVec(sums_), total = begins ? Vec{} : loadVec(sums_ + kLanes);
@@ -122,7 +132,7 @@ class RoundedLanes {
         if (b + i >= task.blocks.end) {
           return;
         }
-        inner = fuse(toFloats(dots[i] + (IntVec)broadcastBits(offset_ * negated[b + i])), broadcast(own[b + i]), inner);
+        inner = fuse(toFloats(dots[i] + (IntVec)(repeatWord(excess + b + i) & excess_)), broadcast(own[b + i]), inner);
         if (++in < perGroup) {
           return;
         }
@@ -166,18 +176,12 @@ class RoundedLanes {
   // Up to a vector of each row's codes; rows that are missing are copies of the last one.
   template <Coding C>
   INLINE void unpackLines(uint32_t* to, const uint8_t* weights, int64_t count, int64_t bytes) const {
-    int64_t row = form_.rowBytes();
-    uint8_t copy[kLanes * kLineBytes];
-    if (bytes < kLineBytes || count < kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) {
-        std::memcpy(copy + i * kLineBytes, weights + std::min<int64_t>(i, count - 1) * row, bytes);
-      }
-      weights = copy;
-      row = kLineBytes;
-    }
+    const int64_t row = form_.rowBytes();
     BitVec lines[kLanes];
-    UNROLL for (int i = 0; i < kLanes; ++i) {
-      lines[i] = loadBits(weights + i * row);
+    if (bytes == kLineBytes && count == kLanes) {
+      forEach<kLanes>([&](auto i) { lines[i] = loadBits(weights + i * row); });
+    } else {
+      forEach<kLanes>([&](auto i) { lines[i] = loadLine(weights + std::min<int64_t>(i, count - 1) * row, bytes); });
     }
     if constexpr (!isPacked(C) && kDotOffset != 0) {
       UNROLL for (int i = 0; i < kLanes; ++i) {
@@ -193,91 +197,117 @@ class RoundedLanes {
     }
   }
 
+  // Up to a vector of bytes, and zeros behind them.
+  static INLINE BitVec loadLine(const uint8_t* p, int64_t bytes) {
+#if defined(STEP_AVX512)
+    return (BitVec)_mm512_maskz_loadu_epi8(~uint64_t{0} >> (kLineBytes - bytes), p);
+#else
+    uint8_t line[kLineBytes] = {};
+    std::memcpy(line, p, bytes);
+    return loadBits(line);
+#endif
+  }
+
   // Of the groups that end in these blocks, a vector of outputs each.
   void loadScales(const Task& task) const {
-    const int64_t first = form_.groupOf(task.blocks.begin), last = form_.groupOf(task.blocks.end - 1) + 1;
+    const GroupScalesOf of{
+        task.n, task.count, form_.groups, form_.groupOf(task.blocks.begin), form_.groupOf(task.blocks.end - 1) + 1};
     const Scales& own = linear_.scales;
-    for (int64_t g = first; g < last; g += kLanes) {
-      const int64_t count = std::min<int64_t>(last - g, kLanes);
-      const GroupScalesOf of{task.n, task.count, form_.groups, g, count};
-      loadGroups(scales_ + (g - first) * kLanes, own.type, own.scale, of);
-      if (own.shift) {
-        loadGroups(shifts_ + (g - first) * kLanes, Type::kFloat32, own.shift, of);
-      }
+    loadGroups(scales_, own.type, own.scale, of);
+    if (own.shift) {
+      loadGroups(shifts_, Type::kFloat32, own.shift, of);
     }
   }
 
   template <Coding C>
   void meetCodes(const Task& task, int64_t t, int64_t row) {
+    constexpr int most = kBlockWords<C>;
+    const bool alone = form_.perGroup == 1;
+    if (blockWords_ == most) {
+      alone ? meetRows<C, most, true>(task, t, row) : meetRows<C, most, false>(task, t, row);
+    } else if (blockWords_ == most / 2 && alone) {
+      meetRows<C, most / 2, true>(task, t, row);
+    } else {
+      meetRows<C, 0, false>(task, t, row);
+    }
+  }
+
+  template <Coding C, int Words, bool Alone>
+  void meetRows(const Task& task, int64_t t, int64_t row) {
     using Meet = void (RoundedLanes::*)(const Task&, int64_t, int64_t);
     static constexpr auto kMeet = []<size_t... R>(std::index_sequence<R...>) {
-      return std::array<Meet, kRoundedRows>{&RoundedLanes::multiply<C, R + 1>...};
+      return std::array<Meet, kRoundedRows>{&RoundedLanes::multiply<C, R + 1, Words, Alone>...};
     }(std::make_index_sequence<kRoundedRows>());
     const auto [first, last] = input_.tileRows(t);
     (this->*kMeet[last - first - 1])(task, t, row);
   }
 
-  template <Coding C, int R>
+  // Blocks have so many words, or where `Words` is 0, any number. Where `Alone`, each is a group.
+  template <Coding C, int R, int Words, bool Alone>
   void multiply(const Task& task, int64_t t, int64_t row) {
-    const int64_t bytes = input_.blockBytes(), count = blockWords_, perGroup = form_.perGroup;
+    const int64_t count = Words > 0 ? Words : blockWords_, perGroup = form_.perGroup;
+    const int64_t bytes = Words > 0 ? Words * (isPacked(C) ? 8 : 4) : input_.blockBytes();
     const bool begins = task.blocks.begin == 0;
     const uint8_t* x = input_.codesOf(t, task.blocks.begin);
     const float* scales = input_.scalesOf(t) + task.blocks.begin * R;
     const float* ones = linear_.scales.shift ? input_.sumsOf(t) + form_.groupOf(task.blocks.begin) * R : nullptr;
-    const int32_t* negated = input_.negatedOf(t) + task.blocks.begin * R;
+    const int32_t* excess = input_.excessOf(t) + task.blocks.begin * R;
+    const BitVec used = broadcastBits(excess_);
     const uint32_t* words = words_;
     const float *scale = scales_, *shift = shifts_;
-    float* const state = sums_ + row * 2 * kLanes;
-    Vec inner[R], total[R];
+    float *const inner = sums_ + row * 2 * kLanes, *const total = inner + kLanes;
+    // What a group comes to so far; where each block is one, what all come to. The other sums are met once a group: they stay in memory.
+    Vec sums[R];
     forEach<R>([&](auto r) {
-      inner[r] = begins ? Vec{} : loadVec(state + 2 * r * kLanes);
-      total[r] = begins ? Vec{} : loadVec(state + (2 * r + 1) * kLanes);
+      sums[r] = begins ? Vec{} : loadVec((Alone ? total : inner) + 2 * r * kLanes);
+      if (begins && !Alone) {
+        storeVec(total + 2 * r * kLanes, Vec{});
+      }
     });
     int64_t in = task.blocks.begin % perGroup;
     for (int64_t b = task.blocks.begin; b < task.blocks.end; ++b) {
       IntVec dots[R];
-      forEach<R>([&](auto r) { dots[r] = (IntVec)broadcastBits(offset_ * negated[r]); });
-      if (count == kBlockWords) {
-        dot<C, R, kBlockWords>(dots, words, x, bytes, count);
-      } else if (count == kBlockWords / 2) {
-        dot<C, R, kBlockWords / 2>(dots, words, x, bytes, count);
-      } else if (count == kBlockWords / 4) {
-        dot<C, R, kBlockWords / 4>(dots, words, x, bytes, count);
-      } else {
-        dot<C, R, 0>(dots, words, x, bytes, count);
-      }
-      forEach<R>([&](auto r) { inner[r] = fuse(toFloats(dots[r]), broadcast(scales[r]), inner[r]); });
+      forEach<R>([&](auto r) { dots[r] = (IntVec)(repeatWord(excess + r) & used); });
+      dot<C, R, Words>(dots, words, x, bytes, count);
       words += count * kLanes;
       x += R * bytes;
+      excess += R;
+      const float* own = scales;
       scales += R;
-      negated += R;
-      if (++in < perGroup) {
-        continue;
+      if constexpr (!Alone) {
+        forEach<R>([&](auto r) { sums[r] = fuse(toFloats(dots[r]), broadcast(own[r]), sums[r]); });
+        if (++in < perGroup) {
+          continue;
+        }
+        in = 0;
       }
-      const Vec own = loadVec(scale);
+      const Vec by = loadVec(scale), plus = ones ? loadVec(shift) : Vec{};
       forEach<R>([&](auto r) {
-        total[r] = fuse(inner[r], own, total[r]);
-        inner[r] = Vec{};
+        if constexpr (Alone) {
+          sums[r] = fuse(toFloats(dots[r]) * broadcast(own[r]), by, sums[r]);
+          sums[r] = ones ? fuse(plus, broadcast(ones[r]), sums[r]) : sums[r];
+        } else {
+          const Vec all = fuse(sums[r], by, loadVec(total + 2 * r * kLanes));
+          storeVec(total + 2 * r * kLanes, ones ? fuse(plus, broadcast(ones[r]), all) : all);
+          sums[r] = Vec{};
+        }
       });
-      if (ones) {
-        const Vec by = loadVec(shift);
-        forEach<R>([&](auto r) { total[r] = fuse(by, broadcast(ones[r]), total[r]); });
-        ones += R;
-      }
+      ones += ones ? R : 0;
       scale += kLanes;
       shift += kLanes;
-      in = 0;
     }
-    forEach<R>([&](auto r) {
-      storeVec(state + 2 * r * kLanes, inner[r]);
-      storeVec(state + (2 * r + 1) * kLanes, total[r]);
-    });
+    forEach<R>([&](auto r) { storeVec((Alone ? total : inner) + 2 * r * kLanes, sums[r]); });
   }
 
-  // Of a block, of so many words where `Words` is not 0.
+  // Adds what a block comes to.
   template <Coding C, int R, int Words>
   static INLINE void dot(IntVec (&dots)[R], const uint32_t* words, const uint8_t* x, int64_t bytes, int64_t count) {
-    constexpr bool two = R <= kManyRows;  // of few rows two sums each, as one would wait for itself
+#if defined(STEP_SHORT_SUMS)
+    if constexpr (isPacked(C)) {
+      return dotShort<R, Words>(dots, words, x, bytes, count);
+    }
+#endif
+    constexpr bool two = R <= kWaitingRows;  // of few rows two sums each, as one would wait for itself
     IntVec others[R] = {};
     const auto add = [&](auto other, BitVec w, const uint8_t* at) __attribute__((always_inline)) {
       forEach<R>([&](auto r) __attribute__((always_inline)) {
@@ -297,9 +327,12 @@ class RoundedLanes {
         add(odd, w, x + 4 * j);
       }
     };
-    // g++ spills sums where it unrolls all of what many rows do with codes of 4 bits.
+    // g++ spills sums where it unrolls all of what many rows do with codes of 4 bits, or with many words.
     if constexpr (Words > 0 && (two || !isPacked(C))) {
-      forEach<Words>([&](auto j) { meet(j, std::bool_constant<j % 2 == 1>()); });
+      constexpr int part = two ? Words : std::min(Words, 8);
+      for (int64_t k = 0; k < Words; k += part) {
+        forEach<part>([&](auto j) { meet(k + j, std::bool_constant<j % 2 == 1>()); });
+      }
     } else {
       for (int64_t j = 0; j < count; ++j) {
         meet(j, std::false_type());
@@ -308,10 +341,34 @@ class RoundedLanes {
     forEach<R>([&](auto r) { dots[r] += others[r]; });
   }
 
+#if defined(STEP_SHORT_SUMS)
+  // The same of codes of 4 bits, whose products are added in 16 bits as long as they fit.
+  template <int R, int Words>
+  static INLINE void dotShort(IntVec (&dots)[R], const uint32_t* words, const uint8_t* x, int64_t bytes, int64_t count) {
+    for (int64_t k = 0; k < count; k += kShortWords, words += kShortWords * kLanes, x += kShortWords * 8) {
+      ShortVec sums[R] = {};
+      const auto meet = [&](int64_t j) __attribute__((always_inline)) {
+        const BitVec w = loadBits(words + j * kLanes), low = w & 0x0f0f0f0fu, high = w >> 4 & 0x0f0f0f0fu;
+        const uint8_t* at = x + 8 * j;
+        forEach<R>([&](auto r) __attribute__((always_inline)) { sums[r] += multiplyPairs(low, repeatWord(at + r * bytes)); });
+        forEach<R>([&](auto r) __attribute__((always_inline)) { sums[r] += multiplyPairs(high, repeatWord(at + r * bytes + 4)); });
+      };
+      if constexpr (Words > 0) {
+        forEach<kShortWords>(meet);
+      } else {
+        for (int64_t j = 0; j < std::min<int64_t>(count - k, kShortWords); ++j) {
+          meet(j);
+        }
+      }
+      forEach<R>([&](auto r) { dots[r] = addPairs(dots[r], sums[r]); });
+    }
+  }
+#endif
+
   const RoundedLanesInput& input_;
   const Linear& linear_;
   const RoundedForm& form_;
-  const int32_t offset_;  // what codes of weights have too much, as they are multiplied
+  const uint32_t excess_;  // all bits, where codes of weights are not met as what they stand for
   const int64_t blockWords_;
   uint32_t* const words_;
   float *const scales_, *const shifts_, *const sums_;

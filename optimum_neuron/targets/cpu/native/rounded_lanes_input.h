@@ -13,7 +13,8 @@ namespace step {
 namespace {
 
 // Of a tile, by rows that it has: of each block the codes of its rows, of 4 bits in the order of `place`; of each block what its rows'
-// scales are; of each block what its rows' codes come to, negated; of each group what its rows' sums are, where weights have shifts.
+// scales are; of each block what its rows' codes come to times what codes of weights have too much, negated; of each group what its rows'
+// sums are, where weights have shifts.
 constexpr int64_t kRoundedRows = kManyRegisters ? 8 : 4;
 
 struct RoundedLanesInput : TiledInput<kRoundedRows> {
@@ -32,13 +33,13 @@ struct RoundedLanesInput : TiledInput<kRoundedRows> {
     return static_cast<const uint8_t*>(packed) + first * stride + block * (last - first) * blockBytes();
   }
   const float* scalesOf(int64_t tile) const { return reinterpret_cast<const float*>(codesOf(tile, form.blocks())); }
-  const int32_t* negatedOf(int64_t tile) const {
+  const int32_t* excessOf(int64_t tile) const {
     const auto [first, last] = tileRows(tile);
     return reinterpret_cast<const int32_t*>(scalesOf(tile) + form.blocks() * (last - first));
   }
   const float* sumsOf(int64_t tile) const {
     const auto [first, last] = tileRows(tile);
-    return reinterpret_cast<const float*>(negatedOf(tile) + form.blocks() * (last - first));
+    return reinterpret_cast<const float*>(excessOf(tile) + form.blocks() * (last - first));
   }
 
   // A word of 8 codes of 4 bits meets two of x, of even columns and of odd ones.
@@ -57,7 +58,8 @@ struct RoundedLanesInput : TiledInput<kRoundedRows> {
     const int64_t count = last - first, own = row - first;
     auto* codes = const_cast<uint8_t*>(codesOf(tile, 0)) + own * blockBytes();
     auto *scales = const_cast<float*>(scalesOf(tile)) + own, *sums = const_cast<float*>(sumsOf(tile)) + own;
-    auto* negated = const_cast<int32_t*>(negatedOf(tile)) + own;
+    auto* excess = const_cast<int32_t*>(excessOf(tile)) + own;
+    const int32_t offset = isPacked(form.coding) ? static_cast<int32_t>(kInt4Middle) : kDotOffset;
     float sum = 0;
     for (int64_t block = 0; block < form.blocks(); ++block) {
       int8_t numbers[kRoundedBlock];
@@ -68,7 +70,7 @@ struct RoundedLanesInput : TiledInput<kRoundedRows> {
         std::memcpy(codes + block * count * blockBytes(), numbers, blockBytes());
       }
       scales[block * count] = rounded.scale;
-      negated[block * count] = -rounded.sum;
+      excess[block * count] = -offset * rounded.sum;
       if (form.hasShift) {
         sum = addSum(sum, rounded);
         if (form.endsGroup(block)) {

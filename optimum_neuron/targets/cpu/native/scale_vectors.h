@@ -3,7 +3,9 @@
 // Scales of groups as vectors: of a weight row those that lie side by side, or of a group those of several weight rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "codes.h"
 #include "rounded.h"
@@ -12,46 +14,61 @@
 namespace step {
 namespace {
 
-// Up to kLanes scales as float32; those behind the last are zero.
-INLINE Vec loadScales(Type type, const void* from, int64_t count) {
+// Up to kLanes scales of a type as float32; those behind the last are zero.
+template <class Kind>
+INLINE Vec loadScalesOf(const void* from, int64_t count) {
 #if defined(STEP_AVX512)
   const __mmask16 used = (1u << count) - 1;
-  if (type == Type::kFloat32) {
+  if constexpr (sizeof(typename Kind::Element) == sizeof(float)) {
     return _mm512_maskz_loadu_ps(used, from);
+  } else {
+    const __m256i halves = _mm256_maskz_loadu_epi16(used, from);
+    return std::is_same_v<Kind, Float16> ? (Vec)_mm512_maskz_cvtph_ps(kAll, halves)
+                                         : (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, halves) << 16);
   }
-  const __m256i halves = _mm256_maskz_loadu_epi16(used, from);
-  return type == Type::kFloat16 ? (Vec)_mm512_maskz_cvtph_ps(kAll, halves)
-                                : (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(kAll, halves) << 16);
 #else
-  Vec result{};
-  withKind(type, [&](auto kind) {
-    using Own = decltype(kind);
-    result = loadUpTo<Own>(static_cast<const typename Own::Element*>(from), count);
-  });
-  return result;
+  return loadUpTo<Kind>(static_cast<const typename Kind::Element*>(from), count);
 #endif
 }
+INLINE Vec loadScales(Type type, const void* from, int64_t count) {
+  Vec result{};
+  withKind(type, [&](auto kind) { result = loadScalesOf<decltype(kind)>(from, count); });
+  return result;
+}
 
-// Up to kLanes groups from `group` on, of `outputs` weight rows from `first` on that have `groups` each.
+// Groups from `group` to `end`, of `outputs` weight rows from `first` on that have `groups` each.
 struct GroupScalesOf {
-  int64_t first, outputs, groups, group, count;
+  int64_t first, outputs, groups, group, end;
 };
 
-// Writes a vector for each of these groups; outputs that are missing are copies of the last one. Memory is asked for those that follow, too.
-INLINE void loadGroups(float* to, Type type, const void* from, const GroupScalesOf& of) {
-  const int64_t size = sizeOf(type), row = of.groups * size;
-  const char* p = static_cast<const char*>(from) + of.first * row + of.group * size;
-  Vec groups[kLanes];
-  forEach<kLanes>([&](auto i) __attribute__((always_inline)) {
-    groups[i] = loadScales(type, p, of.count);
-    prefetchFar(p + kLanes * row);
-    p += i + 1 < of.outputs ? row : 0;
-  });
-  transpose(groups);
-  forEach<kLanes>([&](auto i) __attribute__((always_inline)) {
-    if (i < of.count) {
-      storeVec(to + i * kLanes, groups[i]);
-    }
+// Writes a vector for each of these groups, and on to a multiple of kLanes anything; outputs that are missing are copies of the last one.
+// Memory is asked for those that follow, too.
+template <class Kind>
+void loadGroupsOf(float* to, const typename Kind::Element* from, const GroupScalesOf& of) {
+  for (int64_t group = of.group; group < of.end; group += kLanes) {
+    // Vectors are whole where there are so many groups: the last one takes some again that lie before it.
+    const int64_t begin = std::max<int64_t>(std::min(group, of.groups - kLanes), 0), count = std::min<int64_t>(of.groups, kLanes);
+    const auto* p = from + of.first * of.groups + begin;
+    Vec scales[kLanes];
+    forEach<kLanes>([&](auto i) __attribute__((always_inline)) {
+      scales[i] = loadScalesOf<Kind>(p, count);
+      prefetchFar(p + kLanes * of.groups);
+      p += i + 1 < of.outputs ? of.groups : 0;
+    });
+    transpose(scales);
+    const int64_t again = group - begin;
+    forEach<kLanes>([&](auto i) __attribute__((always_inline)) {
+      if (i >= again) {
+        storeVec(to + (i - again) * kLanes, scales[i]);
+      }
+    });
+    to += kLanes * kLanes;
+  }
+}
+inline void loadGroups(float* to, Type type, const void* from, const GroupScalesOf& of) {
+  withKind(type, [&](auto kind) {
+    using Kind = decltype(kind);
+    loadGroupsOf<Kind>(to, static_cast<const typename Kind::Element*>(from), of);
   });
 }
 

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of codes against plain ones, with the defaults of an export: decode steps of few rows, and prefill.
+
+Each instruction set has a process of its own, in which artifacts of one model take turns. A ratio is the median over rounds of the plain
+weights' time over the format's: below 1 the format is slower, and its row is marked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimum_neuron.cli import add_option, reported_errors
+
+from ..machine import describe_machine, warn_if_busy
+from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
+from ..output import Table, publish
+from ..section import Compared, Report, Section
+
+
+if TYPE_CHECKING:
+    from optimum_neuron.targets.cpu.host import InstructionSet
+
+    from ..systems import System
+
+EXAMPLES = """
+examples:
+  python -m benchmark.generate.formats --artifacts build/artifacts --json build/benchmark/formats.json
+  python -m benchmark.generate.formats --instruction-sets avx2 --rows 1 2 4 8 16 32
+  python -m benchmark.generate.formats --formats int8 --rows 1 --context 8 --prompt-length 8 --steps 2 --rounds 1      # does it run?
+"""
+PLAIN, PREFILL = "plain", "prefill"
+# Checkpoint: the codes of a .gguf file or of a quantized checkpoint as they are.
+FORMATS = ("int8", "int4", "checkpoint")
+# Milliseconds round by round: by a format and its activations, then by the rows of a step or PREFILL.
+Times = dict[tuple[str, str | None], dict[str, list[float]]]
+
+
+def parse_arguments() -> Namespace:
+    """Return the options; needs no torch, so that --help is quick."""
+    parser = make_parser("generate.formats", __doc__, EXAMPLES)
+    what = parser.add_argument_group("what to measure")
+    add_model_options(what)
+    formats_help = "of weights, against plain ones; checkpoint keeps the codes of a file that has some"
+    add_option(what, "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help=formats_help)
+    sets_help = (
+        "to compile kernels for (default: OPTIMUM_NEURON_CPU's, or all of this CPU that compute with long vectors)"
+    )
+    add_option(what, "--instruction-sets", nargs="+", metavar="SET", default=None, help=sets_help)
+    rows_help = "live rows of a decode step"
+    add_option(what, "--rows", nargs="+", type=positive, metavar="ROWS", default=[1, 8], help=rows_help)
+    add_option(what, "--context", type=positive, metavar="TOKENS", default=256, help="in the cache of each row")
+    add_option(what, "--prompt-length", type=positive, metavar="TOKENS", default=512, help="of a prefill")
+    add_option(what, "--steps", type=positive, metavar="STEPS", default=16, help="of a turn")
+    add_option(what, "--rounds", type=positive, metavar="ROUNDS", default=9, help="of all formats in turn")
+    add_file_options(parser)
+    args = parser.parse_args()
+    args.rows = sorted(set(args.rows))
+    return args
+
+
+def main() -> int:
+    """Run the benchmark; return the exit code."""
+    args = parse_arguments()
+    with reported_errors():
+        from optimum_neuron.targets.cpu.host import CPU_VARIABLE
+
+        warn_if_busy()
+        sets = chosen_sets(args.instruction_sets)
+        results: list[dict[str, Any]] = []
+        with artifacts_folder(args.artifacts) as folder:
+            for each in sets:
+                if os.environ.get(CPU_VARIABLE) == each.name:
+                    # Which activations an export rounds depends on the instruction set.
+                    own = summarize(each.name, measure(args, folder / each.name))
+                else:
+                    own = apart(each, folder)
+                results += own
+        report = {"benchmark": "formats", "dtype": args.dtype, "machine": describe_machine(), "results": results}
+        SECTION.show(report)
+        publish(report, args.json)
+    return 0
+
+
+def chosen_sets(names: list[str] | None) -> list[InstructionSet]:
+    """Return the instruction sets to measure.
+
+    Raises:
+        ValueError: this machine lacks one.
+    """
+    from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_set, instruction_sets
+
+    if names is None:
+        return (
+            [instruction_set()]
+            if os.environ.get(CPU_VARIABLE)
+            else [each for each in instruction_sets() if each.needs]
+        )
+    own = {each.name: each for each in instruction_sets()}
+    for name in names:
+        if name not in own:
+            raise ValueError(f"--instruction-sets {name} is none of this machine's; choose of {', '.join(own)}")
+    return [own[name] for name in dict.fromkeys(names)]
+
+
+def apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
+    """Measure in a process that is held to an instruction set.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    from optimum_neuron.targets.cpu.host import CPU_VARIABLE
+
+    options = [*sys.argv[1:], "--instruction-sets", chosen.name, "--artifacts", str(folder)]
+    environment = os.environ | dict(chosen.torch) | {CPU_VARIABLE: chosen.name}
+    command = [sys.executable, "-m", "benchmark.generate.formats", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"measuring with {CPU_VARIABLE}={chosen.name} failed; stderr says why")
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["results"]
+    return results
+
+
+def measure(args: Namespace, folder: Path) -> Times:
+    """Return the times of all rounds but a first one."""
+    import torch
+
+    from ..systems import timed_call
+    from .decode import Case, turn
+
+    systems = load(args, folder)
+    vocabulary = systems[PLAIN].model.artifact.model.vocab_size
+    prompt = torch.randint(3, vocabulary, (1, args.prompt_length), generator=torch.Generator().manual_seed(0))
+    times: Times = {}
+    for number in range(args.rounds + 1):
+        for name, system in systems.items():
+            runner = system.model.runner
+            spent = {
+                str(rows): turn(runner, Case(args.rows[-1], rows, args.context), args.steps) for rows in args.rows
+            } | {PREFILL: 1e3 * timed_call(system, prompt, 1).first_token}
+            for case, ms in spent.items():
+                own = times.setdefault((name, runner.config.activations), {}).setdefault(case, [])
+                own.extend([ms] if number else [])
+    return times
+
+
+def load(args: Namespace, folder: Path) -> dict[str, System]:
+    """Export the model in each format, and load it."""
+    from dataclasses import replace
+
+    from ..model import default_model, export
+    from ..systems import artifact_config, load_ours
+
+    longest = max(args.prompt_length + 1, args.context + args.steps)
+    config = artifact_config(args.dtype, "cpu", args.rows[-1], longest)
+    model, systems = args.model or default_model(), {}
+    for name in (PLAIN, *args.formats):
+        own = config if name == PLAIN else replace(config, quantization=name)
+        systems[name] = load_ours(export(model, own, folder).path)
+    return systems
+
+
+def summarize(instruction_set: str, times: Times) -> list[dict[str, Any]]:
+    """Return a record for each format and case; a ratio compares times of one round."""
+    plain = next(cases for (name, _), cases in times.items() if name == PLAIN)
+    results = []
+    for (name, activations), cases in times.items():
+        for case, ms in cases.items():
+            ratio = statistics.median(other / own for other, own in zip(plain[case], ms, strict=True))
+            results.append(
+                {
+                    "instruction_set": instruction_set,
+                    "format": name,
+                    "activations": activations,
+                    "case": case,
+                    "ms": statistics.median(ms),
+                    "times_plain": ratio,
+                    "lost": ratio < 1,
+                }
+            )
+    return results
+
+
+def step_of(record: dict[str, Any]) -> str:
+    """Return the name of a case."""
+    return record["case"] if record["case"] == PREFILL else f"{record['case']} rows"
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each instruction set."""
+    for name in dict.fromkeys(each["instruction_set"] for each in report["results"]):
+        table = Table(f"Compiled for {name}", ("weights", "activations", "step"), ("ms", "times as fast as plain"))
+        for each in report["results"]:
+            if each["instruction_set"] == name:
+                numbers = f"{each['ms']:.2f}", f"{each['times_plain']:.2f}"
+                table.add_row(each["format"], each["activations"] or "", step_of(each), *numbers)
+        yield table
+
+
+def compared(report: Report) -> Iterator[Compared]:
+    """Each format with plain weights, by the median of rounds."""
+    for each in report["results"]:
+        if each["format"] != PLAIN:
+            what = f"{each['format']} {step_of(each)}"
+            plain = {"plain weights": each["ms"] * each["times_plain"]}
+            yield Compared(each["instruction_set"], what, each["ms"], plain, more=False)
+
+
+ABOUT = """Weights of codes and plain ones, with the defaults of an export, each instruction set in a process that plays a CPU that has no more. \
+[How it is measured](../benchmark/README.md#generate)."""
+SECTION = Section("Formats of weights", ABOUT, tables, compared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
