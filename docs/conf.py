@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"optimum_neuron\.(runtime\.(runner\.GraphRunner|process\.OwnProcess)|artifacts\.artifact\.Artifact|targets\.Executable"
+        r"optimum_neuron\.(runtime\.(runner\.GraphRunner|process\.OwnProcess)|artifacts\.artifact\.Artifact|targets\.(Executable|CompileJob)"
         r"|engine\.stream\.Mailbox|continuous_batching\.requests\.RequestFactory)",
     ),
     ("py:(exc|class)", "[A-Z][A-Za-z]+"),  # ours, without their modules

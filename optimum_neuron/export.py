@@ -108,6 +108,7 @@ def export_model(
         FileExistsError: `output` is taken.
         OSError: the disk is full.
         RuntimeError: compiling failed, or there is no compiler, or an adapter was named and PEFT is not installed.
+        TypeError: `certify` is no function.
     """
     config = NeuronConfig() if config is None else config
     if task not in TASKS:
@@ -115,6 +116,10 @@ def export_model(
     config = dataclasses.replace(config, target=resolve_target(config.target))
     target = get_target(config.target)
     target.check(config)
+    if certify is not None and not callable(certify):
+        raise TypeError(
+            f"certify={certify!r} is no function; pass targets.neuron.certificate.certify_export, or leave it out"
+        )
     if certify is not None and config.target not in HLO_TARGETS:
         raise ValueError(
             f"target={config.target!r} has no graphs in HLO to certify, as {', '.join(HLO_TARGETS)} have; leave out --certify (certify)"

@@ -408,6 +408,14 @@ def test_sizes_follow_the_target_that_auto_stands_for(
     assert checked[0].context_buckets == (256, 1024)
 
 
+def test_a_certifier_that_is_no_function_is_refused(tiny_checkpoint: Path, output: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"certify=True is no function; pass targets\.neuron\.certificate\.certify_export"
+    ):
+        export_model(tiny_checkpoint, output, certify=True)  # type: ignore[arg-type]  # as a user may
+    assert not output.exists()
+
+
 def test_another_task_is_refused(tiny_checkpoint: Path, output: Path) -> None:
     with pytest.raises(ValueError, match=r"task='fill-mask' is not supported; choose one of text-generation"):
         export_model(tiny_checkpoint, output, config=tiny_config(), task="fill-mask")

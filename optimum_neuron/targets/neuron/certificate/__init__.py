@@ -32,5 +32,5 @@ def certify_export(model: PreTrainedModel, job: CompileJob) -> None:
     """
     from .certify import certify
 
-    with progress.stage("Executing graphs beside the eager step"):
+    with progress.stage("Comparing executed graphs with the eager step"):
         certify(model, job).write(job.folder)
