@@ -124,5 +124,5 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any, reason: str) -> ValueError:
-    shown = f"={value!r}" if isinstance(value, bool | int | float | str | list | tuple | dict) else ""
-    return ValueError(f"{name}{shown} is not supported: {reason}; leave it out")
+    asked = f"{name}={value!r}" if isinstance(value, bool | int | float | str | list | tuple | dict) else name
+    return ValueError(f"{asked} is not supported: {reason}; leave it out")
