@@ -212,7 +212,6 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
 
 
 def _fitting(lengths: Sequence[int], config: NeuronConfig, most: int) -> int:
-    """How many of these rows, from the first on, fit into so many blocks together."""
     return int(np.searchsorted(np.cumsum([config.blocks_of(length) for length in lengths]), most, side="right"))
 
 
@@ -281,7 +280,6 @@ def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[Chunk], D
 
 
 def _no_device_memory(target: str) -> str:
-    """Why device memory cannot be told here; empty where it can."""
     if target not in NEURON_TARGETS:
         return f"target {target} has no device"
     if shutil.which(MONITOR) is None:

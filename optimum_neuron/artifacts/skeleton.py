@@ -101,8 +101,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: boo
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Gives tensors their types as transformers loads them: some stay in float32 in a model of a 16-bit type, such as what is added
-    to a router's scores."""
+    """Give tensors their types as transformers loads them: some stay in float32, such as what is added to a router's scores."""
     names = re.compile(
         "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)) or "(?!)"
     )

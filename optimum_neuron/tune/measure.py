@@ -78,8 +78,6 @@ class Measured(NamedTuple):
 
 
 class _Taken:
-    """Times of steps by one runner."""
-
     def __init__(self, runner: TimedRunner, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
         self.taken: dict[_Step, list[float]] = {}
@@ -117,11 +115,9 @@ class _Taken:
         return statistics.median(self.taken[step])
 
     def ratios(self) -> tuple[float, ...]:
-        """Of all runs, over the median of their step."""
         return tuple(spent / self.median(step) for step, times in self.taken.items() for spent in times)
 
     def spread(self) -> float:
-        """As in `Measured`."""
         halves = [
             np.subtract(*np.percentile(times, (75, 25))) / self.median(step) for step, times in self.taken.items()
         ]

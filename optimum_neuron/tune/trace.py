@@ -77,12 +77,10 @@ class Trace:
         )
 
     def first(self, count: int) -> Trace:
-        """The requests that came first."""
         return Trace(self.requests[:count], self.name)
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
         return self.requests[-1].arrival
 
     @property

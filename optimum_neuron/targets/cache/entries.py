@@ -131,11 +131,7 @@ def read_record(entry: Path) -> dict[str, str]:
 
 
 def copy_code(entry: Path, suffix: str, copy: Path) -> str:
-    """Copies a file of code; returns its digest.
-
-    Raises:
-        BrokenError: it cannot be read, or somebody else may have written it.
-    """
+    """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
     return copy_file(entry / (CODE + suffix), copy)
 
 
@@ -164,7 +160,6 @@ def check_code(entry: Path) -> dict[str, str]:
 
 
 def check_digest(suffix: str, found: str, expected: str) -> None:
-    """Raises BrokenError where a file of code has another digest than the record says."""
     if found != expected:
         raise BrokenError(f"{CODE}{suffix} is not what was stored")
 

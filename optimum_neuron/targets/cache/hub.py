@@ -83,14 +83,7 @@ def sync(
 
 
 def shared_entries(repo: str, *, revision: str | None = None, token: str | None = None) -> dict[str, set[str]]:
-    """The entries that a repository has by name, <kind>/<key>, and the files of each; nothing is downloaded.
-
-    Args:
-        repo, revision, token: as in `sync`.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.told` says.
-    """
+    """List the entries that a repository has by name, <kind>/<key>, with the files of each; raise as `sync` does."""
     branch = revision or _MAIN
     with told(repo, branch):
         return _listed(HfApi(token=token), repo, branch)[1]

@@ -209,19 +209,11 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
 
 
 def _calls(artifact: Artifact) -> dict[str, tuple[str, ...]]:
-    """The inputs of each step by name, in the order in which an executable takes them."""
     return {spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs}
 
 
 def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
-    """The descriptions of all graphs, which are those of the manifest.
-
-    Args:
-        folder: the artifact's, or one whose graphs were made anew.
-
-    Raises:
-        ArtifactError: a graph is missing, or is another one.
-    """
+    """Read the descriptions of the graphs in a folder; ArtifactError: one is missing, or is not the manifest's."""
     described = {}
     for name in graph_names(artifact):
         path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)

@@ -113,7 +113,6 @@ def expect(
 
 
 def _subject(state: str) -> str:
-    """A kind of state, in words."""
     kind = "snapshots" if state.startswith(SNAPSHOTS) else "states"
     return f"{kind}: {state.removeprefix(SNAPSHOTS).removeprefix(CACHE).split('_')[0]}"
 

@@ -61,7 +61,6 @@ class AttentionSizes:
 
     @property
     def token_elements(self) -> int:
-        """Cached elements per token."""
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -103,12 +102,10 @@ class CoreSizes:
 
     @property
     def heads(self) -> int:
-        """Query heads of all attention layers."""
         return sum(layer.layers * layer.heads for layer in self.attention)
 
     @property
     def depth(self) -> int:
-        """Layers, of attention, of convolutions and of recurrences."""
         return self.spec.depth
 
     @property
@@ -232,12 +229,7 @@ def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], 
 
 
 def _channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
-    """Of a convolution, on each core.
-
-    Args:
-        layer: that has a recurrence beside it, of which a core has some heads.
-        shared: numbers of the layers that are convolutions alone, of which it has some channels.
-    """
+    """Return how many channels of a convolution each core has: those beside its heads of a recurrence, or an equal share."""
     own = None if layer is None else plan.channels(layer, state.index, 0)
     if own is not None:
         return len(own)

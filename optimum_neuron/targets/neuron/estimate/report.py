@@ -42,7 +42,6 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def model_line(report: Report) -> str:
-    """The model and the sizes asked for."""
     sizes, config = report.sizes, report.estimates[0].config
     used = f", {sizes.active_parameters / 1e9:,.2f} B of them per token" if sizes.has_experts else ""
     return (
@@ -177,7 +176,6 @@ def sentences(report: Report) -> list[str]:
 
 
 def _kept(report: Report) -> StateSizes:
-    """Of the whole model."""
     return StateSizes.of(state_specs(report.estimates[0].config, report.sizes.spec))
 
 
