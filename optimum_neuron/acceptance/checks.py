@@ -73,10 +73,11 @@ def check_artifact(
         ranks = replace(ranks, capture=capture)
     else:
         ranks.refuse(artifact.target)
+    devices = find_devices()
     report = Report(
         {
             "torch": torch.__version__,
-            "devices": _devices(),
+            "devices": None if devices is None else asdict(devices),
             "target": artifact.target,
             "config": artifact.config.to_dict(),
             "data": artifact.manifest["target_data"],
@@ -305,8 +306,3 @@ def _measure_memory() -> dict[str, Any]:
         for entry in json.loads(line)["neuron_runtime_data"]
     ]
     return {"device GB": round(sum(used) / 1e9, 2)}
-
-
-def _devices() -> dict[str, Any] | None:
-    found = find_devices()
-    return None if found is None else asdict(found)

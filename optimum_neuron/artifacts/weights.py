@@ -182,16 +182,13 @@ def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     check_memory(specs)
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
     sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
-    block, states, start = _allocate(sum(sizes)), {}, 0
+    block = torch.frombuffer(zeroed(sum(sizes)), dtype=torch.uint8)[: sum(sizes)]
+    states, start = {}, 0
     for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
         used = math.prod(spec.shape) * dtype.itemsize
         states[spec.name] = block[start : start + used].view(dtype).view(spec.shape)
         start += size
     return states
-
-
-def _allocate(size: int) -> Tensor:
-    return torch.frombuffer(zeroed(size), dtype=torch.uint8)[:size]
 
 
 def _aligned(size: int) -> int:

@@ -27,6 +27,7 @@ from .step_times import ChunkTimes, Curve, LiveTimes
 
 # Rounds over all steps, and in each of them runs of a step: at least so many, and more while they are short.
 ROUNDS, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 2, 8, 0.1
+STAGES = ROUNDS + 1
 # Steps behind a pause, and seconds of it: as long as a server waits for the next request.
 PAUSES, PAUSE_S = 12, 0.15
 # Chunks of fewer tokens than the first are as slow as decode rows are; between two of these, times grow evenly.
@@ -128,7 +129,7 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
     """Measures all graphs of an artifact of the cpu target.
 
     Args:
-        advance: called `count_stages` times.
+        advance: called `STAGES` times.
 
     Raises:
         ValueError: the cache has blocks.
@@ -153,11 +154,6 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
     runner.reset_all()
     times = plan.times(watch, host, copied, after)
     return Measured(times, sum(map(len, watch.taken.values())), watch.spread())
-
-
-def count_stages(config: NeuronConfig) -> int:
-    """How often `measure` advances."""
-    return ROUNDS + 1
 
 
 class _Plan:

@@ -130,12 +130,8 @@ def read_record(entry: Path) -> dict[str, str]:
     return digests
 
 
-def copy_code(entry: Path, suffix: str, copy: Path) -> str:
-    """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
-    return copy_file(entry / (CODE + suffix), copy)
-
-
 def copy_file(source: Path, copy: Path) -> str:
+    """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
     digest = hashlib.sha256()
     with explained_full_disk(copy.parent, "name an output folder on another disk"), copy.open("wb") as output:
         for piece in _pieces(source):

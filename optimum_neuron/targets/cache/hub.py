@@ -25,7 +25,7 @@ from .entries import (
     BrokenError,
     check_code,
     check_digest,
-    copy_code,
+    copy_file,
     list_entries,
     read_about,
     read_record,
@@ -168,5 +168,5 @@ def _copy(name: str, copy: Path) -> None:
     copy.mkdir(parents=True, mode=0o700)
     digests = read_record(entry)
     for suffix, digest in digests.items():
-        check_digest(suffix, copy_code(entry, suffix, copy / (CODE + suffix)), digest)
+        check_digest(suffix, copy_file(entry / (CODE + suffix), copy / (CODE + suffix)), digest)
     write_documents(copy, digests, read_about(entry))

@@ -180,9 +180,8 @@ class _Writer:
             if slot in busy or (self._slots > 2 and (slot + turn) % 3 == 2):
                 continue
             follows = self._lengths[slot] if 0 < self._lengths[slot] < context else context // 2
-            if (
-                spec.kv_block_size is not None
-            ):  # blocks hold no text of the slot's own, and long rows have full ones to share
+            # Blocks hold no text of the slot's own, and long rows have full ones to share.
+            if spec.kv_block_size is not None:
                 follows = context * 2 // 3
             positions[slot] = context - 1 if (slot + turn) % 2 == 0 else follows
         return positions

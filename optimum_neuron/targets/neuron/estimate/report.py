@@ -53,18 +53,8 @@ def model_line(report: Report) -> str:
 
 def _memory_table(report: Report) -> Table:
     table = _table("GiB per core; largest sizes with the others as asked")
-    for header in (
-        "tp",
-        "weights",
-        "KV",
-        "activ.",
-        "graphs",
-        "total",
-        "of",
-        "fits",
-        "largest\nbatch",
-        "longest\nlength",
-    ):
+    parts = ("weights", "KV", "activ.", "graphs", "total", "of")
+    for header in ("tp", *parts, "fits", "largest\nbatch", "longest\nlength"):
         table.add_column(header, justify="right", no_wrap=True)
     for _, group in groupby(report.estimates, lambda one: one.config.target):
         for one in group:
