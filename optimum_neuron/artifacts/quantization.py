@@ -45,11 +45,7 @@ def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
 
 
 def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
-    """The quantized weights of a folder's model by name.
-
-    Raises:
-        ValueError: the file is there, and is not one of these.
-    """
+    """Return the quantized weights of a folder's model by name, or raise ValueError for a file that is none of these."""
     path = folder / QUANTIZATION_NAME
     if not path.is_file():
         return {}

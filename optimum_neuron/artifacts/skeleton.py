@@ -32,11 +32,7 @@ _LONGEST_REASON = 400
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """A folder's config.json.
-
-    Raises:
-        ValueError: transformers cannot read it.
-    """
+    """Return a folder's config.json, or raise ValueError where transformers cannot read it."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of whatever class of transformers the file names
@@ -51,11 +47,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> GenerationConfig:
-    """An artifact's generation_config.json, or where it has none what follows from its config.
-
-    Raises:
-        ValueError: transformers cannot read it.
-    """
+    """Return an artifact's defaults of generation, or raise ValueError where transformers cannot read them."""
     if GENERATION_CONFIG_NAME not in artifact.manifest["files"]:
         return GenerationConfig.from_model_config(config)
     try:

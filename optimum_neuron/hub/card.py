@@ -132,11 +132,7 @@ def _digest(text: str) -> str:
 
 
 def own_words(path: Path) -> str | None:
-    """Return a README.md that a person wrote or changed; None where there is none.
-
-    Raises:
-        ValueError: it is no text.
-    """
+    """Return a README.md that a person wrote or changed, if there is one; raise ValueError where it is no text."""
     if not path.is_file():
         return None
     try:

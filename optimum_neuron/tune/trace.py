@@ -59,11 +59,7 @@ class Trace:
 
     @classmethod
     def of(cls, requests: Sequence[TracedRequest], name: str) -> Trace:
-        """From requests in any order.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Sort requests by their arrival; raise ValueError where there are none."""
         if not requests:
             raise ValueError(f"{name} holds no requests; give a line for each")
         ordered = sorted(requests, key=lambda request: request.arrival)

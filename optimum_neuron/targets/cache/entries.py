@@ -111,11 +111,7 @@ def write_documents(entry: Path, digests: Mapping[str, str], about: About) -> No
 
 
 def read_record(entry: Path) -> dict[str, str]:
-    """Digests of code by suffix.
-
-    Raises:
-        BrokenError: there is no record, it is none, or somebody else may have written it.
-    """
+    """Return digests of code by suffix, or raise BrokenError where the record is missing, damaged or not to be trusted."""
     path = entry / RECORD
     try:
         for each in (entry, path):
@@ -141,11 +137,7 @@ def copy_file(source: Path, copy: Path) -> str:
 
 
 def check_code(entry: Path) -> dict[str, str]:
-    """The record of an entry whose files of code are all what was stored.
-
-    Raises:
-        BrokenError: one is not.
-    """
+    """Return the record of an entry, or raise BrokenError where a file of code is not what was stored."""
     digests = read_record(entry)
     for suffix, expected in digests.items():
         digest = hashlib.sha256()

@@ -69,11 +69,7 @@ class CompileCache:
         return True
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A folder to compile in, on the disk of the cache.
-
-        Raises:
-            OSError: the disk is full, or the cache may only be read.
-        """
+        """Return a folder to compile in, as `scratch_folder`."""
         return scratch_folder(self.folder)
 
     def store(self, key: str, scratch: Path, stem: str, folder: Path, about: About) -> None:

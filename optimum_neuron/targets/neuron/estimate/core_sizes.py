@@ -117,11 +117,7 @@ class CoreSizes:
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
-    """What each core has of a model that several share.
-
-    Raises:
-        ValueError: the model cannot be shared by as many.
-    """
+    """Return what each core has of a model, or raise ValueError where as many cannot share it."""
     shapes, spec, heads = _shares(sizes, tensor_parallel_size)
     local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
     params: dict[Kind, int] = defaultdict(int)
