@@ -6,13 +6,12 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 from optimum.commands.register.graph_options import add_graph_options, config_options
 
-from optimum_neuron.cli import add_option, console, explain, graph_table, reported_errors
+from optimum_neuron.cli import add_option, console, explain, graph_table, hub_options, reported_errors
 from optimum_neuron.config import NeuronConfig
 
 
@@ -59,33 +58,42 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         )
         devices = add_graph_options(parser, basics)
         _add_model_options(parser)
-        _add_output_options(basics, devices)
+        basics.add_argument(
+            "--overwrite", action="store_true", help="replace the artifact that the output folder holds"
+        )
+        devices.add_argument(
+            "--certify",
+            action="store_true",
+            help="also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect --verify`; takes about "
+            "as long as all else",
+        )
 
+    @reported_errors("interrupted; nothing was written")
     def run(self) -> None:
         args = self.args
-        with reported_errors("interrupted; nothing was written"):
-            # Before torch is imported: a wrong size is reported at once.
-            config = NeuronConfig.from_dict(config_options(vars(args)))
-            from optimum_neuron.export import export_model
-            from optimum_neuron.targets.neuron.certificate import certify_export
+        # Before torch is imported: a wrong size is reported at once.
+        config = NeuronConfig.from_dict(config_options(vars(args)))
+        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.export import export_model
+        from optimum_neuron.targets.neuron.certificate import certify_export
 
-            start = time.perf_counter()
-            path = export_model(
-                args.model,
-                args.output,
-                config=config,
-                task=args.task,
-                revision=args.revision,
-                token=args.token,
-                trust_remote_code=args.trust_remote_code,
-                adapter=args.adapter,
-                dequantize=args.dequantize,
-                quantization_calibration=args.quantization_calibration,
-                certify=certify_export if args.certify else None,
-                overwrite=args.overwrite,
-            )
-            _print_summary(path, time.perf_counter() - start)
-            print(path)
+        start = time.perf_counter()
+        path = export_model(
+            args.model,
+            args.output,
+            config=config,
+            task=args.task,
+            **hub_options(args),
+            adapter=args.adapter,
+            dequantize=args.dequantize,
+            quantization_calibration=args.quantization_calibration,
+            certify=certify_export if args.certify else None,
+            overwrite=args.overwrite,
+        )
+        artifact = Artifact.open(path)
+        title = f"{len(artifact.graphs)} graphs for {artifact.target}, exported in {time.perf_counter() - start:.1f} s"
+        console(stderr=True).print(graph_table(artifact, title))
+        print(path)
 
 
 def _add_model_options(parser: ArgumentParser) -> None:
@@ -113,24 +121,6 @@ def _add_model_options(parser: ArgumentParser) -> None:
         "their inputs are large (default: weights are rounded by themselves)",
     )
     group.add_argument("--task", choices=TASKS, default=TASKS[0], help="what the model is for (default: %(default)s)")
-
-
-def _add_output_options(basics: Any, devices: Any) -> None:
-    basics.add_argument("--overwrite", action="store_true", help="replace the artifact that the output folder holds")
-    devices.add_argument(
-        "--certify",
-        action="store_true",
-        help="also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect --verify`; takes about "
-        "as long as all else",
-    )
-
-
-def _print_summary(path: Path, seconds: float) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-
-    artifact = Artifact.open(path)
-    title = f"{len(artifact.graphs)} graphs for {artifact.target}, exported in {seconds:.1f} s"
-    console(stderr=True).print(graph_table(artifact, title))
 
 
 REGISTER_COMMANDS = [(NeuronExportCommand, ExportCommand)]

@@ -82,17 +82,17 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
         parser.add_argument("--verify", action="store_true", help="repeat what its certificate says, on this CPU")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            if self.args.trust_remote_code and not self.args.verify:
-                raise ValueError("--trust-remote-code is for --verify: nothing else of an artifact is run here")
-            outputs = [name for name in ("html", "json", "bench") if getattr(self.args, name) is not None]
-            if self.args.verify and outputs:
-                raise ValueError(f"--verify prints what it finds and writes no file; leave out --{outputs[0]}")
-            if not self.args.verify:
-                _inspect(self.args)
-            elif not _verify(self.args.artifact, trust_remote_code=self.args.trust_remote_code):
-                raise SystemExit(1)
+        if self.args.trust_remote_code and not self.args.verify:
+            raise ValueError("--trust-remote-code is for --verify: nothing else of an artifact is run here")
+        outputs = [name for name in ("html", "json", "bench") if getattr(self.args, name) is not None]
+        if self.args.verify and outputs:
+            raise ValueError(f"--verify prints what it finds and writes no file; leave out --{outputs[0]}")
+        if not self.args.verify:
+            _inspect(self.args)
+        elif not _verify(self.args.artifact, trust_remote_code=self.args.trust_remote_code):
+            raise SystemExit(1)
 
 
 class NeuronCommand(BaseOptimumCLICommand):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
@@ -17,6 +17,7 @@ from optimum_neuron.cli import (
     explain,
     refuse_existing,
     reported_errors,
+    run_options,
     write_json,
 )
 
@@ -79,35 +80,28 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            _bench(self.args)
+        args = self.args
+        from optimum_neuron.first_use import open_named
 
+        # Before torch is imported: wrong files and folders are reported at once.
+        refuse_existing("--json", args.json)
+        refuse_existing("--plot", args.plot)
+        if args.plot is not None:
+            check_plot(args.plot)
+        artifact = open_named(args)
 
-def _bench(args: Namespace) -> None:
-    from optimum_neuron.first_use import open_named
+        from optimum_neuron.bench.measure import Plan
+        from optimum_neuron.bench.report import plot, print_report
+        from optimum_neuron.bench.run import run_bench
 
-    # Before torch is imported: wrong files and folders are reported at once.
-    refuse_existing("--json", args.json)
-    refuse_existing("--plot", args.plot)
-    if args.plot is not None:
-        check_plot(args.plot)
-    artifact = open_named(args)
-
-    from optimum_neuron.bench.measure import Plan
-    from optimum_neuron.bench.report import plot, print_report
-    from optimum_neuron.bench.run import run_bench
-
-    plan = Plan.of(artifact.config, args.prompt_lengths, args.batch, args.context_length, args.new_tokens, args.repeat)
-    report = run_bench(
-        artifact,
-        plan,
-        trust_remote_code=args.trust_remote_code,
-        rank_python=args.rank_python,
-        rank_timeout=args.rank_timeout,
-    )
-    print_report(report, console())
-    if args.json is not None:
-        write_json(args.json, report.to_dict())
-    if args.plot is not None:
-        plot(report, args.plot)
+        plan = Plan.of(
+            artifact.config, args.prompt_lengths, args.batch, args.context_length, args.new_tokens, args.repeat
+        )
+        report = run_bench(artifact, plan, **run_options(args))
+        print_report(report, console())
+        if args.json is not None:
+            write_json(args.json, report.to_dict())
+        if args.plot is not None:
+            plot(report, args.plot)

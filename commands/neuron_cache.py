@@ -62,15 +62,15 @@ class CacheListCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, LS, "example:\n  optimum-cli neuron cache ls\n")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            from optimum_neuron.artifacts.user_cache import cache_root
-            from optimum_neuron.targets.cache.entries import list_entries
+        from optimum_neuron.artifacts.user_cache import cache_root
+        from optimum_neuron.targets.cache.entries import list_entries
 
-            entries = list_entries()
-            if entries:
-                _print_entries(entries, str(cache_root()))
-            console().print(f"{_count(entries)} in {cache_root()}", soft_wrap=True)
+        entries = list_entries()
+        if entries:
+            _print_entries(entries, str(cache_root()))
+        console().print(f"{_count(entries)} in {cache_root()}", soft_wrap=True)
 
 
 class CachePruneCommand(BaseOptimumCLICommand):
@@ -102,22 +102,22 @@ class CachePruneCommand(BaseOptimumCLICommand):
         )
         add_option(parser, "--dry-run", action="store_true", help="list what would be removed, and remove nothing")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, prune, size_limit
+        from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, prune, size_limit
 
-            largest = self.args.max_size
-            if largest is None and self.args.older_than is None:
-                largest = size_limit()
-                if largest is None:
-                    raise ValueError(
-                        f"nothing says what to remove; give --max-size or --older-than, or set {SIZE_VARIABLE}"
-                    )
-            removed, kept = prune(max_size=largest, older_than=self.args.older_than, dry_run=self.args.dry_run)
-            if removed:
-                _print_entries(removed, "would be removed" if self.args.dry_run else "removed")
-            would = "would be " if self.args.dry_run else ""
-            console().print(f"{_count(removed)} {would}removed; {_count(kept)} {would}left", soft_wrap=True)
+        largest = self.args.max_size
+        if largest is None and self.args.older_than is None:
+            largest = size_limit()
+            if largest is None:
+                raise ValueError(
+                    f"nothing says what to remove; give --max-size or --older-than, or set {SIZE_VARIABLE}"
+                )
+        removed, kept = prune(max_size=largest, older_than=self.args.older_than, dry_run=self.args.dry_run)
+        if removed:
+            _print_entries(removed, "would be removed" if self.args.dry_run else "removed")
+        would = "would be " if self.args.dry_run else ""
+        console().print(f"{_count(removed)} {would}removed; {_count(kept)} {would}left", soft_wrap=True)
 
 
 class CacheVerifyCommand(BaseOptimumCLICommand):
@@ -130,19 +130,19 @@ class CacheVerifyCommand(BaseOptimumCLICommand):
         explain(parser, VERIFY, "example:\n  optimum-cli neuron cache verify --remove\n")
         add_option(parser, "--remove", action="store_true", help="remove the entries that are not what was stored")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            from optimum_neuron.targets.cache.verify import verify
+        from optimum_neuron.targets.cache.verify import verify
 
-            checked = list(verify(remove=self.args.remove))
-            broken = [(entry, problem) for entry, problem in checked if problem is not None]
-            terminal = console()
-            for entry, problem in broken:
-                done = "removed" if self.args.remove else "run again with --remove"
-                terminal.print(f"{entry.path} is broken: {problem}; {done}", soft_wrap=True)
-            terminal.print(f"{_count([entry for entry, _ in checked])} checked, {len(broken)} broken")
-            if broken and not self.args.remove:
-                raise SystemExit(1)
+        checked = list(verify(remove=self.args.remove))
+        broken = [(entry, problem) for entry, problem in checked if problem is not None]
+        terminal = console()
+        for entry, problem in broken:
+            done = "removed" if self.args.remove else "run again with --remove"
+            terminal.print(f"{entry.path} is broken: {problem}; {done}", soft_wrap=True)
+        terminal.print(f"{_count([entry for entry, _ in checked])} checked, {len(broken)} broken")
+        if broken and not self.args.remove:
+            raise SystemExit(1)
 
 
 class CacheSyncCommand(BaseOptimumCLICommand):
@@ -160,25 +160,25 @@ class CacheSyncCommand(BaseOptimumCLICommand):
         add_option(ways, "--download-only", action="store_true", help="upload nothing")
         add_option(ways, "--upload-only", action="store_true", help="download nothing")
 
+    @reported_errors("interrupted; what was done stays")
     def run(self) -> None:
-        with reported_errors("interrupted; what was done stays"):
-            from optimum_neuron.targets.cache.hub import sync
+        from optimum_neuron.targets.cache.hub import sync
 
-            args = self.args
-            done = sync(
-                args.repo,
-                revision=args.revision,
-                token=args.token,
-                download=not args.upload_only,
-                upload=not args.download_only,
-            )
-            terminal = console()
-            for name, problem in done.refused.items():
-                terminal.print(f"{name} is broken, and was not taken: {problem}", soft_wrap=True)
-            counts = f"{len(done.downloaded)} downloaded, {len(done.uploaded)} uploaded, {len(done.refused)} broken"
-            terminal.print(f"{args.repo}: {counts}", soft_wrap=True)
-            if done.refused:
-                raise SystemExit(1)
+        args = self.args
+        done = sync(
+            args.repo,
+            revision=args.revision,
+            token=args.token,
+            download=not args.upload_only,
+            upload=not args.download_only,
+        )
+        terminal = console()
+        for name, problem in done.refused.items():
+            terminal.print(f"{name} is broken, and was not taken: {problem}", soft_wrap=True)
+        counts = f"{len(done.downloaded)} downloaded, {len(done.uploaded)} uploaded, {len(done.refused)} broken"
+        terminal.print(f"{args.repo}: {counts}", soft_wrap=True)
+        if done.refused:
+            raise SystemExit(1)
 
 
 class NeuronCacheCommand(BaseOptimumCLICommand):
@@ -187,13 +187,7 @@ class NeuronCacheCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="cache", help="Look at what was compiled on this machine, check it, make it smaller.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)
-        for command in (
-            CacheListCommand,
-            CacheLookupCommand,
-            CachePruneCommand,
-            CacheVerifyCommand,
-            CacheSyncCommand,
-        )
+        for command in (CacheListCommand, CacheLookupCommand, CachePruneCommand, CacheVerifyCommand, CacheSyncCommand)
     )
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_neuron.chat.settings import Settings, add_settings_options
-from optimum_neuron.cli import add_named_model, add_rank_options, explain, reported_errors
+from optimum_neuron.cli import add_named_model, add_rank_options, explain, reported_errors, run_options
 
 
 DESCRIPTION = '''\
@@ -48,30 +48,27 @@ class NeuronChatCommand(BaseOptimumCLICommand):
         add_settings_options(parser)
         add_rank_options(parser)
 
+    @reported_errors("\ninterrupted")
     def run(self) -> None:
-        with reported_errors("\ninterrupted"):
-            _chat(self.args)
+        args = self.args
+        settings = Settings.of(args)
+        start = time.perf_counter()
+        if sys.stdin.isatty():
+            print(f"loading {args.model} ...", file=sys.stderr, flush=True)
+        model, tokenizer = _load(args)
 
+        from optimum_neuron.chat.loop import Terminal, chat
+        from optimum_neuron.chat.session import ChatSession
 
-def _chat(args: Namespace) -> None:
-    settings = Settings.of(args)
-    start = time.perf_counter()
-    if sys.stdin.isatty():
-        print(f"loading {args.model} ...", file=sys.stderr, flush=True)
-    model, tokenizer = _load(args)
-
-    from optimum_neuron.chat.loop import Terminal, chat
-    from optimum_neuron.chat.session import ChatSession
-
-    with model.serve() as service:
-        session = ChatSession(model, service, tokenizer, settings, args.system)
-        terminal = Terminal()
-        if terminal.is_interactive:
-            terminal.note(
-                f"{args.model} loaded in {time.perf_counter() - start:.1f} s; {model.neuron_config.sequence_length:,} tokens "
-                f"fit; {session.kept}\n/help lists the commands, Ctrl-D leaves"
-            )
-        chat(session, terminal)
+        with model.serve() as service:
+            session = ChatSession(model, service, tokenizer, settings, args.system)
+            terminal = Terminal()
+            if terminal.is_interactive:
+                terminal.note(
+                    f"{args.model} loaded in {time.perf_counter() - start:.1f} s; {model.neuron_config.sequence_length:,} tokens "
+                    f"fit; {session.kept}\n/help lists the commands, Ctrl-D leaves"
+                )
+            chat(session, terminal)
 
 
 def _load(args: Namespace) -> tuple[Any, Any]:
@@ -89,10 +86,4 @@ def _load(args: Namespace) -> tuple[Any, Any]:
     artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
     tokenizer = load_tokenizer(artifact.path, args.model, trust_remote_code=args.trust_remote_code)
     check_template(tokenizer)
-    model = NeuronModelForCausalLM.from_pretrained(
-        artifact.path,
-        trust_remote_code=args.trust_remote_code,
-        rank_python=args.rank_python,
-        rank_timeout=args.rank_timeout,
-    )
-    return model, tokenizer
+    return NeuronModelForCausalLM.from_pretrained(artifact.path, **run_options(args)), tokenizer

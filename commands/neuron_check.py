@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,29 +69,25 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
             "--json", type=Path, metavar="FILE", help="write everything, with the devices and the artifact's sizes"
         )
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            if not _check(self.args):
-                raise SystemExit(1)
+        args = self.args
+        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.runtime.profile import profile_to
 
+        # Before torch is imported: a wrong folder is reported at once.
+        artifact = Artifact.open(args.artifact)
+        with profile_to(args.profile) as profile:
+            from optimum_neuron.acceptance.checks import check_artifact
+            from optimum_neuron.targets.rank_options import RankOptions
 
-def _check(args: Namespace) -> bool:
-    """Prints the report; returns whether all checks passed."""
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.runtime.profile import profile_to
-
-    # Before torch is imported: a wrong folder is reported at once.
-    artifact = Artifact.open(args.artifact)
-    with profile_to(args.profile) as profile:
-        from optimum_neuron.acceptance.checks import check_artifact
-        from optimum_neuron.targets.rank_options import RankOptions
-
-        report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)
-    _print(report, str(args.artifact))
-    tell_profile(args.profile)
-    if args.json is not None:
-        write_json(args.json, report.to_dict())
-    return report.passed
+            report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)
+        _print(report, str(args.artifact))
+        tell_profile(args.profile)
+        if args.json is not None:
+            write_json(args.json, report.to_dict())
+        if not report.passed:
+            raise SystemExit(1)
 
 
 def _print(report: Report, title: str) -> None:

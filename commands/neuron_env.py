@@ -31,9 +31,9 @@ class NeuronEnvCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            print(_lines({"Platform": platform.platform(), "Python version": platform.python_version()}), end="")
+        print(_lines({"Platform": platform.platform(), "Python version": platform.python_version()}), end="")
 
 
 _optimum_lines = EnvironmentCommand.format_dict

@@ -10,7 +10,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 
-from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_option, check_plot, console, explain, hub_options, reported_errors, write_json
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
 
@@ -53,15 +53,41 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         _add_hardware_options(parser.add_argument_group("hardware"))
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
-        _add_context_option(group)
+        add_option(
+            group,
+            "--context-length",
+            type=int,
+            metavar="TOKENS",
+            help="tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
+            "(default: the sequence length)",
+        )
         add_quantization_options(parser)
         group = parser.add_argument_group("files")
         group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the estimates; needs matplotlib")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            _estimate(self.args)
+        args = self.args
+        from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
+        from optimum_neuron.targets.neuron.estimate.plot import plot
+        from optimum_neuron.targets.neuron.estimate.report import print_report, to_json
+
+        if args.plot is not None:
+            check_plot(args.plot)
+        report = estimate_model(
+            args.model,
+            given_options(args),
+            args.target,
+            tensor_parallel_size=args.tensor_parallel_size,
+            context_length=args.context_length,
+            **hub_options(args),
+        )
+        print_report(report, console())
+        if args.plot is not None:
+            plot(report, args.plot)
+        if args.json is not None:
+            write_json(args.json, to_json(report))
 
 
 def add_model_options(group: Any, *, required: bool) -> None:
@@ -91,17 +117,6 @@ def _add_hardware_options(group: Any) -> None:
     )
 
 
-def _add_context_option(group: Any) -> None:
-    add_option(
-        group,
-        "--context-length",
-        type=int,
-        metavar="TOKENS",
-        help="tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
-        "(default: the sequence length)",
-    )
-
-
 def given_options(args: Namespace) -> dict[str, Any]:
     """What was given of a NeuronConfig."""
     names = set(NeuronConfig.option_names()) - {"target", "tensor_parallel_size"}
@@ -110,27 +125,3 @@ def given_options(args: Namespace) -> dict[str, Any]:
         if name in options:
             options[name] = tuple(size for sizes in options[name] for size in sizes)
     return options
-
-
-def _estimate(args: Namespace) -> None:
-    from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
-    from optimum_neuron.targets.neuron.estimate.plot import plot
-    from optimum_neuron.targets.neuron.estimate.report import print_report, to_json
-
-    if args.plot is not None:
-        check_plot(args.plot)
-    report = estimate_model(
-        args.model,
-        given_options(args),
-        args.target,
-        tensor_parallel_size=args.tensor_parallel_size,
-        context_length=args.context_length,
-        revision=args.revision,
-        token=args.token,
-        trust_remote_code=args.trust_remote_code,
-    )
-    print_report(report, console())
-    if args.plot is not None:
-        plot(report, args.plot)
-    if args.json is not None:
-        write_json(args.json, to_json(report))

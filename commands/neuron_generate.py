@@ -20,6 +20,7 @@ from optimum_neuron.cli import (
     console,
     explain,
     reported_errors,
+    run_options,
     tell_profile,
 )
 from optimum_neuron.errors import first_line
@@ -67,25 +68,22 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
             help="run each graph once before the prompt, so that the speeds are those of later prompts",
         )
 
+    @reported_errors("\ninterrupted")
     def run(self) -> None:
-        with reported_errors("\ninterrupted"):
-            _generate(self.args)
+        args = self.args
+        from optimum_neuron.first_use import open_named
+        from optimum_neuron.runtime.profile import profile_to
 
-
-def _generate(args: Namespace) -> None:
-    from optimum_neuron.first_use import open_named
-    from optimum_neuron.runtime.profile import profile_to
-
-    # Before torch is imported: wrong options and folders are reported at once.
-    options = {"max_new_tokens": args.max_new_tokens, **Settings.of(args).keywords()}
-    if args.prompt is None and sys.stdin.isatty():
-        raise ValueError(
-            f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"
-        )
-    path = open_named(args).path
-    with profile_to(args.profile) as profile:
-        _answer(path, args, options, profile)
-    tell_profile(args.profile)
+        # Before torch is imported: wrong options and folders are reported at once.
+        options = {"max_new_tokens": args.max_new_tokens, **Settings.of(args).keywords()}
+        if args.prompt is None and sys.stdin.isatty():
+            raise ValueError(
+                f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"
+            )
+        path = open_named(args).path
+        with profile_to(args.profile) as profile:
+            _answer(path, args, options, profile)
+        tell_profile(args.profile)
 
 
 def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
@@ -97,13 +95,7 @@ def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profi
 
     start = time.perf_counter()
     # This verifies all files, before any code among them runs.
-    model = NeuronModelForCausalLM.from_pretrained(
-        path,
-        trust_remote_code=args.trust_remote_code,
-        rank_python=args.rank_python,
-        rank_timeout=args.rank_timeout,
-        profile=profile,
-    )
+    model = NeuronModelForCausalLM.from_pretrained(path, **run_options(args), profile=profile)
     tokenizer = load_tokenizer(path, str(path), trust_remote_code=args.trust_remote_code)
     loaded = time.perf_counter()
     if args.warm_up:

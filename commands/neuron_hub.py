@@ -44,24 +44,24 @@ class NeuronCardCommand(BaseOptimumCLICommand):
         _add_card_options(parser)
         parser.add_argument("--overwrite", action="store_true", help="replace a README.md that was written by hand")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            args = self.args
-            from optimum_neuron.artifacts.artifact import Artifact
+        args = self.args
+        from optimum_neuron.artifacts.artifact import Artifact
 
-            artifact = Artifact.open(args.artifact)
-            from optimum_neuron.hub.card import write_card
+        artifact = Artifact.open(args.artifact)
+        from optimum_neuron.hub.card import write_card
 
-            print(
-                write_card(
-                    artifact,
-                    bench=args.bench,
-                    quality=args.quality,
-                    base_model=args.base_model,
-                    tags=args.tag,
-                    overwrite=args.overwrite,
-                )
+        print(
+            write_card(
+                artifact,
+                bench=args.bench,
+                quality=args.quality,
+                base_model=args.base_model,
+                tags=args.tag,
+                overwrite=args.overwrite,
             )
+        )
 
 
 class NeuronPushCommand(BaseOptimumCLICommand):
@@ -83,26 +83,26 @@ class NeuronPushCommand(BaseOptimumCLICommand):
         parser.add_argument("--message", help="of the commit (default: Upload model)")
         _add_card_options(parser)
 
+    @reported_errors("interrupted; what was uploaded is not uploaded again, so run the command again")
     def run(self) -> None:
-        with reported_errors("interrupted; what was uploaded is not uploaded again, so run the command again"):
-            args = self.args
-            from optimum_neuron.artifacts.artifact import Artifact
+        args = self.args
+        from optimum_neuron.artifacts.artifact import Artifact
 
-            artifact = Artifact.open(args.artifact)
-            from optimum_neuron.hub.push import push_artifact
+        artifact = Artifact.open(args.artifact)
+        from optimum_neuron.hub.push import push_artifact
 
-            done = push_artifact(
-                artifact,
-                args.repo,
-                private=args.private,
-                token=args.token,
-                revision=args.revision,
-                create_pr=args.create_pr,
-                commit_message=args.message,
-                base_model=args.base_model,
-                tags=args.tag,
-            )
-            print(done.pr_url or done.commit_url)
+        done = push_artifact(
+            artifact,
+            args.repo,
+            private=args.private,
+            token=args.token,
+            revision=args.revision,
+            create_pr=args.create_pr,
+            commit_message=args.message,
+            base_model=args.base_model,
+            tags=args.tag,
+        )
+        print(done.pr_url or done.commit_url)
 
 
 def _add_card_options(parser: ArgumentParser) -> None:

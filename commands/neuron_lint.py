@@ -12,7 +12,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_device_options, add_quantization_options, add_size_options
 from optimum.commands.register.neuron_estimate import add_model_options, given_options
 
-from optimum_neuron.cli import console, explain, reported_errors
+from optimum_neuron.cli import console, explain, hub_options, reported_errors
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
@@ -66,54 +66,49 @@ class NeuronLintCommand(BaseOptimumCLICommand):
             choices=("auto", *HLO_TARGETS),
             help="rules of this target (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)",
         )
-
         parser.add_argument(
             "--cost", action="store_true", help="also count what each graph moves and computes on a core"
         )
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            if _lint(self.args):
-                raise SystemExit(1)
+        args = self.args
+        options = given_options(args)
+        if args.tensor_parallel_size is not None:
+            options["tensor_parallel_size"] = args.tensor_parallel_size
+        if (args.artifact is None) == (args.model is None):
+            raise ValueError("name either an artifact's folder or --model, one of them")
+        if args.artifact is not None and options:
+            raise ValueError(f"{args.artifact} has its own {next(iter(options))}; give sizes with --model only")
+        config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
 
+        from optimum_neuron.targets.neuron.lowering.requirements import check_lowering, check_reading
 
-def _lint(args: Namespace) -> bool:
-    """Prints all findings; whether one is an error."""
-    options = given_options(args)
-    if args.tensor_parallel_size is not None:
-        options["tensor_parallel_size"] = args.tensor_parallel_size
-    if (args.artifact is None) == (args.model is None):
-        raise ValueError("name either an artifact's folder or --model, one of them")
-    if args.artifact is not None and options:
-        raise ValueError(f"{args.artifact} has its own {next(iter(options))}; give sizes with --model only")
-    config = None if args.model is None else NeuronConfig.from_dict({**options, "target": args.target or "trn2"})
+        if config is None:
+            check_reading()
+        else:
+            check_lowering()
+        from optimum_neuron.targets.neuron.lint.cost import graph_cost
+        from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
+        from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint
+        from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 
-    from optimum_neuron.targets.neuron.lowering.requirements import check_lowering, check_reading
-
-    if config is None:
-        check_reading()
-    else:
-        check_lowering()
-    from optimum_neuron.targets.neuron.lint.cost import graph_cost
-    from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
-    from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint
-    from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
-
-    operators, findings, costs, experts, sums = installed_operators(), [], [], [], []
-    target, graphs = _graphs(args, config)
-    for name, data, io in graphs:
-        findings += lint(name, data, io, target, operators)
-        if args.cost:
-            costs.append(graph_cost(name, data, io, target))
-            experts += [(name, each) for each in expert_costs(name, data, io, target)]
-            sums.append((name, sum_cost(data, io)))
-    if costs:
-        _print_costs(costs, target)
-    if experts:
-        _print_experts(experts, target)
-    _print_sums([(name, cost) for name, cost in sums if cost is not None], target)
-    _print(findings)
-    return any(finding.severity == "error" for finding in findings)
+        operators, findings, costs, experts, sums = installed_operators(), [], [], [], []
+        target, graphs = _graphs(args, config)
+        for name, data, io in graphs:
+            findings += lint(name, data, io, target, operators)
+            if args.cost:
+                costs.append(graph_cost(name, data, io, target))
+                experts += [(name, each) for each in expert_costs(name, data, io, target)]
+                sums.append((name, sum_cost(data, io)))
+        if costs:
+            _print_costs(costs, target)
+        if experts:
+            _print_experts(experts, target)
+        _print_sums([(name, cost) for name, cost in sums if cost is not None], target)
+        _print(findings)
+        if any(finding.severity == "error" for finding in findings):
+            raise SystemExit(1)
 
 
 def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable[tuple[str, bytes, GraphIO]]]:
@@ -127,9 +122,7 @@ def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable
     from optimum_neuron.targets.neuron.lint.model import model_graphs
     from optimum_neuron.targets.neuron.sdk.devices import resolve_lowered_target
 
-    lowered = model_graphs(
-        args.model, config, revision=args.revision, token=args.token, trust_remote_code=args.trust_remote_code
-    )
+    lowered = model_graphs(args.model, config, **hub_options(args))
     return resolve_lowered_target(config.target), ((graph.name, graph.hlo, graph.io) for graph in lowered)
 
 

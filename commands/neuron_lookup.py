@@ -11,7 +11,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_graph_options, config_options
 from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import console, explain, reported_errors
+from optimum_neuron.cli import console, explain, hub_options, reported_errors
 from optimum_neuron.config import NeuronConfig
 
 
@@ -60,33 +60,25 @@ class CacheLookupCommand(BaseOptimumCLICommand):
         )
         add_graph_options(parser)
 
+    @reported_errors()
     def run(self) -> None:
         args = self.args
-        with reported_errors():
-            config = NeuronConfig.from_dict(config_options(vars(args)))
-            if args.adapter is not None:
-                raise ValueError(
-                    f"--adapter {args.adapter[0]} changes weights, and the graphs depend on which of them stay tied; weights are not read "
-                    f"here, so leave --adapter out to look for the graphs of the model itself"
-                )
-            if args.repo is None and args.repo_revision is not None:
-                raise ValueError(f"--repo-revision {args.repo_revision} needs a repository; name it by --repo")
-
-            from optimum_neuron.artifacts.user_cache import cache_root
-            from optimum_neuron.targets.cache.lookup import lookup
-
-            found = lookup(
-                args.model,
-                config,
-                revision=args.revision,
-                token=args.token,
-                trust_remote_code=args.trust_remote_code,
-                repo=args.repo,
-                repo_revision=args.repo_revision,
+        config = NeuronConfig.from_dict(config_options(vars(args)))
+        if args.adapter is not None:
+            raise ValueError(
+                f"--adapter {args.adapter[0]} changes weights, and the graphs depend on which of them stay tied; weights are not read "
+                f"here, so leave --adapter out to look for the graphs of the model itself"
             )
-            _print(found, str(cache_root()), args.repo)
-            if not all(each.is_there for each in found):
-                raise SystemExit(MISSING)
+        if args.repo is None and args.repo_revision is not None:
+            raise ValueError(f"--repo-revision {args.repo_revision} needs a repository; name it by --repo")
+
+        from optimum_neuron.artifacts.user_cache import cache_root
+        from optimum_neuron.targets.cache.lookup import lookup
+
+        found = lookup(args.model, config, **hub_options(args), repo=args.repo, repo_revision=args.repo_revision)
+        _print(found, str(cache_root()), args.repo)
+        if not all(each.is_there for each in found):
+            raise SystemExit(MISSING)
 
 
 def _print(found: Sequence[Found], cache: str, repo: str | None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_named_model, add_option, add_rank_options, explain, reported_errors
+from optimum_neuron.cli import add_named_model, add_option, add_rank_options, explain, reported_errors, run_options
 
 
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
@@ -115,43 +115,31 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             "http/protobuf (default: none)",
         )
         add_rank_options(parser)
-        add_option(
-            parser,
-            "--vllm-options",
-            nargs=REMAINDER,
-            help="all that follows goes to vllm serve",
-        )
+        add_option(parser, "--vllm-options", nargs=REMAINDER, help="all that follows goes to vllm serve")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            _serve(self.args)
+        args = self.args
+        from optimum_neuron.first_use import open_named
+        from optimum_neuron.serve.vllm_server import has_vllm
 
-
-def _serve(args: Namespace) -> None:
-    from optimum_neuron.first_use import open_named
-    from optimum_neuron.serve.vllm_server import has_vllm
-
-    # Before torch is imported: wrong options and folders are reported at once.
-    _check(args)
-    key = _key(args)
-    backend = args.backend
-    if backend == "auto":
-        backend = "vllm" if has_vllm() else "engine"
-    elif backend == "vllm" and not has_vllm():
-        raise ImportError(
-            "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
-        )
-    _check_backend(args, backend)
-    artifact = open_named(args)
-    (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
+        # Before torch is imported: wrong options and folders are reported at once.
+        _check(args)
+        key = _key(args)
+        backend = args.backend
+        if backend == "auto":
+            backend = "vllm" if has_vllm() else "engine"
+        elif backend == "vllm" and not has_vllm():
+            raise ImportError(
+                "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]', or use --backend engine"
+            )
+        _check_backend(args, backend)
+        artifact = open_named(args)
+        (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
 
 
 def _key(args: Namespace) -> str | None:
-    """Return what clients have to send; None: nothing.
-
-    Raises:
-        ValueError: no header has such a key, so that no client could send it. Files of secrets often end with a line break.
-    """
+    """Return what clients have to send, if anything; a key from a file often ends with a line break."""
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is not None and (key != key.strip() or not key.isprintable()):
         name = "--api-key" if args.api_key else KEY_VARIABLE
@@ -194,39 +182,29 @@ def _check_backend(args: Namespace, backend: str) -> None:
         )
 
 
-def _check_installed(modules: Sequence[str]) -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
-        )
-
-
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
+    shared = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+    if args.data_parallel_size > 1:
+        shared += ["--data-parallel-size", str(args.data_parallel_size)]
     words = vllm_command(
         path,
         name=args.served_model_name or str(Path(args.model)),
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
-        options=[*_shared_options(args), *(args.vllm_options or ())],
+        options=[*shared, *(args.vllm_options or ())],
     )
     become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
 
-def _shared_options(args: Namespace) -> list[str]:
-    """Return those of this command's options that vLLM has, too."""
-    words = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
-    size = args.data_parallel_size
-    return words if size == 1 else [*words, "--data-parallel-size", str(size)]
-
-
 def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
-    _check_installed(SERVER_MODULES)
+    missing = [name for name in SERVER_MODULES if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
+        )
     from optimum_neuron.serve.listen import listen
 
     with listen(args.host, args.port) as listening:
@@ -239,9 +217,7 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
             drain_timeout=DEFAULT_DRAIN if args.drain_timeout is None else args.drain_timeout,
             step_timeout=args.step_timeout or DEFAULT_STEP_TIMEOUT,
-            trust_remote_code=args.trust_remote_code,
-            rank_python=args.rank_python,
-            rank_timeout=args.rank_timeout,
+            **run_options(args),
             otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
         serve(options, listening)

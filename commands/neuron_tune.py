@@ -11,7 +11,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import add_option, check_plot, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_option, check_plot, console, explain, hub_options, reported_errors, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS
 
 
@@ -80,10 +80,46 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all candidates; needs matplotlib")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in seconds, bytes and minutes")
 
+    @reported_errors()
     def run(self) -> None:
-        with reported_errors():
-            if not _tune(self.args):
-                raise SystemExit(MISSED)
+        args = self.args
+        from optimum_neuron.tune.slo import Slo
+        from optimum_neuron.tune.trace_formats import read_trace
+
+        _check(args)
+        if args.plot is not None:
+            check_plot(args.plot)
+        slo = Slo(()) if args.slo is None else Slo.parse(args.slo)
+        trace = read_trace(args.trace)
+        trace = trace.first(DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests))
+
+        from optimum_neuron.tune.report import print_report, to_json
+        from optimum_neuron.tune.tune import tune_artifact, tune_model
+
+        if args.artifact is not None:
+            report = tune_artifact(args.artifact, trace, slo, trust_remote_code=args.trust_remote_code)
+        else:
+            names = ("tensor_parallel_size", "dtype", "sequence_length")
+            report = tune_model(
+                args.model,
+                trace,
+                slo,
+                target=args.target or "auto",
+                axes=args.search or (),
+                options={name: getattr(args, name) for name in names if getattr(args, name) is not None},
+                compile_budget=args.compile_budget,
+                graph_minutes=args.graph_minutes,
+                **hub_options(args),
+            )
+        print_report(report, console())
+        if args.plot is not None:
+            from optimum_neuron.tune.plot import plot
+
+            plot(report, args.plot)
+        if args.json is not None:
+            write_json(args.json, to_json(report))
+        if not report.search.best.meets:
+            raise SystemExit(MISSED)
 
 
 def _add_search_options(group: Any) -> None:
@@ -109,7 +145,6 @@ def _add_search_options(group: Any) -> None:
 
 
 def _minutes(text: str) -> float:
-    """An argparse type."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     minutes = float(found[1]) * {"s": 1 / 60, "min": 1.0, "h": 60.0}[found[2]] if found else 0.0
     if not 0 < minutes < float("inf"):
@@ -143,45 +178,3 @@ def _check(args: Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is an option of a search, and --artifact {args.artifact} has its own sizes; leave it out"
             )
-
-
-def _tune(args: Namespace) -> bool:
-    """Whether all limits are met."""
-    from optimum_neuron.tune.slo import Slo
-    from optimum_neuron.tune.trace_formats import read_trace
-
-    _check(args)
-    if args.plot is not None:
-        check_plot(args.plot)
-    slo = Slo(()) if args.slo is None else Slo.parse(args.slo)
-    trace = read_trace(args.trace)
-    trace = trace.first(DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests))
-
-    from optimum_neuron.tune.report import print_report, to_json
-    from optimum_neuron.tune.tune import tune_artifact, tune_model
-
-    if args.artifact is not None:
-        report = tune_artifact(args.artifact, trace, slo, trust_remote_code=args.trust_remote_code)
-    else:
-        names = ("tensor_parallel_size", "dtype", "sequence_length")
-        report = tune_model(
-            args.model,
-            trace,
-            slo,
-            target=args.target or "auto",
-            axes=args.search or (),
-            options={name: getattr(args, name) for name in names if getattr(args, name) is not None},
-            compile_budget=args.compile_budget,
-            graph_minutes=args.graph_minutes,
-            revision=args.revision,
-            token=args.token,
-            trust_remote_code=args.trust_remote_code,
-        )
-    print_report(report, console())
-    if args.plot is not None:
-        from optimum_neuron.tune.plot import plot
-
-        plot(report, args.plot)
-    if args.json is not None:
-        write_json(args.json, to_json(report))
-    return report.search.best.meets

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import textwrap
-from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -124,6 +124,16 @@ def add_rank_options(parser: Any) -> None:
         metavar="SECONDS",
         help="on a Neuron device, how long one step may take (default: NEURON_RT_EXEC_TIMEOUT, or 600)",
     )
+
+
+def hub_options(args: Namespace) -> dict[str, Any]:
+    """Return what finds and reads a checkpoint, as keywords."""
+    return {name: getattr(args, name) for name in ("revision", "token", "trust_remote_code")}
+
+
+def run_options(args: Namespace) -> dict[str, Any]:
+    """Return what an artifact is loaded with, as keywords."""
+    return {name: getattr(args, name) for name in ("trust_remote_code", "rank_python", "rank_timeout")}
 
 
 def add_profile_option(parser: Any) -> None:

@@ -83,11 +83,7 @@ def open_or_export(source: Source, sizes: Mapping[str, int]) -> Opened:
 
 
 def open_named(args: Namespace) -> Artifact:
-    """Opens the artifact that a command's words name, and exports it first where they name a checkpoint.
-
-    Raises:
-        FileNotFoundError, ValueError, ArtifactError: as `open_or_export`.
-    """
+    """Open the artifact that a command's words name, as `open_or_export`."""
     sizes = {name: getattr(args, name) for name in ("batch_size", "sequence_length")}
     source = Source(args.model, args.revision, args.token, args.trust_remote_code)
     return open_or_export(source, {name: size for name, size in sizes.items() if size is not None}).artifact
@@ -101,11 +97,7 @@ def open_artifact(source: Source, options: Mapping[str, Any]) -> Opened | None:
         ArtifactError: the artifact is corrupt.
     """
     found = find_artifact(
-        source.model,
-        export=None,
-        native_code=source.trust_remote_code,
-        revision=source.revision,
-        token=source.token,
+        source.model, export=None, native_code=source.trust_remote_code, revision=source.revision, token=source.token
     )
     if found is None:
         return None
@@ -202,7 +194,6 @@ def _check_name(model: str) -> None:
 
 
 def _is_hub_name(model: str) -> bool:
-    """Return whether a repository, or a file of one, may have that name."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -211,10 +202,7 @@ def _is_hub_name(model: str) -> bool:
 
 
 def _default_config(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> NeuronConfig:
-    """The options of an export that follow from the checkpoint, with the sizes that were asked for.
-
-    Logits are returned, so that whatever a request asks of its sampling can be done.
-    """
+    """Return an export's options by default. Graphs return logits, so that a request may ask for any sampling."""
     longest = checkpoint.longest_text(checkpoint.load_config())
     options: dict[str, Any] = {
         "batch_size": DEFAULT_ROWS,

@@ -73,10 +73,11 @@ def check_artifact(
         ranks = replace(ranks, capture=capture)
     else:
         ranks.refuse(artifact.target)
+    devices = find_devices()
     report = Report(
         {
             "torch": torch.__version__,
-            "devices": _devices(),
+            "devices": None if devices is None else asdict(devices),
             "target": artifact.target,
             "config": artifact.config.to_dict(),
             "data": artifact.manifest["target_data"],
@@ -212,7 +213,6 @@ def _check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]
 
 
 def _fitting(lengths: Sequence[int], config: NeuronConfig, most: int) -> int:
-    """How many of these rows, from the first on, fit into so many blocks together."""
     return int(np.searchsorted(np.cumsum([config.blocks_of(length) for length in lengths]), most, side="right"))
 
 
@@ -281,7 +281,6 @@ def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[Chunk], D
 
 
 def _no_device_memory(target: str) -> str:
-    """Why device memory cannot be told here; empty where it can."""
     if target not in NEURON_TARGETS:
         return f"target {target} has no device"
     if shutil.which(MONITOR) is None:
@@ -307,8 +306,3 @@ def _measure_memory() -> dict[str, Any]:
         for entry in json.loads(line)["neuron_runtime_data"]
     ]
     return {"device GB": round(sum(used) / 1e9, 2)}
-
-
-def _devices() -> dict[str, Any] | None:
-    found = find_devices()
-    return None if found is None else asdict(found)

@@ -97,7 +97,6 @@ class Artifact:
         return self.manifest["tied_weights"]
 
     def states(self) -> tuple[TensorSpec, ...]:
-        """The KV cache as state tensors."""
         return state_specs(self.config, self.model)
 
     def snapshots(self) -> tuple[TensorSpec, ...]:
@@ -105,7 +104,6 @@ class Artifact:
         return snapshot_specs(self.config, self.model)
 
     def file(self, name: str) -> Path:
-        """The path of a file listed in the manifest."""
         if name not in self.manifest["files"]:
             raise ArtifactError(f"{self.path / MANIFEST_NAME} lists no file {name}; export the model again")
         return self.path / name
@@ -115,7 +113,6 @@ class Artifact:
         return self.file(f"{GRAPHS_FOLDER}/{name}")
 
     def sha256(self, name: str) -> str:
-        """The recorded digest of a file."""
         return self.manifest["files"][name]["sha256"]
 
     def verify(self, names: Iterable[str] | None = None) -> None:
@@ -178,11 +175,7 @@ class Artifact:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of an artifact's folder, checked as far as it tells by itself.
-
-    Raises:
-        FileNotFoundError, ArtifactError: as `Artifact.open`.
-    """
+    """Return the checked manifest of a folder, or raise as `Artifact.open` does."""
     where = path / MANIFEST_NAME
     if not where.is_file():
         raise FileNotFoundError(_what_it_is(path))
@@ -209,7 +202,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _what_it_is(path: Path) -> str:
-    """Return what a path that is no artifact's is, and how to get an artifact."""
     export = f"optimum-cli export neuron --model {path} OUT"
     if path.suffix == ".gguf" and path.is_file():
         return f"{path} is a GGUF file, not an artifact; export it first: {export}"
@@ -243,10 +235,8 @@ def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: 
 
 
 def is_graph_file(name: str) -> bool:
-    """Whether a manifest name is that of a compiled graph or its code."""
     return name.startswith(GRAPHS_FOLDER + "/")
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a manifest name is that of a file of weights, which is verified where it is read."""
     return name.startswith(WEIGHTS_FOLDER + "/")

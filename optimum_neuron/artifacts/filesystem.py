@@ -83,7 +83,6 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _mode(path: Path) -> int:
-    """Of a file that is there, or that of a new one."""
     try:
         return path.stat().st_mode & 0o777
     except FileNotFoundError:

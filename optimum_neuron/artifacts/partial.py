@@ -107,7 +107,6 @@ def _flock(lock: int, folder: Path, wait: bool) -> None:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether a path still leads to an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False

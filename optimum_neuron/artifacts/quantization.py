@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -40,20 +39,13 @@ _DOCUMENT = record(
 def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
     """Writes the file where a model has quantized weights, which are these by name."""
     if formats:
-        document = {"weights": {name: _told(each) for name, each in formats.items()}}
-        (folder / QUANTIZATION_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def _told(form: WeightFormat) -> dict[str, Any]:
-    return {name: value for name, value in asdict(form).items() if value is not None}
+        fields = {name: asdict(each).items() for name, each in formats.items()}
+        given = {name: {key: value for key, value in pairs if value is not None} for name, pairs in fields.items()}
+        (folder / QUANTIZATION_NAME).write_text(json.dumps({"weights": given}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
-    """The quantized weights of a folder's model by name.
-
-    Raises:
-        ValueError: the file is there, and is not one of these.
-    """
+    """Return the quantized weights of a folder's model by name, or raise ValueError for a file that is none of these."""
     path = folder / QUANTIZATION_NAME
     if not path.is_file():
         return {}

@@ -41,11 +41,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object in which no name occurs twice and every number is finite.
-
-    Raises:
-        ValueError: the bytes are none.
-    """
+    """Return a JSON object, or raise ValueError where a name occurs twice, a number is not finite, or it is none."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_members, parse_constant=_not_finite)
     except RecursionError:

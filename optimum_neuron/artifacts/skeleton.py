@@ -32,11 +32,7 @@ _LONGEST_REASON = 400
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """A folder's config.json.
-
-    Raises:
-        ValueError: transformers cannot read it.
-    """
+    """Return a folder's config.json, or raise ValueError where transformers cannot read it."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of whatever class of transformers the file names
@@ -51,11 +47,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> GenerationConfig:
-    """An artifact's generation_config.json, or where it has none what follows from its config.
-
-    Raises:
-        ValueError: transformers cannot read it.
-    """
+    """Return an artifact's defaults of generation, or raise ValueError where transformers cannot read them."""
     if GENERATION_CONFIG_NAME not in artifact.manifest["files"]:
         return GenerationConfig.from_model_config(config)
     try:
@@ -101,8 +93,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: boo
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Gives tensors their types as transformers loads them: some stay in float32 in a model of a 16-bit type, such as what is added
-    to a router's scores."""
+    """Give tensors their types as transformers loads them: some stay in float32, such as what is added to a router's scores."""
     names = re.compile(
         "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)) or "(?!)"
     )

@@ -74,22 +74,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """What a file holds by name, told by its header alone.
-
-    Raises:
-        ArtifactError: it is no safetensors file.
-    """
+    """Return what a file's header says of its tensors, or raise ArtifactError where it is no safetensors file."""
     with path.open("rb") as file:
         head = read_head(file, path)
     return parse_head(head, path)
 
 
 def read_head(file: Readable, path: Path) -> bytes:
-    """The bytes before those of tensors: the header's length, and the header.
-
-    Raises:
-        ArtifactError: there are fewer bytes than it says.
-    """
+    """Return the header's length and the header, or raise ArtifactError where the file has fewer bytes."""
     head = file.read(_LENGTH_BYTES)
     length = int.from_bytes(head, "little")
     if len(head) < _LENGTH_BYTES or length > min(path.stat().st_size - _LENGTH_BYTES, _LARGEST_HEADER):

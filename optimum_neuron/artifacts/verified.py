@@ -54,11 +54,7 @@ def _facts(status: os.stat_result) -> dict[str, int | str]:
 
 
 def _path(status: os.stat_result) -> Path:
-    """Where the record of a file is.
-
-    Raises:
-        OSError: there is no cache, or it is not to be trusted.
-    """
+    """Return where the record of a file is; OSError: there is no cache, or it is not to be trusted."""
     return cache_folder(CACHE_KIND) / f"{status.st_dev:x}-{status.st_ino:x}.json"
 
 

@@ -81,7 +81,6 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
 
 
 def rank_weights_name(rank: int, world_size: int) -> str:
-    """The manifest name of one rank's weights."""
     return WEIGHTS_NAME if world_size == 1 else f"{WEIGHTS_FOLDER}/tp{rank}.safetensors"
 
 
@@ -135,7 +134,6 @@ def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
 
 
 def _with_tied(tensors: dict[str, _Stored], artifact: Artifact) -> dict[str, _Stored]:
-    """The tensors of a file of weights, and tied ones under every name."""
     path = artifact.path / WEIGHTS_NAME
     for alias, stored in artifact.tied_weights.items():
         if stored not in tensors:
@@ -184,17 +182,13 @@ def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     check_memory(specs)
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
     sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
-    block, states, start = _allocate(sum(sizes)), {}, 0
+    block = torch.frombuffer(zeroed(sum(sizes)), dtype=torch.uint8)[: sum(sizes)]
+    states, start = {}, 0
     for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
         used = math.prod(spec.shape) * dtype.itemsize
         states[spec.name] = block[start : start + used].view(dtype).view(spec.shape)
         start += size
     return states
-
-
-def _allocate(size: int) -> Tensor:
-    """Zeroed bytes."""
-    return torch.frombuffer(zeroed(size), dtype=torch.uint8)[:size]
 
 
 def _aligned(size: int) -> int:

@@ -224,7 +224,6 @@ def _move_foreign(old: Path, new: Path, own: set[str], prefix: str = "") -> None
 
 
 def _keep_access(old: Path, new: Path) -> None:
-    """Gives a folder the permissions, and where that is allowed the owner, of the one that it replaces."""
     status = old.stat()
     with suppress(PermissionError):
         os.chown(new, status.st_uid, status.st_gid)

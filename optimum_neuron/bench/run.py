@@ -23,11 +23,7 @@ def run_bench(
     rank_python: Path | str | None,
     rank_timeout: float | None,
 ) -> Report:
-    """Loads an artifact and measures it.
-
-    Raises:
-        ValueError, RuntimeError: it cannot be loaded or run here.
-    """
+    """Load an artifact and measure it; raise ValueError or RuntimeError where it cannot be loaded or run here."""
     start = time.perf_counter()
     model = NeuronModelForCausalLM.from_pretrained(
         artifact.path,

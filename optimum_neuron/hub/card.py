@@ -108,7 +108,6 @@ def _shown(value: object) -> object:
 
 
 def _block(text: str, language: str) -> Markup:
-    """Return lines of code."""
     printed = "\n".join("".join(filter(str.isprintable, line)) for line in text.strip().split("\n"))
     fence = "`" * max(3, _longest_run(printed) + 1)
     return Markup(f"{fence}{language}\n{printed}\n{fence}")
@@ -119,7 +118,6 @@ def _longest_run(text: str) -> int:
 
 
 def with_mark(text: str) -> str:
-    """Return a card with the line that proves it unchanged."""
     return f"{text}\n{_MARK}{_digest(text)}{_MARK_END}"
 
 
@@ -134,11 +132,7 @@ def _digest(text: str) -> str:
 
 
 def own_words(path: Path) -> str | None:
-    """Return a README.md that a person wrote or changed; None where there is none.
-
-    Raises:
-        ValueError: it is no text.
-    """
+    """Return a README.md that a person wrote or changed, if there is one; raise ValueError where it is no text."""
     if not path.is_file():
         return None
     try:

@@ -98,7 +98,6 @@ def _bar(parts: Mapping[str, float], full: float) -> Markup:
 
 
 def _steps(graphs: Sequence[Graph]) -> Table:
-    """Return the steps by chunk size and context."""
     steps = [each for each in graphs if each.kind != "helper"]
     contexts = sorted({each.context for each in steps})
 

@@ -13,14 +13,8 @@ from ..graphs.state_sizes import BY_TOKEN, byte_count
 from .facts import Memory
 
 
-WEIGHTS, CACHE, STATE, SNAPSHOTS, SCRATCH, RESERVE = (
-    "weights",
-    "KV cache",
-    "state of slots",
-    "snapshots",
-    "scratch",
-    "reserve",
-)
+WEIGHTS, CACHE, STATE = "weights", "KV cache", "state of slots"
+SNAPSHOTS, SCRATCH, RESERVE = "snapshots", "scratch", "reserve"
 _SNAPSHOT_PREFIX = "snapshots."
 
 

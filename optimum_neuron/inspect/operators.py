@@ -33,11 +33,7 @@ class Counted:
 
 
 def count_operators(artifact: Artifact) -> Counted:
-    """Reads every graph once; their digests were compared.
-
-    Raises:
-        ArtifactError: a file is no graph.
-    """
+    """Read every graph once, after its digest was compared; raise ArtifactError where a file is none."""
     if artifact.target in HLO_TARGETS:
         return _of_hlo(artifact)
     operators: dict[str, dict[str, int]] = {}

@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def gaps(self) -> np.ndarray:
-        """Seconds between two tokens, `[tokens - 1]`."""
+        """Return the seconds between two tokens, `[tokens - 1]`."""
         return np.diff(np.asarray(self.times))
 
     def values(self, metric: str) -> np.ndarray:
@@ -84,5 +84,4 @@ class Figures:
         return cls(times, tokens / seconds, len(answers) / seconds, len(answers))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serializable."""
         return asdict(self)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from ..config import HLO_TARGETS, NeuronConfig
-from ..engine.policy import Policy, SchedulerOptions, resolve_policy
+from ..engine.policy import Policy, resolve_policy
 
 
 # As `serve` has it: how many may wait for a slot before others are told to come again.
@@ -29,14 +29,6 @@ class Candidate:
     @property
     def policy(self) -> Policy:
         return resolve_policy("auto", self.config.mixed_step)
-
-    def options(self, *, prefix_reuse: bool) -> SchedulerOptions:
-        """As `serve` has them.
-
-        Args:
-            prefix_reuse: False only where no two prompts start alike: then it changes no step, and is not looked for.
-        """
-        return SchedulerOptions(prefix_reuse=prefix_reuse)
 
     def __str__(self) -> str:
         sizes = self.config

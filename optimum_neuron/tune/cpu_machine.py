@@ -18,7 +18,7 @@ from ..modeling import NeuronModelForCausalLM
 from ..runtime.stopwatch import seconds_of
 from ..targets.processes import available_memory
 from .candidates import Candidate
-from .measure import Measured, count_stages, measure
+from .measure import STAGES, Measured, measure
 from .step_times import LiveTimes
 
 
@@ -105,7 +105,7 @@ def _measure(artifact: Artifact, seconds_per_graph: float | None) -> _Export:
     model = NeuronModelForCausalLM.from_pretrained(artifact.path)
     config = artifact.config
     title = f"Measuring {len(artifact.graphs)} graphs of {config.batch_size} rows"
-    with progress.stage(title, count_stages(config)) as advance:
+    with progress.stage(title, STAGES) as advance:
         measured = measure(artifact, model.runner.executable, advance)
     weights = artifact.manifest["files"][WEIGHTS_NAME]["size"]
     return _Export(artifact, measured, seconds_per_graph, weights)

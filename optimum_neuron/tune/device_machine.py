@@ -26,11 +26,7 @@ LEAST_MINUTES = 2.0
 
 
 def graph_minutes(graph: GraphSpec, minutes: float | None) -> float:
-    """To compile one graph.
-
-    Args:
-        minutes: of each, as somebody knows it; None: by a power of the graph's tokens through the published pair.
-    """
+    """Return the minutes of a compile: as given, or by a power of the graph's tokens through the published pair."""
     if minutes is not None:
         return minutes
     (small, first), (large, second) = PUBLISHED_MINUTES.items()

@@ -27,6 +27,7 @@ from .step_times import ChunkTimes, Curve, LiveTimes
 
 # Rounds over all steps, and in each of them runs of a step: at least so many, and more while they are short.
 ROUNDS, LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 2, 8, 0.1
+STAGES = ROUNDS + 1
 # Steps behind a pause, and seconds of it: as long as a server waits for the next request.
 PAUSES, PAUSE_S = 12, 0.15
 # Chunks of fewer tokens than the first are as slow as decode rows are; between two of these, times grow evenly.
@@ -78,8 +79,6 @@ class Measured(NamedTuple):
 
 
 class _Taken:
-    """Times of steps by one runner."""
-
     def __init__(self, runner: TimedRunner, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
         self.taken: dict[_Step, list[float]] = {}
@@ -117,11 +116,9 @@ class _Taken:
         return statistics.median(self.taken[step])
 
     def ratios(self) -> tuple[float, ...]:
-        """Of all runs, over the median of their step."""
         return tuple(spent / self.median(step) for step, times in self.taken.items() for spent in times)
 
     def spread(self) -> float:
-        """As in `Measured`."""
         halves = [
             np.subtract(*np.percentile(times, (75, 25))) / self.median(step) for step, times in self.taken.items()
         ]
@@ -132,7 +129,7 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
     """Measures all graphs of an artifact of the cpu target.
 
     Args:
-        advance: called `count_stages` times.
+        advance: called `STAGES` times.
 
     Raises:
         ValueError: the cache has blocks.
@@ -157,11 +154,6 @@ def measure(artifact: Artifact, executable: Executable, advance: Callable[[str],
     runner.reset_all()
     times = plan.times(watch, host, copied, after)
     return Measured(times, sum(map(len, watch.taken.values())), watch.spread())
-
-
-def count_stages(config: NeuronConfig) -> int:
-    """How often `measure` advances."""
-    return ROUNDS + 1
 
 
 class _Plan:

@@ -59,7 +59,6 @@ def headline(report: Report) -> str:
 
 
 def trace_line(report: Report) -> str:
-    """What was served."""
     requests = report.trace.requests
     prompts = sum(request.prompt_tokens for request in requests) / len(requests)
     new = sum(request.new_tokens for request in requests) / len(requests)
@@ -116,7 +115,6 @@ def _times_table(report: Report) -> Table:
 
 
 def facts(result: Result) -> str:
-    """The other figures of one candidate."""
     return (
         f"{result.figures.tok_s:,.1f} tokens and {result.figures.req_s:,.2f} requests a second, {result.goodput:,.2f} of them within all "
         f"limits; {result.padded:.0%} of prompt tokens are padding, {result.rows_used:.0%} of decode rows are used, steps run for "

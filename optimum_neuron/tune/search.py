@@ -10,11 +10,12 @@ from typing import Protocol
 import numpy as np
 
 from ..config import NeuronConfig
+from ..engine.policy import SchedulerOptions
 from ..engine.scheduler import Scheduler
 from ..graphs.spec import graph_specs
 from .answers import Figures
 from .candidates import Candidate
-from .simulate import Outcome, simulate
+from .simulate import simulate
 from .slo import Limit, Slo
 from .step_times import StepTimes
 from .trace import Trace, least_chunk_steps
@@ -150,15 +151,11 @@ def search(
 def _serve(candidate: Candidate, machine: Machine, trace: Trace, slo: Slo, prompts: Sequence[np.ndarray]) -> Result:
     """What the users of a trace get of one candidate."""
     config = candidate.config
-    options = candidate.options(prefix_reuse=trace.shares_prefixes)
+    # As `serve` has them; where no two prompts start alike, reuse changes no step, and is not looked for.
+    options = SchedulerOptions(prefix_reuse=trace.shares_prefixes)
     scheduler = Scheduler(config, options, snapshots=machine.snapshots(config))
     outcome = simulate(scheduler, machine.times(config).drawn(), trace, prompts)
-    return _result(candidate, machine, slo, outcome)
-
-
-def _result(candidate: Candidate, machine: Machine, slo: Slo, outcome: Outcome) -> Result:
     answers, counted = list(outcome.answers.values()), outcome.statistics
-    config = candidate.config
     return Result(
         candidate=candidate,
         figures=Figures.of(answers),

@@ -59,11 +59,7 @@ class Trace:
 
     @classmethod
     def of(cls, requests: Sequence[TracedRequest], name: str) -> Trace:
-        """From requests in any order.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Sort requests by their arrival; raise ValueError where there are none."""
         if not requests:
             raise ValueError(f"{name} holds no requests; give a line for each")
         ordered = sorted(requests, key=lambda request: request.arrival)
@@ -77,12 +73,10 @@ class Trace:
         )
 
     def first(self, count: int) -> Trace:
-        """The requests that came first."""
         return Trace(self.requests[:count], self.name)
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
         return self.requests[-1].arrival
 
     @property

@@ -16,6 +16,7 @@ from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact, ArtifactEr
 from optimum_neuron.artifacts.filesystem import is_local
 from optimum_neuron.artifacts.tensor_file import DTYPES
 from optimum_neuron.artifacts.weights import read_weights, untie, write_weights
+from optimum_neuron.graphs.spec import TensorSpec
 
 
 TENSORS = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
@@ -250,7 +251,7 @@ def test_most_of_the_mapping_itself_has_to_be_in_huge_pages(tmp_path: Path, monk
 
 def test_states_and_copies_are_private_memory() -> None:
     """Which alone has huge pages; and a child's steps would change what is shared with it."""
-    block = weights._allocate(4)
+    block = weights.allocate_states([TensorSpec("state", (4,), "int32")])["state"]
     child = os.fork()
     if child == 0:
         block.numpy()[:] = 7

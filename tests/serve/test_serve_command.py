@@ -124,9 +124,9 @@ def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
 ) -> None:
     monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
     line = refusal(monkeypatch, capsys, artifact, "--max-queue", "5")
-    assert "--max-queue 5 is of the engine's server, and vLLM serves" in line
+    assert "--max-queue 5 is an option of the engine's server, and vLLM serves" in line
     line = refusal(monkeypatch, capsys, artifact, "--drain-timeout", "5")
-    assert "--drain-timeout 5.0 is of the engine's server, and vLLM serves" in line
+    assert "--drain-timeout 5.0 is an option of the engine's server, and vLLM serves" in line
 
 
 def test_a_missing_package_is_named_with_what_brings_it(

@@ -111,11 +111,7 @@ def write_documents(entry: Path, digests: Mapping[str, str], about: About) -> No
 
 
 def read_record(entry: Path) -> dict[str, str]:
-    """Digests of code by suffix.
-
-    Raises:
-        BrokenError: there is no record, it is none, or somebody else may have written it.
-    """
+    """Return digests of code by suffix, or raise BrokenError where the record is missing, damaged or not to be trusted."""
     path = entry / RECORD
     try:
         for each in (entry, path):
@@ -130,16 +126,8 @@ def read_record(entry: Path) -> dict[str, str]:
     return digests
 
 
-def copy_code(entry: Path, suffix: str, copy: Path) -> str:
-    """Copies a file of code; returns its digest.
-
-    Raises:
-        BrokenError: it cannot be read, or somebody else may have written it.
-    """
-    return copy_file(entry / (CODE + suffix), copy)
-
-
 def copy_file(source: Path, copy: Path) -> str:
+    """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
     digest = hashlib.sha256()
     with explained_full_disk(copy.parent, "name an output folder on another disk"), copy.open("wb") as output:
         for piece in _pieces(source):
@@ -149,11 +137,7 @@ def copy_file(source: Path, copy: Path) -> str:
 
 
 def check_code(entry: Path) -> dict[str, str]:
-    """The record of an entry whose files of code are all what was stored.
-
-    Raises:
-        BrokenError: one is not.
-    """
+    """Return the record of an entry, or raise BrokenError where a file of code is not what was stored."""
     digests = read_record(entry)
     for suffix, expected in digests.items():
         digest = hashlib.sha256()
@@ -164,7 +148,6 @@ def check_code(entry: Path) -> dict[str, str]:
 
 
 def check_digest(suffix: str, found: str, expected: str) -> None:
-    """Raises BrokenError where a file of code has another digest than the record says."""
     if found != expected:
         raise BrokenError(f"{CODE}{suffix} is not what was stored")
 

@@ -25,7 +25,7 @@ from .entries import (
     BrokenError,
     check_code,
     check_digest,
-    copy_code,
+    copy_file,
     list_entries,
     read_about,
     read_record,
@@ -83,14 +83,7 @@ def sync(
 
 
 def shared_entries(repo: str, *, revision: str | None = None, token: str | None = None) -> dict[str, set[str]]:
-    """The entries that a repository has by name, <kind>/<key>, and the files of each; nothing is downloaded.
-
-    Args:
-        repo, revision, token: as in `sync`.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.told` says.
-    """
+    """List the entries that a repository has by name, <kind>/<key>, with the files of each; raise as `sync` does."""
     branch = revision or _MAIN
     with told(repo, branch):
         return _listed(HfApi(token=token), repo, branch)[1]
@@ -175,5 +168,5 @@ def _copy(name: str, copy: Path) -> None:
     copy.mkdir(parents=True, mode=0o700)
     digests = read_record(entry)
     for suffix, digest in digests.items():
-        check_digest(suffix, copy_code(entry, suffix, copy / (CODE + suffix)), digest)
+        check_digest(suffix, copy_file(entry / (CODE + suffix), copy / (CODE + suffix)), digest)
     write_documents(copy, digests, read_about(entry))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -136,18 +135,16 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, 
 def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     """Raises ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
     names = checkpoint.indexed_names()
-    has = _suffixes(names)
+
+    def has(name: str) -> bool:  # with whatever prefix a multimodal model gives it
+        return any(each == name or each.endswith(f".{name}") for each in names)
+
     for alias, stored in model.all_tied_weights_keys.items():
         if has(alias) and has(stored):
             raise ValueError(
                 f"{checkpoint.source}: by its config {alias} is {stored}, and its files hold both; whether they are equal, which "
                 f"decides on graphs, only weights tell, which are not read; correct tie_word_embeddings in its config.json"
             )
-
-
-def _suffixes(names: frozenset[str]) -> Callable[[str], bool]:
-    """Whether a name, with whatever prefix a multimodal model gives it, is one of some."""
-    return lambda name: any(each == name or each.endswith(f".{name}") for each in names)
 
 
 def _here(found: CacheKeys, key: str) -> State:

@@ -16,11 +16,7 @@ SIZE_VARIABLE = "OPTIMUM_NEURON_CACHE_SIZE"
 
 
 def size_limit() -> int | None:
-    """Bytes that OPTIMUM_NEURON_CACHE_SIZE allows all entries together; None where it is not set.
-
-    Raises:
-        ValueError: it names no size.
-    """
+    """Return the bytes that OPTIMUM_NEURON_CACHE_SIZE allows, if it is set; raise ValueError where it names no size."""
     text = os.environ.get(SIZE_VARIABLE)
     if not text:
         return None

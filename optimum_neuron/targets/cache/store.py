@@ -16,7 +16,6 @@ from .entries import (
     About,
     BrokenError,
     check_digest,
-    copy_code,
     copy_file,
     read_record,
     remove_entry,
@@ -59,7 +58,7 @@ class CompileCache:
                 raise BrokenError(f"it lacks one of {', '.join(suffixes)}")
             for suffix, digest in digests.items():
                 copied.append(folder / (stem + suffix))
-                check_digest(suffix, copy_code(entry, suffix, copied[-1]), digest)
+                check_digest(suffix, copy_file(entry / (CODE + suffix), copied[-1]), digest)
         except BrokenError as error:
             for path in copied:
                 path.unlink(missing_ok=True)
@@ -70,11 +69,7 @@ class CompileCache:
         return True
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A folder to compile in, on the disk of the cache.
-
-        Raises:
-            OSError: the disk is full, or the cache may only be read.
-        """
+        """Return a folder to compile in, as `scratch_folder`."""
         return scratch_folder(self.folder)
 
     def store(self, key: str, scratch: Path, stem: str, folder: Path, about: About) -> None:

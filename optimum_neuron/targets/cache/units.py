@@ -16,33 +16,19 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like 10GB, 1.5 TB, 512MiB or 4096.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = _quantity(text, _BYTES)
-    if value is None:
-        raise ValueError(f"{text!r} is no size; give a number and a unit, as in 500MB, 10GB or 2TiB")
-    return round(value)
+    """Return the bytes of a size like 10GB, 1.5 TB, 512MiB or 4096; ValueError: it is none."""
+    return round(_quantity(text, _BYTES, "size", "500MB, 10GB or 2TiB"))
 
 
 def parse_age(text: str) -> float:
-    """Seconds of an age like 12h, 30d or 2w.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = _quantity(text, _SECONDS)
-    if value is None:
-        raise ValueError(f"{text!r} is no age; give a number and a unit, as in 12h, 30d or 2w")
-    return value
+    """Return the seconds of an age like 12h, 30d or 2w; ValueError: it is none."""
+    return _quantity(text, _SECONDS, "age", "12h, 30d or 2w")
 
 
-def _quantity(text: str, units: dict[str, int]) -> float | None:
+def _quantity(text: str, units: dict[str, int], what: str, examples: str) -> float:
     match = _QUANTITY.fullmatch(text.strip().lower())
     if match is None or match[2] not in units or len(match[1]) > 18:
-        return None
+        raise ValueError(f"{text!r} is no {what}; give a number and a unit, as in {examples}")
     return float(match[1]) * units[match[2]]
 
 

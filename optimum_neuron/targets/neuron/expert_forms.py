@@ -187,8 +187,9 @@ def choose(layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
         if (layer.experts + form.gathered) * rows < _LARGEST_PLACE:
             forms.append(form)
         rows *= 2
-    return min(forms, key=lambda form: _seconds(work(layer, tokens, form, chip), layer, chip))
 
+    def seconds(form: ExpertForm) -> float:
+        done = work(layer, tokens, form, chip)
+        return chip.core_seconds(done.moved, {layer.dtype: done.flops})
 
-def _seconds(done: ExpertWork, layer: ExpertLayer, chip: Chip) -> float:
-    return chip.core_seconds(done.moved, {layer.dtype: done.flops})
+    return min(forms, key=seconds)

@@ -112,11 +112,7 @@ def _check_reader(io: GraphIO, graph: ScoreGraph) -> None:
 
 
 def _check_copy(io: GraphIO, graph: CopyGraph, kept: Iterable[InputBinding]) -> None:
-    """It updates some states, and reads others, all of them as steps have them.
-
-    Args:
-        kept: those of the cache that steps have, as one rank has them.
-    """
+    """Check that it updates some states and reads others, as steps have them; `kept` is what a rank has of the cache."""
     _check_same("takes", [each for each in io.inputs if each.role == "input"], COPY_INPUTS)
     given, parts = _states(io), {each.name: each for each in kept}
     expected = [
@@ -179,9 +175,7 @@ def _part(spec: TensorSpec, binding: InputBinding | None) -> TensorSpec:
 
 
 def _check_same(
-    verb: str,
-    found: Iterable[InputBinding | OutputBinding],
-    expected: Iterable[TensorSpec | InputBinding],
+    verb: str, found: Iterable[InputBinding | OutputBinding], expected: Iterable[TensorSpec | InputBinding]
 ) -> None:
     has, wants = ([(each.name, each.shape, each.dtype) for each in tensors] for tensors in (found, expected))
     if has != wants:

@@ -25,11 +25,7 @@ def write_graph(graph: LoweredGraph, folder: Path) -> None:
 
 
 def read_hlo(path: Path) -> bytes:
-    """The bytes of a graph's HLO module.
-
-    Raises:
-        ArtifactError: the file holds no module.
-    """
+    """Return the bytes of a graph's HLO module, or raise ArtifactError where the file holds none."""
     from .lowering import hlo
 
     data = path.read_bytes()
@@ -41,11 +37,7 @@ def read_hlo(path: Path) -> bytes:
 
 
 def read_graph_io(path: Path) -> GraphIO:
-    """What the parameters and results of a graph are, from the path of its HLO.
-
-    Raises:
-        ArtifactError: the file beside it says it not.
-    """
+    """Return the parameters and results of the graph in an HLO file, or raise ArtifactError where none are described."""
     described = path.with_suffix(IO_SUFFIX)
     try:
         return GraphIO.from_dict(read_object(described))

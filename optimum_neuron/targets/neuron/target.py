@@ -113,7 +113,11 @@ class NeuronTarget:
     ) -> Executable:
         if artifact.target not in NEURON_TARGETS:
             ranks.refuse(artifact.target)
-            _check_one_rank(artifact)
+            if artifact.config.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"{artifact.path} has graphs of {artifact.config.tensor_parallel_size} ranks, and target={artifact.target!r} generates "
+                    f"with one; `optimum-cli neuron inspect --verify` executes all of them, and tensor_parallel_size=1 exports for one"
+                )
         if trust_native_code:
             artifact.verify()
             return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
@@ -138,14 +142,6 @@ def _plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
 
     ranks = config.tensor_parallel_size
     return whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-
-
-def _check_one_rank(artifact: Artifact) -> None:
-    if artifact.config.tensor_parallel_size > 1:
-        raise ValueError(
-            f"{artifact.path} has graphs of {artifact.config.tensor_parallel_size} ranks, and target={artifact.target!r} generates "
-            f"with one; `optimum-cli neuron inspect --verify` executes all of them, and tensor_parallel_size=1 exports for one"
-        )
 
 
 def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:
@@ -209,19 +205,11 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
 
 
 def _calls(artifact: Artifact) -> dict[str, tuple[str, ...]]:
-    """The inputs of each step by name, in the order in which an executable takes them."""
     return {spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs}
 
 
 def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
-    """The descriptions of all graphs, which are those of the manifest.
-
-    Args:
-        folder: the artifact's, or one whose graphs were made anew.
-
-    Raises:
-        ArtifactError: a graph is missing, or is another one.
-    """
+    """Read the descriptions of the graphs in a folder; ArtifactError: one is missing, or is not the manifest's."""
     described = {}
     for name in graph_names(artifact):
         path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)

@@ -15,11 +15,7 @@ from ...graphs.quantized.weight import QuantizedWeight
 
 
 def check_weight_types(model: nn.Module, target: str) -> None:
-    """Looks at weights of fp8.
-
-    Raises:
-        ValueError: the target has no such type, or no number as large as a code.
-    """
+    """Raise ValueError where a target has no fp8, or no number as large as a code of the weights."""
     for name, weight in _quantized(model):
         if weight.kind != "fp8":
             continue

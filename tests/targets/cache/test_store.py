@@ -211,13 +211,13 @@ def test_an_entry_that_goes_while_it_is_read_is_compiled_again_without_a_warning
     empty(folder)
     copied: list[str] = []
 
-    def copy(entry: Path, suffix: str, path: Path) -> str:
+    def copy(source: Path, path: Path) -> str:
         if len(copied) == read:
             assert prune(max_size=0, older_than=None, dry_run=False)[0]
-        copied.append(suffix)
-        return entries_module.copy_code(entry, suffix, path)
+        copied.append(source.name)
+        return entries_module.copy_file(source, path)
 
-    monkeypatch.setattr(store_module, "copy_code", copy)
+    monkeypatch.setattr(store_module, "copy_file", copy)
     assert not cache.fetch(KEY, folder, "graph", ".so")
     assert len(copied) == read + 1 and folder_bytes(folder) == {} and not caplog.messages
 

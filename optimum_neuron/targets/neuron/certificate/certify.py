@@ -34,16 +34,7 @@ from .trial import choose_trial
 
 
 def certify(model: PreTrainedModel, job: CompileJob) -> Certificate:
-    """Executes the graphs of a folder that becomes an artifact.
-
-    Args:
-        model: what is exported, whole, with its weights.
-        job: whose folder has the graphs and weights.
-
-    Raises:
-        ValueError: a graph computes something else than the model does; what, and where, is named.
-        RuntimeError: XLA cannot execute a graph.
-    """
+    """Execute the graphs of a folder that becomes an artifact; raise as `certify_export` does."""
     trusted = job.trust_remote_code
     with tempfile.TemporaryDirectory() as scratch:
         steps = steps_of(job.config, job.model)
@@ -76,14 +67,7 @@ def certify(model: PreTrainedModel, job: CompileJob) -> Certificate:
 def compare_with_eager(
     model: nn.Module, setup: Setup, *, trust_remote_code: bool
 ) -> tuple[dict[str, int], tuple[Expected, ...], tuple[Comparison, ...]]:
-    """Executes in float32, and where the graphs have another type also in that.
-
-    Args:
-        model: the whole one.
-
-    Returns:
-        The scales of the history, a record of what was expected, and how the modules compare.
-    """
+    """Execute in float32 and in the graphs' own type; return the history's scales, what was expected, and comparisons."""
     scales: dict[str, int] = {}
     records, comparisons = [], list[Comparison]()
     dtypes = dict.fromkeys(("float32", setup.trial.config.dtype))
@@ -100,11 +84,7 @@ def compare_with_eager(
 def _expected(
     model: nn.Module, setup: Setup, dtype: str, scales: dict[str, int], *, trust_remote_code: bool
 ) -> tuple[dict[str, int], Expected]:
-    """What the eager step makes in a type; its model is gone before XLA gets weights of its own.
-
-    Args:
-        scales: empty where they are not known yet.
-    """
+    """Return what the eager step makes in a type; its model is gone before XLA gets weights of its own."""
     reference = _reference_model(model, setup, dtype, trust_remote_code=trust_remote_code)
     states = setup.states(dtype)
     scales = scales or state_scales(reference, states, setup.graphs, setup.spec, setup.steps)
@@ -117,7 +97,6 @@ def _expected(
 
 
 def _reference_model(model: nn.Module, setup: Setup, dtype: str, *, trust_remote_code: bool) -> nn.Module:
-    """The model of the trial by transformers, in a type of its own, with the weights of the whole model."""
     own = setup.trial.config.dtype
     if setup.trial.whole and dtype == own:
         return model
@@ -142,7 +121,6 @@ def hlo_files(folder: Path) -> list[Path]:
 
 
 def versions() -> dict[str, str]:
-    """Of what lowers and computes here."""
     found = {"optimum_neuron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     for name in ("torch-xla", "neuronx-cc"):
         try:

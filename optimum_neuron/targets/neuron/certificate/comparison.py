@@ -113,7 +113,6 @@ def expect(
 
 
 def _subject(state: str) -> str:
-    """A kind of state, in words."""
     kind = "snapshots" if state.startswith(SNAPSHOTS) else "states"
     return f"{kind}: {state.removeprefix(SNAPSHOTS).removeprefix(CACHE).split('_')[0]}"
 
@@ -155,9 +154,7 @@ def compare(expected: Expected, found: Found) -> list[Comparison]:
 
 def _worse(known: Comparison | None, one: Comparison, *, pooled: bool) -> Comparison:
     """The one nearer to its bound, with the count of both; a mean over all that came before stands for itself."""
-    if known is None:
-        return one
-    if pooled and STATISTICS[one.dtype] == "mean":
+    if known is None or (pooled and STATISTICS[one.dtype] == "mean"):
         return one
     worse = one if _share(one) > _share(known) else known
     return replace(worse, count=known.count + one.count)
@@ -173,13 +170,12 @@ def _compare_tokens(expected: Expected, found: Found) -> Iterable[Comparison]:
     wrong: dict[str, list[str]] = {}
     counts: dict[str, int] = {}
     for (number, name), accepted in expected.tokens.items():
-        subject = name
         for rank, results in enumerate(found):
             tokens = results[number].get(name)
             for row, allowed in accepted.items():
-                counts[subject] = counts.get(subject, 0) + 1
+                counts[name] = counts.get(name, 0) + 1
                 if tokens is None or int(tokens[row]) not in allowed:
-                    wrong.setdefault(subject, []).append(f"step {number}, row {row}, rank {rank}")
+                    wrong.setdefault(name, []).append(f"step {number}, row {row}, rank {rank}")
     for subject, count in counts.items():
         places = wrong.get(subject, [])
         yield Comparison(subject, expected.dtype, places[0] if places else "", len(places), 0.0, 0.0, count)

@@ -41,10 +41,7 @@ _ENTRY = record(
     },
     closed=True,
 )
-_TOKENS = record(
-    {"step": whole(0), "name": TEXT, "row": whole(0), "accepted": listed(whole(0))},
-    closed=True,
-)
+_TOKENS = record({"step": whole(0), "name": TEXT, "row": whole(0), "accepted": listed(whole(0))}, closed=True)
 _EXPECTED = record(
     {"dtype": choice(tuple(STATISTICS)), "outputs": listed(_ENTRY), "tokens": listed(_TOKENS)}, closed=True
 )

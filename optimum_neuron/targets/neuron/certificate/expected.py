@@ -44,11 +44,7 @@ class Entry:
 
 
 def _select(values: Tensor, dim: int, places: list[int]) -> Tensor:
-    """Also of fp8, which torch does not index by lists.
-
-    Raises:
-        IndexError: there is no such place.
-    """
+    """Select also of fp8, which torch does not index by lists."""
     outside = next((place for place in places if not 0 <= place < values.shape[dim]), None)
     if outside is not None:
         raise IndexError(f"place {outside} of {values.shape[dim]}")

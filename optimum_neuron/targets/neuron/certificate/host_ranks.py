@@ -57,11 +57,7 @@ Found = list[list[dict[str, Tensor]]]
 Tensors = Iterable[tuple[str, Tensor]]
 
 
-def execute(
-    modules: Mapping[str, Module],
-    tensors: Sequence[Tensors],
-    runs: Sequence[Given],
-) -> Found:
+def execute(modules: Mapping[str, Module], tensors: Sequence[Tensors], runs: Sequence[Given]) -> Found:
     """Runs modules one after the other.
 
     Args:
@@ -141,11 +137,7 @@ class Ranks:
         modules: without calls of kernels.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, Module],
-        tensors: Sequence[Tensors],
-    ) -> None:
+    def __init__(self, modules: Mapping[str, Module], tensors: Sequence[Tensors]) -> None:
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         from torch_xla.core import xla_builder
 

@@ -85,8 +85,6 @@ def part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
 
 def real_heads(places: tuple[int, ...] | None) -> list[int] | None:
     """The places of a rank that hold a head; None where all do."""
-    return (
-        None
-        if places is None or PADDING not in places
-        else [place for place, head in enumerate(places) if head != PADDING]
-    )
+    if places is None or PADDING not in places:
+        return None
+    return [place for place, head in enumerate(places) if head != PADDING]

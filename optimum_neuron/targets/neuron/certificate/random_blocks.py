@@ -45,7 +45,7 @@ class RandomBlocks:
             self.tables[slot, :needed] = [self._free.pop() for _ in range(needed)]
 
     def room(self) -> int:
-        """Tokens for which there are blocks left."""
+        """Return the number of tokens for which blocks are left."""
         return len(self._free) * self._length
 
     def give_decodes(self, positions: Mapping[int, int]) -> None:

@@ -166,7 +166,6 @@ class _Writer:
         return [kept[index : index + together] for index in range(0, len(kept), together)]
 
     def _fitting(self, spec: GraphSpec, pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Those that the cache has blocks for together."""
         if spec.kv_block_size is None:
             return pieces
         while sum(-(-end // spec.kv_block_size) for end in _ends(pieces).values()) > spec.kv_blocks:
@@ -181,9 +180,8 @@ class _Writer:
             if slot in busy or (self._slots > 2 and (slot + turn) % 3 == 2):
                 continue
             follows = self._lengths[slot] if 0 < self._lengths[slot] < context else context // 2
-            if (
-                spec.kv_block_size is not None
-            ):  # blocks hold no text of the slot's own, and long rows have full ones to share
+            # Blocks hold no text of the slot's own, and long rows have full ones to share.
+            if spec.kv_block_size is not None:
                 follows = context * 2 // 3
             positions[slot] = context - 1 if (slot + turn) % 2 == 0 else follows
         return positions
@@ -269,7 +267,6 @@ class _Writer:
 
 
 def _tokens(size: int, chunks: Mapping[int, tuple[int, int, int]]) -> tuple[int, ...]:
-    """The numbers of those that are no padding, in chunk rows of a size; `chunks` are as in `_Writer.step`."""
     return tuple(row * size + place for row, (_, _, count) in chunks.items() for place in range(count))
 
 

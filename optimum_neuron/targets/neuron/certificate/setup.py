@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -151,7 +151,8 @@ def make_setup(
         few, names = spec, [each.name for each in graph_specs(config)]
         names += [graph.name for graph in score_graphs(config, spec.vocab_size)]
         names += [graph.name for graph in copy_graphs(config, spec)]
-        modules = {name: _read_module(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)) for name in names}
+        paths = {name: folder / GRAPHS_FOLDER / (name + HLO_SUFFIX) for name in names}
+        modules = {name: Module(read_hlo(path), read_graph_io(path)) for name, path in paths.items()}
     else:
         few = first_layers(spec, trial.layers)
         tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
@@ -173,14 +174,11 @@ def make_setup(
 
 def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
     """What the graphs of a model's first layers keep."""
-    return dataclasses.replace(
-        spec,
-        layers=tuple(each for each in spec.layers if each.layer_idx < layers),
-        convolutions=tuple(each for each in spec.convolutions if each.layer_idx < layers),
-        recurrences=tuple(each for each in spec.recurrences if each.layer_idx < layers),
-        selections=tuple(each for each in spec.selections if each.layer_idx < layers),
-        compressions=tuple(each for each in spec.compressions if each.layer_idx < layers),
-    )
+    kinds = ("layers", "convolutions", "recurrences", "selections", "compressions")
+    kept: dict[str, Any] = {
+        kind: tuple(each for each in getattr(spec, kind) if each.layer_idx < layers) for kind in kinds
+    }
+    return dataclasses.replace(spec, **kept)
 
 
 def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:
@@ -188,10 +186,6 @@ def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:
     specs = sorted(graph_specs(config), key=lambda spec: spec.tokens)
     largest = {spec.kind: folder / GRAPHS_FOLDER / (spec.name + HLO_SUFFIX) for spec in specs}
     return frozenset(kind for kind, path in largest.items() if is_split(read_hlo(path)))
-
-
-def _read_module(path: Path) -> Module:
-    return Module(read_hlo(path), read_graph_io(path))
 
 
 def in_float32(tensor: Tensor) -> Tensor:

@@ -30,11 +30,7 @@ def kernel_versions(data: bytes) -> dict[str, str]:
 
 
 def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
-    """A graph for neuronx-cc on this machine.
-
-    Raises:
-        RuntimeError: NKI does not compile a kernel for a graph's operands.
-    """
+    """Return a graph for neuronx-cc here, or raise RuntimeError where NKI does not compile a kernel for its operands."""
     if not called_kernels(data):
         return data
     module = without_references(hlo.parse(data))

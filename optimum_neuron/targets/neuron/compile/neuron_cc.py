@@ -65,11 +65,7 @@ def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall
 
 
 def find_compiler() -> Path:
-    """The neuronx-cc command.
-
-    Raises:
-        RuntimeError: there is none; the message tells a placeholder from nothing.
-    """
+    """Return the neuronx-cc command, or raise RuntimeError where there is none or a placeholder."""
     problem = missing_compiler()
     if problem is not None:
         raise RuntimeError(problem)
@@ -87,11 +83,7 @@ def missing_compiler() -> str | None:
 
 @functools.cache
 def compiler_version(compiler: Path) -> str:
-    """What `neuronx-cc --version` says: numbers like 2.27.5334.0+f702b353.
-
-    Raises:
-        RuntimeError: it says none.
-    """
+    """Return numbers like 2.27.5334.0+f702b353, or raise RuntimeError where `neuronx-cc --version` says none."""
     text = _ask(compiler, "--version")
     match = _VERSION.search(text)
     if match is None:
@@ -103,11 +95,7 @@ def compiler_version(compiler: Path) -> str:
 
 @functools.cache
 def list_operators(compiler: Path) -> frozenset[str]:
-    """The operators that `neuronx-cc list-operators --framework XLA` names, as it spells them.
-
-    Raises:
-        RuntimeError: the command failed.
-    """
+    """Return operators as `neuronx-cc list-operators --framework XLA` spells them, or raise RuntimeError."""
     lines = _ask(compiler, "list-operators", "--framework", "XLA").splitlines()
     return frozenset(line.strip() for line in lines if line.strip())
 

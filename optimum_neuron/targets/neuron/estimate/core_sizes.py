@@ -61,7 +61,6 @@ class AttentionSizes:
 
     @property
     def token_elements(self) -> int:
-        """Cached elements per token."""
         return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -103,12 +102,10 @@ class CoreSizes:
 
     @property
     def heads(self) -> int:
-        """Query heads of all attention layers."""
         return sum(layer.layers * layer.heads for layer in self.attention)
 
     @property
     def depth(self) -> int:
-        """Layers, of attention, of convolutions and of recurrences."""
         return self.spec.depth
 
     @property
@@ -120,11 +117,7 @@ class CoreSizes:
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
-    """What each core has of a model that several share.
-
-    Raises:
-        ValueError: the model cannot be shared by as many.
-    """
+    """Return what each core has of a model, or raise ValueError where as many cannot share it."""
     shapes, spec, heads = _shares(sizes, tensor_parallel_size)
     local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
     params: dict[Kind, int] = defaultdict(int)
@@ -232,12 +225,7 @@ def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], 
 
 
 def _channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
-    """Of a convolution, on each core.
-
-    Args:
-        layer: that has a recurrence beside it, of which a core has some heads.
-        shared: numbers of the layers that are convolutions alone, of which it has some channels.
-    """
+    """Return how many channels of a convolution each core has: those beside its heads of a recurrence, or an equal share."""
     own = None if layer is None else plan.channels(layer, state.index, 0)
     if own is not None:
         return len(own)

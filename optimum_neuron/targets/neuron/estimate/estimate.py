@@ -164,7 +164,6 @@ def _with_types(targets: Iterable[str], options: Mapping[str, Any]) -> tuple[lis
 
 
 def _with_artifact(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options given, and for an artifact those that it was exported with."""
     if not (path / MANIFEST_NAME).is_file():
         return dict(options)
     exported = Artifact.open(path, with_graphs=False).config.to_dict()
@@ -173,11 +172,7 @@ def _with_artifact(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Targets and sizes of groups of cores, as options; and why targets are left out.
-
-    Raises:
-        ValueError: no target has a host whose topology takes the size.
-    """
+    """Return groups of cores as options, and why targets are left out; ValueError: all are."""
     groups: list[dict[str, Any]] = []
     refused = []
     for target in targets:
@@ -325,6 +320,6 @@ def _longest_sequence(
 
 
 def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The last of ascending values that fits, where all before it do; 0 if none does."""
+    """Return the last of ascending values that fits, where all before it do; 0 if none does."""
     place = bisect_right(values, False, key=lambda value: not fits(value))
     return values[place - 1] if place else 0

@@ -33,7 +33,6 @@ class LayerKinds:
 
 
 def whole_model(model: PreTrainedModel) -> LayerKinds:
-    """No copy: every layer stands for itself."""
     return LayerKinds(model, "", ())
 
 

@@ -42,7 +42,6 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def model_line(report: Report) -> str:
-    """The model and the sizes asked for."""
     sizes, config = report.sizes, report.estimates[0].config
     used = f", {sizes.active_parameters / 1e9:,.2f} B of them per token" if sizes.has_experts else ""
     return (
@@ -54,18 +53,8 @@ def model_line(report: Report) -> str:
 
 def _memory_table(report: Report) -> Table:
     table = _table("GiB per core; largest sizes with the others as asked")
-    for header in (
-        "tp",
-        "weights",
-        "KV",
-        "activ.",
-        "graphs",
-        "total",
-        "of",
-        "fits",
-        "largest\nbatch",
-        "longest\nlength",
-    ):
+    parts = ("weights", "KV", "activ.", "graphs", "total", "of")
+    for header in ("tp", *parts, "fits", "largest\nbatch", "longest\nlength"):
         table.add_column(header, justify="right", no_wrap=True)
     for _, group in groupby(report.estimates, lambda one: one.config.target):
         for one in group:
@@ -177,7 +166,6 @@ def sentences(report: Report) -> list[str]:
 
 
 def _kept(report: Report) -> StateSizes:
-    """Of the whole model."""
     return StateSizes.of(state_specs(report.estimates[0].config, report.sizes.spec))
 
 

@@ -263,5 +263,4 @@ def _itemsize(shape: Any) -> int:
 
 
 def _bytes(shape: Any) -> int:
-    """Of an array, or of all parts of a tuple."""
     return sum(map(_bytes, shape.tuple_shapes)) if shape.tuple_shapes else hlo.byte_count(shape)

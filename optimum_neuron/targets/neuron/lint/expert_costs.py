@@ -57,11 +57,7 @@ class _Weight:
 
 
 def expert_costs(name: str, data: bytes, io: GraphIO, target: str) -> list[ExpertCost]:
-    """One per kind of layer and form; none of a graph that is no step.
-
-    Raises:
-        ValueError: `data` is no HLO module.
-    """
+    """Return one per kind of layer and form of a step; raise ValueError where `data` is no HLO module."""
     if io.spec is None:
         return []
     tokens, chip = GraphSpec(**io.spec).tokens, chip_of(target)

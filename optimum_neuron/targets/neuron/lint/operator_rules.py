@@ -131,12 +131,8 @@ def reductions(graph: Graph) -> Iterator[Place]:
     for each in graph.of("reduce"):
         operands = graph.operands(each)
         if any(graph.origin(start).opcode != "constant" for start in operands[len(operands) // 2 :]):
-            yield (
-                each,
-                "a reduce that begins with a computed number",
-                "begin with a constant, add the number after",
-                "error",
-            )
+            problem = "a reduce that begins with a computed number"
+            yield each, problem, "begin with a constant, add the number after", "error"
 
 
 def strided_stores(graph: Graph) -> Iterator[Place]:

@@ -27,18 +27,6 @@ class Pair:
     imaginary: Tensor
 
 
-def _polar(size: Tensor, angle: Tensor) -> Pair:
-    return Pair(size * angle.cos(), size * angle.sin())
-
-
-def _view_as_complex(x: Tensor) -> Pair:
-    return Pair(x.select(-1, 0), x.select(-1, 1))
-
-
-def _view_as_real(x: Pair) -> Tensor:
-    return torch.stack([x.real, x.imaginary], -1)
-
-
 def _multiply(left: Any, right: Any) -> Pair:
     """Of two pairs, or of a pair and real numbers."""
     if not isinstance(right, Pair):
@@ -52,10 +40,10 @@ def _multiply(left: Any, right: Any) -> Pair:
 
 
 _COMPUTED: dict[Any, Callable[..., Any]] = {
-    _ATEN.polar.default: _polar,
+    _ATEN.polar.default: lambda size, angle: Pair(size * angle.cos(), size * angle.sin()),
     _ATEN.complex.default: Pair,
-    _ATEN.view_as_complex.default: _view_as_complex,
-    _ATEN.view_as_real.default: _view_as_real,
+    _ATEN.view_as_complex.default: lambda x: Pair(x.select(-1, 0), x.select(-1, 1)),
+    _ATEN.view_as_real.default: lambda x: torch.stack([x.real, x.imaginary], -1),
     _ATEN.mul.Tensor: _multiply,
 }
 # Change the shape or the place of numbers, and so of each part.

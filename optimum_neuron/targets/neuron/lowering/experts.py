@@ -55,7 +55,6 @@ def expert_layer(call: ExpertsCall) -> ExpertLayer:
 
 
 def _params(weight: Tensor | QuantizedWeight) -> int:
-    """Numbers of one expert's weight."""
     return weight[0].numel() if isinstance(weight, Tensor) else weight.outputs * weight.inputs
 
 

@@ -119,11 +119,7 @@ _CLASSES = _message_classes()
 
 
 def parse(data: bytes) -> Any:
-    """An HloModule from its bytes.
-
-    Raises:
-        ValueError: the bytes are no HLO module.
-    """
+    """Return an HloModule, or raise ValueError where the bytes are none."""
     module = _CLASSES["HloModule"]()
     try:
         module.ParseFromString(data)

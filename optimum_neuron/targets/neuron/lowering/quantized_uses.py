@@ -77,11 +77,7 @@ class QuantizedGroup:
 
 
 def quantized_groups(graph: Graph, weights: Mapping[Node, str]) -> list[QuantizedGroup]:
-    """The quantized layers of a graph, in the order of the first of each group.
-
-    Args:
-        weights: the model's own tensors by placeholder.
-    """
+    """Return groups in the order of the first layer of each; `weights` are the model's tensors by placeholder."""
     groups: dict[object, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (QUANTIZED_LINEAR, QUANTIZED_EXPERTS):

@@ -49,9 +49,7 @@ class NrtDevice:
         names = _names(neff, "input", graph.inputs, model.input_tensors_info)
         results = _names(neff, "output", graph.outputs, model.output_tensors_info)
         return partial(
-            model,
-            inputs=dict(zip(names, inputs, strict=True)),
-            outputs=dict(zip(results, outputs, strict=True)),
+            model, inputs=dict(zip(names, inputs, strict=True)), outputs=dict(zip(results, outputs, strict=True))
         )
 
 

@@ -41,7 +41,6 @@ def _describe() -> dict[str, Any]:
 
 
 def _serve(channel: Channel, memory: int) -> None:
-    """Answers commands until the socket closes."""
     graphs: Any = None
     while True:
         try:

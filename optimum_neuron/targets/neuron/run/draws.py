@@ -43,11 +43,7 @@ class Draw:
 
 
 def draws(calls: Mapping[str, Sequence[str]], graphs: Mapping[str, GraphIO]) -> dict[str, tuple[Draw, ...]]:
-    """Those of each step.
-
-    Args:
-        calls: the names of a step's inputs, in order.
-    """
+    """Return the draws of each step; `calls` names the inputs of each step in order."""
     return {name: tuple(_draws(call, graphs[name])) for name, call in calls.items()}
 
 

@@ -17,11 +17,7 @@ _NO_SLOT = dict.fromkeys(map(slots_input, SAMPLERS), -1)
 
 
 def idle_inputs(graphs: Mapping[str, GraphIO], steps: Collection[str]) -> dict[str, list[Tensor]]:
-    """As `Executable.idle_inputs`.
-
-    Args:
-        steps: the names of those that are steps.
-    """
+    """Return what `Executable.idle_inputs` returns; `steps` are the names of graphs that are steps."""
     return {
         name: [
             torch.full(each.shape, _NO_SLOT.get(each.name, 0), dtype=getattr(torch, each.dtype))

@@ -57,11 +57,7 @@ class Interpreter:
 
 
 def find_interpreter(named: str | None) -> Interpreter:
-    """The interpreter that an option names, or the variable, or this one.
-
-    Raises:
-        RuntimeError: it cannot hold a rank; the message says why.
-    """
+    """Return the interpreter of an option, of the variable, or this one; raise RuntimeError where it cannot hold a rank."""
     variable = os.environ.get(PYTHON_VARIABLE) or None
     option, path = (PYTHON_VARIABLE, variable) if named is None else ("rank_python", named)
     where = f"this Python ({sys.executable})" if path is None else f"{option}={path}"

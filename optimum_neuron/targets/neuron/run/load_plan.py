@@ -50,11 +50,7 @@ class LoadPlan:
         return self.calls.get(graph) or self.graphs[graph].names("input")
 
     def neff(self, graph: str) -> Path:
-        """The compiled file of a graph.
-
-        Raises:
-            FileNotFoundError: it is missing.
-        """
+        """Return the compiled file of a graph, or raise FileNotFoundError."""
         path = self.folder / (graph + NEFF_SUFFIX)
         if not path.is_file():
             raise FileNotFoundError(

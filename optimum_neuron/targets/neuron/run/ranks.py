@@ -236,11 +236,7 @@ class RankedExecutable(AheadExecutable):
     def _collect(
         self, doing: str, timeout: float, size: int
     ) -> tuple[dict[RankProcess, bytearray], NeuronRuntimeError | None]:
-        """The answer of every process, and what one of them reported that it can recover from.
-
-        Raises:
-            NeuronRuntimeError: a process died or is silent, or reported what it cannot recover from.
-        """
+        """Return every process's answer, and the error that one can recover from; raise NeuronRuntimeError for any other."""
         answers: dict[RankProcess, bytearray] = {}
         error: NeuronRuntimeError | None = None
         deadline = time.monotonic() + timeout

@@ -20,11 +20,7 @@ def join_states(parts: Sequence[Tensor]) -> Tensor:
 
 
 def split_state(tensor: Tensor, world_size: int) -> Sequence[Tensor]:
-    """What each rank holds of a tensor that `join_states` made.
-
-    Raises:
-        ValueError: its heads or channels do not divide.
-    """
+    """Return each rank's part of what `join_states` made; raise ValueError where heads or channels do not divide."""
     if world_size == 1 or tensor.dim() == 1:
         return [tensor] * world_size
     dim = cut_dim(tensor.shape)

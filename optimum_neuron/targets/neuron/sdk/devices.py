@@ -157,7 +157,6 @@ def _list_devices() -> list[dict[str, Any]]:
 
 
 def _product_name() -> str:
-    """The instance type as the firmware tells it; empty where there is none."""
     try:
         return _PRODUCT_NAME.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

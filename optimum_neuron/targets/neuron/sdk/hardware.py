@@ -44,17 +44,14 @@ class Chip:
 
     @property
     def core_sbuf(self) -> int:
-        """Bytes of on-chip memory per logical core."""
         return self.sbuf * self.physical_cores
 
     @property
     def core_hbm(self) -> int:
-        """Bytes of device memory per logical core."""
         return self.hbm // self.cores
 
     @property
     def core_bandwidth(self) -> float:
-        """Bytes per second per logical core, when all cores read."""
         return self.bandwidth / self.cores
 
     def core_flops(self, dtype: str) -> float:
@@ -137,12 +134,10 @@ class Instance:
 
     @property
     def cores(self) -> int:
-        """Logical NeuronCores of the host."""
         return self.chips * CHIPS[self.target].cores
 
     @property
     def hbm(self) -> int:
-        """Bytes of device memory of all its chips."""
         return self.chips * CHIPS[self.target].hbm
 
     @property

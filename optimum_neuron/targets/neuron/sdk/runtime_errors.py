@@ -33,9 +33,7 @@ _DEFECT = "this is a defect of this package; report it with the log"
 
 INVALID = 2
 NRT_STATUSES: dict[int, NrtStatus] = {
-    1: NrtStatus(
-        "NRT_FAILURE", False, "an operation failed for no stated reason", "read the log lines above; " + _RESTART
-    ),
+    1: NrtStatus("NRT_FAILURE", False, "an operation failed for no stated reason", "read the log lines above; " + _RESTART),
     INVALID: NrtStatus("NRT_INVALID", True, "the NEFF is not valid, or a tensor's name or size is not the NEFF's", _EXPORT),
     3: NrtStatus("NRT_INVALID_HANDLE", False, "a tensor or a graph was used after it was freed", _DEFECT),
     4: NrtStatus("NRT_RESOURCE", True, "the device has no memory left", _SMALLER),
@@ -44,9 +42,7 @@ NRT_STATUSES: dict[int, NrtStatus] = {
     7: NrtStatus("NRT_QUEUE_FULL", True, "too many steps wait on the device", "run the step again"),
     9: NrtStatus("NRT_LOAD_NOT_ENOUGH_NC", True, "too few NeuronCores are free", _NEIGHBOURS),
     10: NrtStatus("NRT_UNSUPPORTED_NEFF_VERSION", True, "the runtime is older than the compiler was", _EXPORT),
-    11: NrtStatus(
-        "NRT_FAIL_HOST_MEM_ALLOC", True, "the host has no memory left", "free memory or use a larger instance"
-    ),
+    11: NrtStatus("NRT_FAIL_HOST_MEM_ALLOC", True, "the host has no memory left", "free memory or use a larger instance"),
     13: NrtStatus("NRT_UNINITIALIZED", False, "the runtime was never started", _RESTART),
     14: NrtStatus("NRT_CLOSED", False, "the runtime was closed", "load the model again"),
     15: NrtStatus("NRT_QUEUE_EMPTY", True, "nothing was queued on the device", "run the step again"),
@@ -57,16 +53,12 @@ NRT_STATUSES: dict[int, NrtStatus] = {
     1005: NrtStatus("NRT_EXEC_NC_BUSY", True, "another model or process uses the core", _NEIGHBOURS),
     1006: NrtStatus("NRT_EXEC_OOB", True, "the step wrote or read outside of a tensor", _DEFECT),
     1100: NrtStatus("NRT_COLL_PENDING", True, "a collective operation is still pending", "run the step again"),
-    1200: NrtStatus(
-        "NRT_EXEC_HW_ERR_COLLECTIVES", False, "a collective operation is stuck: a rank is missing", _RESTART
-    ),
+    1200: NrtStatus("NRT_EXEC_HW_ERR_COLLECTIVES", False, "a collective operation is stuck: a rank is missing", _RESTART),
     1201: NrtStatus("NRT_EXEC_HW_ERR_HBM_UE", False, "device memory has an error that cannot be repaired", _RESTART),
     1202: NrtStatus("NRT_EXEC_HW_ERR_NC_UE", False, "the core's own memory has a parity error", _RESTART),
     1203: NrtStatus("NRT_EXEC_HW_ERR_DMA_ABORT", False, "a DMA engine failed", _RESTART),
     1204: NrtStatus("NRT_EXEC_SW_NQ_OVERFLOW", False, "the notification queue overflowed", _RESTART),
-    1205: NrtStatus(
-        "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", False, "device memory has an error; a reset repairs it", _RESTART
-    ),
+    1205: NrtStatus("NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", False, "device memory has an error; a reset repairs it", _RESTART),
     1206: NrtStatus("NRT_NETWORK_PROXY_FAILURE", False, "the network between instances failed", _RESTART),
 }  # fmt: skip
 _CODES = {status.name: code for code, status in NRT_STATUSES.items()}

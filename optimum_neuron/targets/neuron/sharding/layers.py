@@ -80,11 +80,7 @@ def share_attention(plan: ShardPlan, trace: Trace, name: str, styles: Mapping[st
 def _head_sections(
     size: int, style: str, sizes: HeadSizes, layout: HeadLayout, value_offset: int
 ) -> tuple[Section, ...]:
-    """How a projection of some size is cut; empty where it is of no known kind, or of two.
-
-    Args:
-        value_offset: where in its output values are taken from, as they are.
-    """
+    """Return how a projection of some size is cut; nothing where it is of no known kind, or of two."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     query, key, value = heads * sizes.key_dim, kv_heads * sizes.key_dim, kv_heads * sizes.value_dim
     of_queries = (query, heads * sizes.value_dim, heads)
@@ -184,7 +180,6 @@ def cut_rows(plan: ShardPlan, layer: str, *sections: Section) -> None:
 
 
 def _cut_size(plan: ShardPlan, layer: str, style: str) -> int:
-    """The size of the dimension that a style cuts."""
     shape = plan.shapes[f"model.{layer}.weight" if _is_module(plan, layer) else f"model.{layer}"]
     return shape[-1] if style in (*ROW, *WHOLE_ROW) else shape[max(-2, -len(shape))]
 

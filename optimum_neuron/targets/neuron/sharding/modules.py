@@ -142,11 +142,7 @@ def _select(blocks: Tensor, order: list[int]) -> Tensor:
 
 
 def _set_heads(attention: Any, heads: ShardedHeads, configs: dict[tuple[int, ShardedHeads], Any]) -> None:
-    """Code that names its heads, instead of leaving them to a view's -1, finds the rank's.
-
-    Args:
-        configs: those made before, by what they were made of: layers that are the same go on sharing one.
-    """
+    """Give code that names its heads the rank's; layers that share a config go on sharing one, through `configs`."""
     sizes, layout = heads.sizes, heads.layout
     local = dict.fromkeys(_QUERY_HEADS, (sizes.heads, layout.local_query))
     local |= dict.fromkeys(_KV_HEADS, (sizes.kv_heads, layout.local_key_value))

@@ -30,15 +30,10 @@ def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps
         raise plan.refusal(f"its vocabulary of {plan.vocab_size} exceeds {_LARGEST_TOKEN}")
 
     def largest_of_all(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-        return largest(logits, _first(model, plan), plan.vocab_size, plan.world_size)
+        first: Tensor = getattr(model, RANK_BUFFER) * plan.local_vocab_size
+        return largest(logits, first, plan.vocab_size, plan.world_size)
 
     def full_logits(logits: Tensor) -> Tensor:
         return all_gather(logits, 1, plan.world_size)[:, : plan.vocab_size]
 
     return replace(base_ops, sample=largest_of_all, full_logits=full_logits)
-
-
-def _first(model: nn.Module, plan: ShardPlan) -> Tensor:
-    """The token of the rank's first column."""
-    rank: Tensor = getattr(model, RANK_BUFFER)
-    return rank * plan.local_vocab_size
