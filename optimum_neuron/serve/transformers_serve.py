@@ -69,7 +69,6 @@ def take_over() -> None:
 
 
 def serve() -> None:
-    """The command."""
     take_over()
     command = typer.Typer(add_completion=False)
     command.command()(Serve)

@@ -78,7 +78,6 @@ class ModelRunner:
         self.runner = runner
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)
-
         self.is_loaded = True
 
     def unload(self) -> None:
