@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from invariants import check_cache
+
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
@@ -47,7 +49,7 @@ Tokens = list[tuple[str, int, str | None]]
 
 def commit(scheduler: Scheduler, step: Step, seconds: float | None = None) -> Tokens:
     events = scheduler.commit(step, [TOKEN] * len(step.decodes), [TOKEN] * len(step.chunks), seconds)
-    scheduler.slots.check()
+    check_cache(scheduler.slots)
     return [(event.request_id, event.token_id, event.finish_reason) for event in events]
 
 

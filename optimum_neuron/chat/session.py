@@ -174,14 +174,12 @@ class ChatSession:
             self._stream.abort()
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        turns = list(messages) if self.system is None else [{"role": "system", "content": self.system}, *messages]
         try:
-            "".join(
-                each["content"] for each in (*system, *messages)
-            ).encode()  # no tokenizer takes bytes that are no UTF-8
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                [*system, *messages], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+            "".join(each["content"] for each in turns).encode()  # no tokenizer takes bytes that are no UTF-8
+            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         except UnicodeEncodeError:
             raise ValueError("the message has bytes that are no UTF-8; write it again") from None
         except Exception as error:  # a template is a program

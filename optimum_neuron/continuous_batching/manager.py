@@ -79,7 +79,7 @@ class ContinuousBatchingManager:
 
     def is_running(self) -> bool:
         """Whether requests are taken."""
-        return self._service is not None and not self._service.is_closed
+        return self._service is not None and self._service.stopped is None
 
     @property
     def background_thread_status(self) -> SimpleNamespace:
@@ -160,7 +160,9 @@ class ContinuousBatchingManager:
         """
         self._process.check()
         with self._arrived:
-            self._arrived.wait_for(lambda: self._find(request_id) is not None or self._is_over(), timeout)
+            self._arrived.wait_for(
+                lambda: self._find(request_id) is not None or not (self.is_running() or self._open), timeout
+            )
             index = self._find(request_id)
             return None if index is None else self._ready.pop(index)
 
@@ -175,9 +177,6 @@ class ContinuousBatchingManager:
             yield output
             if output.is_finished() or output.error is not None:
                 return
-
-    def _is_over(self) -> bool:
-        return not self.is_running() and not self._open
 
     def _find(self, request_id: str | None) -> int | None:
         wanted = (index for index, output in enumerate(self._ready) if request_id in (None, output.request_id))

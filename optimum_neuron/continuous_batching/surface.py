@@ -77,7 +77,10 @@ class ContinuousBatching:
             raise TypeError(f"generate_batch got {', '.join(sorted(kwargs))}; set it in generation_config")
         factory = RequestFactory(self, generation_config, continuous_batching_config)
         with self._slots(keep_engine=True):
-            engine = self._make_engine(factory)
+            options, size = factory.options(), self.artifact.model.vocab_size
+            engine = self._engine
+            if engine is None or engine.options != options:
+                engine = Engine(self.runner, options, vocab_size=size, seed=factory.batching.seed)
             if warmup:
                 self.runner.warm_up()
             outputs = _run_batch(
@@ -148,12 +151,6 @@ class ContinuousBatching:
             yield manager
         finally:
             manager.stop(block=block, timeout=timeout)
-
-    def _make_engine(self, factory: RequestFactory) -> Engine:
-        options = factory.options()
-        if self._engine is not None and self._engine.options == options:
-            return self._engine
-        return Engine(self.runner, options, vocab_size=self.artifact.model.vocab_size, seed=factory.batching.seed)
 
 
 def _run_batch(

@@ -72,7 +72,6 @@ class BlockDraft:
         return 0 if self._closed else len(self._free_rows) - self._starts
 
     def place(self, state: RequestState, reuse: bool) -> Placement | None:
-        """Where a request would go on; None where it cannot start for want of blocks."""
         if state.slot is not None:
             return Placement(state.slot, None)
         found, resumed = self._find(state.tokens) if reuse else (NO_MATCH, Resumption(0))
@@ -82,7 +81,6 @@ class BlockDraft:
         return Placement(self._free_rows[self._starts], known, found, resumed.parts_at)
 
     def may_share(self, state: RequestState, length: int) -> bool:
-        """False where no block shares `length` tokens with a prompt."""
         return self._find(state.tokens)[1].length >= length
 
     def _find(self, tokens: np.ndarray) -> tuple[BlockMatch, Resumption]:
@@ -97,7 +95,6 @@ class BlockDraft:
         return found.first(resumed.length, self._size), resumed
 
     def room(self, state: RequestState, placement: Placement | None) -> int:
-        """Tokens by which a request could advance with the blocks that are left; 0 of one that cannot start."""
         blocks = self._available - len(self._claims)
         if state.slot is not None:
             blocks += state.arrival in self._claims
@@ -108,11 +105,9 @@ class BlockDraft:
         return (len(found.shared) + blocks - self._revives(found)) * self._size - placement.start
 
     def close(self) -> None:
-        """Lets nobody start any more: who comes first waits for blocks."""
         self._closed = True
 
     def take(self, state: RequestState, placement: Placement, count: int) -> None:
-        """Gives a request the blocks for its next `count` tokens."""
         found, first = placement.found, 0
         if state.slot is not None:
             first = len(self._rows[state.slot])
@@ -125,7 +120,6 @@ class BlockDraft:
         self._assign(state, placement.slot, first, found, -(-end // self._size))
 
     def complete(self, step: Step, running: Mapping[int, RequestState]) -> Step:
-        """The step with its blocks, once its decodes got those that their next tokens need."""
         for decode in step.decodes if self._claims else ():
             if decode.arrival in self._claims:
                 first = len(self._rows[decode.slot])

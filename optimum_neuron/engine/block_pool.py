@@ -66,9 +66,8 @@ class BlockPool:
         self._before = [_ROOT] * blocks
         self._behind = [_ROOT] * blocks
         self._full: dict[tuple[int, bytes], int] = {}
-        self._beginning: dict[
-            tuple[int, bytes], dict[int, None]
-        ] = {}  # by the first tokens, as many as are reused at least
+        # By the first tokens, as many as are reused at least.
+        self._beginning: dict[tuple[int, bytes], dict[int, None]] = {}
 
     @property
     def free_count(self) -> int:
@@ -247,16 +246,3 @@ class BlockPool:
 
     def _start_key(self, block: int) -> tuple[int, bytes]:
         return self._before[block], self._tokens[block, : self._min_reuse].tobytes()
-
-    def check(self) -> None:
-        """Raises AssertionError where the pool contradicts itself."""
-        free = sorted([*self._empty, *self._kept])
-        unused = [block for block, count in enumerate(self._references) if not count]
-        assert free == unused and min(self._references) >= 0, f"free {free}, without references {unused}"
-        assert self._empty == sorted(self._empty)
-        assert all(self._lengths[block] for block in self._kept) and not any(self._lengths[self._empty])
-        assert ((self._lengths >= 0) & (self._lengths <= self.block_length)).all()
-        begun = [block for blocks in self._beginning.values() for block in blocks]
-        assert sorted(begun) == np.flatnonzero(self._lengths >= self._min_reuse).tolist()
-        for key, block in self._full.items():
-            assert key == self._key(block) and self._lengths[block] == self.block_length and self._behind[block]

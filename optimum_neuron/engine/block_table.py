@@ -98,18 +98,14 @@ class BlockTable:
         for copy in step.copies:
             self.pool.touch(copy.source)
         for assignment in step.assignments:
-            slot, shared, fresh = (
-                assignment.slot,
-                assignment.blocks[: assignment.shared],
-                assignment.blocks[assignment.shared :],
-            )
+            blocks, shared = assignment.blocks, assignment.shared
             if live(assignment):
-                self.pool.acquire(shared, fresh=False)
-                self.pool.acquire(fresh, fresh=True)
-                self._blocks[slot] += assignment.blocks
-                self._known[slot] += len(shared) * self.pool.block_length
+                self.pool.acquire(blocks[:shared], fresh=False)
+                self.pool.acquire(blocks[shared:], fresh=True)
+                self._blocks[assignment.slot] += blocks
+                self._known[assignment.slot] += shared * self.pool.block_length
             else:
-                for block in fresh:
+                for block in blocks[shared:]:
                     self.pool.forget(block)
 
     def write(self, slot: int, start: int, tokens: np.ndarray | Sequence[int]) -> None:
@@ -132,18 +128,3 @@ class BlockTable:
         if self.snapshots is not None:
             self.snapshots.clear()
         self._known = [0 if holder is None else -1 for holder in self._holders]
-
-    def check(self) -> None:
-        """Raises AssertionError where the table contradicts itself."""
-        self.pool.check()
-        if self.snapshots is not None:
-            self.snapshots.check()
-        free = [slot for slot, holder in enumerate(self._holders) if holder is None]
-        assert self.free_slots == free, f"free rows {self.free_slots} beside {self._holders}"
-        assert not any(self._blocks[slot] for slot in free), "a free row has blocks"
-        counted = np.bincount([block for row in self._blocks for block in row], minlength=self._size)
-        references = [self.pool.references(block) for block in range(self._size)]
-        assert counted.tolist() == references, f"rows have {counted.tolist()}, counted are {references}"
-        for slot, row in enumerate(self._blocks):
-            own = self._known[slot] // self.pool.block_length  # blocks from here on are written to
-            assert len(set(row)) == len(row) and all(references[block] == 1 for block in row[max(own, 0) :])

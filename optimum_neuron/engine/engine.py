@@ -41,12 +41,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: GraphRunner,
-        options: SchedulerOptions | None = None,
-        *,
-        vocab_size: int,
-        seed: int | None = None,
+        self, runner: GraphRunner, options: SchedulerOptions | None = None, *, vocab_size: int, seed: int | None = None
     ) -> None:
         self.runner = runner
         self.config = runner.config
@@ -159,7 +154,6 @@ class Engine:
             yield from self.step()
 
     def _begin(self, step: Step, now: float) -> list[PromptPart[RequestSampler]]:
-        """Does what a step does before its graph runs; returns its chunks."""
         runner = self.runner
         for gone in step.preempted:
             runner.reset(gone.slot)

@@ -44,7 +44,7 @@ class CacheDraft(Protocol):
         """False where no other request's contents share `length` tokens with those of this one."""
 
     def room(self, state: RequestState, placement: Placement | None) -> int:
-        """Tokens by which a request could advance with what is left."""
+        """Tokens by which a request could advance with what is left; 0 of one that cannot start."""
 
     def take(self, state: RequestState, placement: Placement, count: int) -> None:
         """Gives a request what it needs to advance by `count` tokens."""

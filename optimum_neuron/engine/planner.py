@@ -58,7 +58,8 @@ def plan_chunks(candidates: Sequence[RequestState], cache: CacheDraft, limits: C
     due = candidates[0]
     draft = _Draft(cache, limits, limits.largest_chunk)
     if due.atomic_tokens:
-        draft.chunk_size = max(draft.chunk_size, _smallest_chunk(due.atomic_tokens, limits))
+        smallest = next(size for size in limits.chunk_sizes if rows_needed([due.atomic_tokens], size) <= limits.rows)
+        draft.chunk_size = max(draft.chunk_size, smallest)
     if due.bypassed < limits.max_bypass and not draft.ends(draft.place(due)):
         _let_pass(due, candidates[1:], draft)
     passed = bool(draft.chunks)
@@ -66,10 +67,6 @@ def plan_chunks(candidates: Sequence[RequestState], cache: CacheDraft, limits: C
     chunks = tuple(draft.chunks.values())
     is_passed = passed and due.arrival not in draft.chunks
     return ChunkPlan(chunks, PassedOver(due.request.request_id, due.arrival) if is_passed else None)
-
-
-def _smallest_chunk(count: int, limits: ChunkLimits) -> int:
-    return next(size for size in limits.chunk_sizes if rows_needed([count], size) <= limits.rows)
 
 
 def _let_pass(due: RequestState, others: Sequence[RequestState], draft: _Draft) -> None:
@@ -177,7 +174,6 @@ class _Draft:
         return place.room >= place.left and place.state.atomic_tokens in (0, place.left)
 
     def take(self, place: _Place) -> None:
-        """Gives a prompt what fits, where anything does."""
         state, at = place.state, place.at
         count = min(state.atomic_tokens or place.most, place.room)
         if at is None or not count:

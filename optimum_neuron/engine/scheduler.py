@@ -23,16 +23,7 @@ from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
 from .request import Request, RequestState, RequestStatus
 from .slots import MIN_REUSE, SlotTable
 from .snapshots import SnapshotTable
-from .step import (
-    Assignment,
-    KeptState,
-    PassedOver,
-    Preempted,
-    ScheduledChunk,
-    ScheduledDecode,
-    Step,
-    TokenEvent,
-)
+from .step import Assignment, KeptState, PassedOver, Preempted, ScheduledChunk, ScheduledDecode, Step, TokenEvent
 
 
 # Waiting prompts that a step looks at. More would find shorter ones to let pass, at a cost that every step pays.
@@ -187,11 +178,7 @@ class Scheduler:
         return step if kept is None else step._replace(kept=kept.plan(step, self.state))
 
     def _step(
-        self,
-        draft: CacheDraft,
-        prefilling: Sequence[RequestState],
-        decodes: tuple[ScheduledDecode, ...],
-        context: int,
+        self, draft: CacheDraft, prefilling: Sequence[RequestState], decodes: tuple[ScheduledDecode, ...], context: int
     ) -> Step | None:
         kind = next_kind(
             self.policy,
@@ -372,7 +359,6 @@ def _remove(queue: list[RequestState], state: RequestState) -> None:
 
 
 def _is_due(state: RequestState, item: ScheduledChunk | ScheduledDecode) -> bool:
-    """Whether a step continues a request where it is."""
     if isinstance(item, ScheduledDecode):
         return state.status is RequestStatus.RUNNING
     if item.is_first:

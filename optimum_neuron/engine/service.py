@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from ..errors import first_line
 from .engine import Engine
@@ -58,28 +57,27 @@ class EngineService:
     Args:
         on_close: called once when the engine has stopped: of one that hangs, once its step has ended, as that uses the slots.
         step_timeout: seconds that a step may take before it counts as hung and all requests fail; None: no limit.
+
+    Attributes:
+        engine: what it runs. Its counts may be read at any time, and change while a step does.
+        failure: what ended the engine; None where it runs, or was closed.
     """
 
     def __init__(
         self, engine: Engine, on_close: Callable[[], None] | None = None, *, step_timeout: float | None = None
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._process = engine.runner.process
         self._on_close = on_close
         self._live: dict[str, _Entry] = {}
         self._inbox: queue.SimpleQueue[tuple[_Entry, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._step_timeout = step_timeout
         self._step_began: float | None = None
         self._over = threading.Event()  # the thread has ended, or is given up
-
-    @property
-    def engine(self) -> Engine:
-        """What it runs, whose counts may be read at any time; they change while a step does."""
-        return self._engine
 
     @property
     def is_running(self) -> bool:
@@ -87,21 +85,11 @@ class EngineService:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def is_closed(self) -> bool:
-        """Whether no more requests are taken: the service was closed, or its engine failed."""
-        return self._closed
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine; None where it runs, or was closed."""
-        return self._failure
-
-    @property
     def stopped(self) -> str | None:
         """Why no more requests are taken; None where they are."""
         if not self._closed:
             return None
-        return "it was closed" if self._failure is None else first_line(self._failure)
+        return "it was closed" if self.failure is None else first_line(self.failure)
 
     def submit(self, request: Request) -> TokenStream:
         """Queues a request and returns its tokens to come.
@@ -133,11 +121,11 @@ class EngineService:
 
     def _enter(self, entry: _Entry) -> None:
         self._process.check()
-        self._engine.check(entry.request)
+        self.engine.check(entry.request)
         request_id = entry.request.request_id
         with self._lock:
             if self._closed:
-                raise EngineStoppedError("the engine service is closed and takes no requests") from self._failure
+                raise EngineStoppedError("the engine service is closed and takes no requests") from self.failure
             if request_id in self._live:
                 raise ValueError(f"request {request_id!r} is not finished; choose another id, or abort the first one")
             if self._thread is None:
@@ -184,10 +172,10 @@ class EngineService:
         if self._thread is not None and self._thread is not threading.current_thread():
             if not self._over.wait(timeout):
                 return False
-            if not isinstance(self._failure, EngineHungError):
+            if not isinstance(self.failure, EngineHungError):
                 self._thread.join(timeout)
         atexit.unregister(self._close_at_exit)
-        if not isinstance(self._failure, EngineHungError):
+        if not isinstance(self.failure, EngineHungError):
             self._release()
         return True
 
@@ -200,28 +188,26 @@ class EngineService:
     def __enter__(self) -> EngineService:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(finish=error is None)
 
     def _loop(self) -> None:
         try:
-            while self._failure is None and self._take_over():
+            while self.failure is None and self._take_over():
                 self._step_began = time.monotonic()
-                events = self._engine.step()
+                events = self.engine.step()
                 self._step_began = None
                 for event in events:
                     self._hand_out(event)
-            if self._failure is not None:  # a step ended after all, of an engine that was given up
-                self._engine.abort_all()
+            if self.failure is not None:  # a step ended after all, of an engine that was given up
+                self.engine.abort_all()
         except BaseException as error:  # whoever waits for tokens must learn of it
             logger.exception("the engine stopped")
-            self._engine.abort_all()
+            self.engine.abort_all()
             self._fail(error)
         finally:
             self._over.set()
-            if isinstance(self._failure, EngineHungError):
+            if isinstance(self.failure, EngineHungError):
                 self._release()
 
     def _watch(self) -> None:
@@ -237,22 +223,22 @@ class EngineService:
         """Adds and aborts what callers asked for; waits where there is nothing to do. False where all is done."""
         while True:
             try:
-                item = self._inbox.get(block=not self._engine.has_work and not self._closed)
+                item = self._inbox.get(block=not self.engine.has_work and not self._closed)
             except queue.Empty:
-                return self._engine.has_work
+                return self.engine.has_work
             if item is None:
                 continue
             entry, is_new = item
             if is_new:
                 self._add(entry)
             elif self._live.get(entry.request.request_id) is entry:
-                self._engine.abort(entry.request.request_id)
+                self.engine.abort(entry.request.request_id)
                 del self._live[entry.request.request_id]
                 self._tell(entry, "abort")
 
     def _add(self, entry: _Entry) -> None:
         try:
-            self._engine.add_request(entry.request)
+            self.engine.add_request(entry.request)
         except Exception as error:  # what `check` could not foresee ends no other request
             del self._live[entry.request.request_id]
             self._tell(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
@@ -276,7 +262,7 @@ class EngineService:
             logger.error("%s", failed, exc_info=error)
             if self._live.get(request_id) is entry:
                 del self._live[request_id]
-                self._engine.abort(request_id)
+                self.engine.abort(request_id)
             try:
                 put(failed)
             except BaseException:
@@ -284,7 +270,7 @@ class EngineService:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self._closed, self._failure = True, self._failure or error
+            self._closed, self.failure = True, self.failure or error
             entries, self._live = list(self._live.values()), {}
         self._over.set()
         for entry in entries:

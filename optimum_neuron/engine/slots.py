@@ -29,11 +29,7 @@ class SlotTable:
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        sequence_length: int,
-        min_reuse: int = MIN_REUSE,
-        snapshots: SnapshotTable | None = None,
+        self, batch_size: int, sequence_length: int, min_reuse: int = MIN_REUSE, snapshots: SnapshotTable | None = None
     ) -> None:
         self.snapshots = snapshots
         self._tokens = np.zeros((batch_size, sequence_length), np.int32)
@@ -112,10 +108,6 @@ class SlotTable:
         self._cells[slot, length] = token_id
         self._counts[slot] = length + 1
 
-    def set_length(self, slot: int, length: int) -> None:
-        """Forgets the contents beyond `length`."""
-        self._lengths[slot] = min(length, int(self._lengths[slot]))
-
     def change(self, step: Step, live: Callable[[Assignment | KeptState], RequestState | None]) -> None:
         """Follows what a step kept; it assigns no slots apart from its chunks."""
         if self.snapshots is not None:
@@ -125,7 +117,7 @@ class SlotTable:
         """Notes that a slot got tokens that nobody may reuse; what a first chunk continues in place stays."""
         if chunk.is_first:
             in_place = chunk.reuse is not None and chunk.reuse.source_slot == chunk.slot
-            self.set_length(chunk.slot, chunk.start if in_place else 0)
+            self._lengths[chunk.slot] = min(chunk.start if in_place else 0, int(self._lengths[chunk.slot]))
 
     def clear(self) -> None:
         """Forgets the contents of all slots, and all snapshots."""
@@ -181,18 +173,15 @@ class SlotTable:
         """
         victim = self._victim(taken)
         source, common = self.match(prompt, taken) if reuse else (0, 0)
-        found = self.resume(prompt, source, common)
+        if self.snapshots is None:
+            found = Resumption(min(common, len(prompt) - 1))
+        else:
+            found = self.snapshots.resume(prompt, common, has=int(self._lengths[source]))
         if found.length < self._min_reuse:
             return Placement(victim, None, parts_at=found.parts_at)
         in_place = self._free[source] and (common == self._lengths[source] or source == victim)
         known = PrefixReuse(source, found.length, found.snapshot)
         return Placement(source if in_place else victim, known, parts_at=found.parts_at)
-
-    def resume(self, prompt: np.ndarray, source: int, common: int) -> Resumption:
-        """Where a prompt goes on that has `common` tokens of a slot, as `match` found them."""
-        if self.snapshots is None:
-            return Resumption(min(common, len(prompt) - 1))
-        return self.snapshots.resume(prompt, common, has=int(self._lengths[source]))
 
     def _victim(self, taken: Collection[int]) -> int:
         """An empty slot, else the free one that was used least recently."""
@@ -201,19 +190,6 @@ class SlotTable:
         age = np.where(self._free, self._last_used * (self._lengths > 0), self._uses + 1)
         age[list(taken)] = self._uses + 1
         return int(age.argmin())
-
-    def check(self) -> None:
-        """Raises AssertionError where the table contradicts itself."""
-        rows, columns = self._tokens.shape
-        holders = [holder for holder in self._holders if holder is not None]
-        assert len(self._holders) == rows, f"{len(self._holders)} holders for {rows} slots"
-        assert len(set(holders)) == len(holders), f"a request holds two slots: {self._holders}"
-        assert self.free_slots == [slot for slot in range(rows) if self._holders[slot] is None]
-        assert self.free_count == rows - len(holders), f"{self.free_count} free beside {self._holders}"
-        assert ((self._lengths >= 0) & (self._lengths <= columns)).all(), f"lengths {self._lengths} beyond {columns}"
-        assert (self._last_used <= self._uses).all()
-        if self.snapshots is not None:
-            self.snapshots.check()
 
 
 class SlotDraft:

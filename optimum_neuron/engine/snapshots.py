@@ -190,15 +190,6 @@ class SnapshotTable:
         self._tokens = [None] * len(self._tokens)
         self._unused, self._used = dict.fromkeys(range(len(self._tokens))), {}
 
-    def check(self) -> None:
-        """Raises AssertionError where the table contradicts itself."""
-        assert sorted([*self._unused, *self._used]) == list(range(len(self._tokens)))
-        full = [self._tokens[place] is not None for place in (*self._unused, *self._used)]
-        assert full == sorted(full), "an empty place is given away after a full one"
-        assert len(self._used) <= len(self._tokens) // 2
-        texts = [tokens.tobytes() for tokens in self._tokens if tokens is not None]
-        assert len(set(texts)) == len(texts), "two snapshots are of the same tokens"
-
 
 def _needed(step: Step) -> list[int]:
     """Places of the snapshots behind which a step's requests go on."""

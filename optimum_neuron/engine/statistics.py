@@ -87,9 +87,7 @@ class Statistics:
             self.recomputed_tokens += sum(chunk.recomputed for chunk in step.chunks)
             self.padded_prompt_tokens += graph.prompt_capacity - real
             self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)
-        use = self.graphs.get(graph.name)
-        if use is None:
-            use = self.graphs[graph.name] = GraphUse()
+        use = self.graphs.setdefault(graph.name, GraphUse())
         self.step_tokens[tokens] = self.step_tokens.get(tokens, 0) + 1
         use.runs += 1
         use.tokens += tokens

@@ -7,7 +7,6 @@ import asyncio
 import queue
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 
 from ..runtime.process import OwnProcess
 from .request import FinishReason
@@ -125,7 +124,5 @@ class TokenStream:
     def __enter__(self) -> TokenStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -9,12 +9,10 @@ from ..config import NeuronConfig
 def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> int:
     """How many tokens can follow the prompt of each of `rows` rows: the last one is returned and never fed back, so it needs no row of
     the cache."""
-    held = sizes.kv_blocks // max(rows, 1) * sizes.block_length
-    return (
-        min(sizes.sequence_length, held if rows > 1 and sizes.kv_block_size else sizes.sequence_length)
-        - prompt_tokens
-        + 1
-    )
+    length = sizes.sequence_length
+    if rows > 1 and sizes.kv_block_size:
+        length = min(length, sizes.kv_blocks // rows * sizes.block_length)
+    return length - prompt_tokens + 1
 
 
 def check_length(prompt_tokens: int, new_tokens: int | None, sizes: NeuronConfig, whose: str = "a prompt") -> int:

@@ -22,11 +22,7 @@ class Place(NamedTuple):
 
 
 def prompt_logits(
-    runner: GraphRunner,
-    prompts: Sequence[np.ndarray],
-    places: Sequence[Place],
-    columns: Tensor,
-    out: Tensor,
+    runner: GraphRunner, prompts: Sequence[np.ndarray], places: Sequence[Place], columns: Tensor, out: Tensor
 ) -> None:
     """Writes prompt i into slot i, which must be free, and the logits of its tokens into a batch.
 

@@ -256,7 +256,6 @@ class GraphRunner:
         return wait
 
     def _run(self, given: _Given, *, outputs: bool) -> StepOutput:
-        """Runs a step to its end."""
         try:
             step, last_rows = self._prepare(given)
         except TooManySharedBlocksError:

@@ -193,7 +193,6 @@ class StepRows(Generic[R]):
         return _Filled(chunks, rows if decodes else None, due, ended)
 
     def _wants_logits(self, due: Sequence[tuple[R, int]], ended: Sequence[tuple[R, int]]) -> bool:
-        """Whether any request that gets a token needs logits of it on the host."""
         if not self._runner.executable.runs_ahead:
             return True  # they cost nothing there
         told = [request.logprobs for request, _ in ended]
@@ -213,7 +212,6 @@ class StepRows(Generic[R]):
     def _chosen(
         self, due: Sequence[tuple[R, int]], ended: Sequence[tuple[R, int]], output: StepOutput
     ) -> list[tuple[R, int | Tensor]]:
-        """What each request gets of a run's outputs."""
         chosen: list[tuple[R, int | Tensor]] = []
         for group, rows in ((DECODE, due), (CHUNK, ended)):
             if not rows:

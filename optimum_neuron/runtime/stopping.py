@@ -41,7 +41,5 @@ class Stopping:
         ended = [full or token in self._ends for token in tokens]
         if not self._others:
             return ended
-        return [
-            own or other
-            for own, other in zip(ended, self._others(sequences[:, :length], scores).tolist(), strict=True)
-        ]
+        others = self._others(sequences[:, :length], scores).tolist()
+        return [own or other for own, other in zip(ended, others, strict=True)]

@@ -28,11 +28,6 @@ def _end_workers(libraries: Iterable[ctypes.CDLL]) -> None:
         library.omp_pause_resource_all(_OMP_PAUSE_SOFT)
 
 
-@cache
-def _libraries() -> tuple[ctypes.CDLL, ...]:
-    return _find_libraries()
-
-
 def _find_libraries() -> tuple[ctypes.CDLL, ...]:
     """Every libgomp of this process that can: torch's own, and that of compiled graphs where it is another one.
 
@@ -45,6 +40,8 @@ def _find_libraries() -> tuple[ctypes.CDLL, ...]:
     loaded = [ctypes.CDLL(path) for path in paths if Path(path).is_file()]
     return tuple(library for library in loaded if hasattr(library, "omp_pause_resource_all"))
 
+
+_libraries = cache(_find_libraries)
 
 if hasattr(os, "register_at_fork"):
     # A child's first computation would wait for ever for workers that a fork does not bring along.

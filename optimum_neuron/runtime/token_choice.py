@@ -21,8 +21,14 @@ from ..config import NeuronConfig
 from ..graphs.spec import GREEDY, SamplingParams
 
 
-# The warpers that the on-device sampler implements, in the order in which it applies them.
-_ON_DEVICE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# The warpers that the on-device sampler implements, in the order in which it applies them, and what each calls its strength. Its own
+# parameter has the same name.
+_ON_DEVICE: dict[type[LogitsProcessor], str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
 
 
 @dataclass
@@ -81,19 +87,19 @@ class HostChoice:
 
 
 def choose_how(
-    processors: LogitsProcessorList,
-    config: NeuronConfig,
-    *,
-    do_sample: bool,
-    keep_scores: bool,
-    keep_logits: bool,
+    processors: LogitsProcessorList, config: NeuronConfig, *, do_sample: bool, keep_scores: bool, keep_logits: bool
 ) -> OnDeviceChoice | HostChoice:
     """On device where its sampler honours everything that was asked; otherwise on the host.
 
     Raises:
         ValueError: the host would have to choose, and the graphs return no logits.
     """
-    obstacle = _obstacle(processors, config, do_sample, keep_scores, keep_logits)
+    if keep_scores or keep_logits:
+        obstacle: str | None = f"{'output_scores' if keep_scores else 'output_logits'}=True needs logits on the host"
+    elif not config.on_device_sampling:
+        obstacle = "the artifact was exported without on-device sampling"
+    else:
+        obstacle = of_host(processors, do_sample)
     if obstacle is None:
         return OnDeviceChoice(_sampling_params(processors, do_sample))
     if not config.returns_decode_logits:
@@ -101,21 +107,6 @@ def choose_how(
             f"{obstacle}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
         )
     return HostChoice(processors, do_sample, [] if keep_scores else None, [] if keep_logits else None)
-
-
-def _obstacle(
-    processors: LogitsProcessorList,
-    config: NeuronConfig,
-    do_sample: bool,
-    keep_scores: bool,
-    keep_logits: bool,
-) -> str | None:
-    """Why the on-device sampler cannot choose, or None."""
-    if keep_scores or keep_logits:
-        return f"{'output_scores' if keep_scores else 'output_logits'}=True needs logits on the host"
-    if not config.on_device_sampling:
-        return "the artifact was exported without on-device sampling"
-    return of_host(processors, do_sample)
 
 
 def of_host(processors: LogitsProcessorList, do_sample: bool) -> str | None:
@@ -126,21 +117,10 @@ def of_host(processors: LogitsProcessorList, do_sample: bool) -> str | None:
         what = foreign.__name__ if foreign else f"the order {', '.join(kind.__name__ for kind in kinds)}"
         return f"{what} is applied to logits on the host"
     for processor in processors:
-        if vars(processor) != vars(_plain(processor)):
+        plain = type(processor)(getattr(processor, _ON_DEVICE[type(processor)]))
+        if vars(processor) != vars(plain):
             return f"{type(processor).__name__} with {_options(processor)} is applied to logits on the host"
     return None
-
-
-def _plain(processor: LogitsProcessor) -> LogitsProcessor:
-    """The warper that the on-device sampler implements, of the same strength."""
-    if isinstance(processor, TemperatureLogitsWarper):
-        return TemperatureLogitsWarper(processor.temperature)
-    if isinstance(processor, TopKLogitsWarper):
-        return TopKLogitsWarper(processor.top_k)
-    if isinstance(processor, TopPLogitsWarper):
-        return TopPLogitsWarper(processor.top_p)
-    assert isinstance(processor, MinPLogitsWarper)
-    return MinPLogitsWarper(processor.min_p)
 
 
 def _options(processor: LogitsProcessor) -> str:
@@ -150,14 +130,5 @@ def _options(processor: LogitsProcessor) -> str:
 def _sampling_params(processors: LogitsProcessorList, do_sample: bool) -> SamplingParams:
     if not do_sample:
         return GREEDY
-    params = SamplingParams(temperature=1.0)
-    for processor in processors:
-        if isinstance(processor, TemperatureLogitsWarper):
-            params = params._replace(temperature=processor.temperature)
-        elif isinstance(processor, TopKLogitsWarper):
-            params = params._replace(top_k=processor.top_k)
-        elif isinstance(processor, TopPLogitsWarper):
-            params = params._replace(top_p=processor.top_p)
-        elif isinstance(processor, MinPLogitsWarper):
-            params = params._replace(min_p=processor.min_p)
-    return params.in_float32()
+    asked = {_ON_DEVICE[type(processor)]: getattr(processor, _ON_DEVICE[type(processor)]) for processor in processors}
+    return SamplingParams(temperature=1.0)._replace(**asked).in_float32()

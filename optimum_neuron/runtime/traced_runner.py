@@ -99,13 +99,8 @@ class TracedRunner(GraphRunner):
     def __init__(
         self, artifact: Artifact, executable: Executable, trace: Trace, *, deterministic: bool = False
     ) -> None:
-        super().__init__(
-            TracedExecutable(executable, trace),
-            artifact.config,
-            artifact.graphs,
-            artifact.model,
-            deterministic=deterministic,
-        )
+        traced = TracedExecutable(executable, trace)
+        super().__init__(traced, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
         self._trace = trace
 
     def step(

@@ -130,7 +130,6 @@ class Answer:
             self._stop("abort")
 
     def _stop(self, reason: str) -> None:
-        """Ends the choices that the engine makes still."""
         for index in self._open:
             self._service.abort(self._requests[index].request_id)
             self._ended(index, reason, time.perf_counter())

@@ -74,16 +74,9 @@ class AnswerRoute:
                     prompts = await self._encoder.encode(asked, is_long=len(data) > SMALL_BODY)
                 data, asked = bytearray(), replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
+                headers = Headers(scope=scope)
                 answer = Answer(
-                    self._served,
-                    self._metrics,
-                    admission,
-                    asked,
-                    prompts,
-                    name,
-                    arrived,
-                    Headers(scope=scope),
-                    self._tracing,
+                    self._served, self._metrics, admission, asked, prompts, name, arrived, headers, self._tracing
                 )
                 writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
                 async with watched(receive, answer.give_up), aclosing(answer.pieces()) as pieces:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import TracebackType
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -92,9 +91,7 @@ class Body:
     def __enter__(self) -> Body:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bodies.held -= self._size
         self._size = 0
 

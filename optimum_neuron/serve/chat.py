@@ -10,7 +10,7 @@ from .choice import Piece, ToldToken
 from .errors import ApiError
 from .fields import Fields, wrong
 from .messages import read_messages
-from .protocol import MOST_TOP_LOGPROBS, Asked, Conversation, check_model, read_common, read_limit
+from .protocol import LARGEST, MOST_TOP_LOGPROBS, Asked, Conversation, check_model, read_common
 from .served_model import ServedModel
 from .token_texts import TokenTexts, finite
 
@@ -24,7 +24,7 @@ def read_chat(data: Mapping[str, Any], served: ServedModel) -> Asked:
     fields = Fields(data)
     check_model(fields, served)
     conversation = _conversation(fields)
-    old, new = read_limit(fields, "max_tokens"), read_limit(fields, "max_completion_tokens")
+    old, new = (fields.whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens"))
     if old is not None and new is not None and old != new:
         raise ApiError(
             f"max_tokens={old} and max_completion_tokens={new} differ; give one of them", param="max_completion_tokens"
@@ -123,11 +123,7 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._texts.text(token_id),
-            "logprob": finite(logprob),
-            "bytes": self._texts.bytes(token_id),
-        }
+        return {"token": self._texts.text(token_id), "logprob": finite(logprob), "bytes": self._texts.bytes(token_id)}
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -135,7 +135,6 @@ class Choice:
         return tuple(told)
 
     def _before(self, place: int) -> tuple[ToldToken, ...]:
-        """Tokens that begin before a place."""
         told = tuple(token for token in self._told if token.start < place)
         self._told.clear()
         return told

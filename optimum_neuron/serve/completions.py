@@ -9,7 +9,7 @@ from typing import Any
 from .choice import Piece, ToldToken
 from .errors import ApiError
 from .fields import Fields, check_text, check_token_id, shown
-from .protocol import MOST_TOP_LOGPROBS, Asked, Prompt, check_model, read_common, read_limit
+from .protocol import LARGEST, MOST_TOP_LOGPROBS, Asked, Prompt, check_model, read_common
 from .served_model import ServedModel
 from .token_texts import TokenTexts, finite
 
@@ -27,7 +27,7 @@ def read_completion(data: Mapping[str, Any], served: ServedModel) -> Asked:
     fields = Fields(data)
     check_model(fields, served)
     prompts = _prompts(fields.any("prompt"), served)
-    most = read_limit(fields, "max_tokens") or DEFAULT_TOKENS
+    most = fields.whole("max_tokens", 1, LARGEST) or DEFAULT_TOKENS
     count = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS)
     return read_common(
         fields, served, prompts=prompts, max_tokens=most, limit="max_tokens", logprobs=count, special_tokens=True

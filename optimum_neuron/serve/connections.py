@@ -21,22 +21,18 @@ class WatchedConnection(H11Protocol):
     _unsent = 0  # bytes that the client had to read then
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a head."""
         self._since = self.loop.time()
         super().connection_made(transport)
 
     def on_response_complete(self) -> None:
-        """Begins to wait for the next head."""
         self._since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Begins to wait for the client to read."""
         self._since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Ends that wait."""
         self._since = self.loop.time()
         super().resume_writing()
 

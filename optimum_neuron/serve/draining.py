@@ -51,7 +51,6 @@ class DrainingServer(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called at a signal."""
         if self._gate.draining:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)

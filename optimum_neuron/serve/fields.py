@@ -27,15 +27,11 @@ class Fields:
     """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._left = {name: value for name, value in data.items() if value is not None}
+        self.rest = {name: value for name, value in data.items() if value is not None}
 
     def any(self, name: str) -> Any:
         """A member as it is; None where it is not there."""
-        return self._left.pop(name, None)
-
-    def rest(self) -> dict[str, Any]:
-        """What was not read."""
-        return self._left
+        return self.rest.pop(name, None)
 
     def whole(self, name: str, least: int, most: int) -> int | None:
         """A whole number; 3.0 is one in JSON."""
@@ -57,7 +53,7 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Whether it is true; `default` where it is not there."""
-        value = self._left.pop(name, default)
+        value = self.rest.pop(name, default)
         if not isinstance(value, bool):
             raise wrong(name, value, "true or false")
         return value

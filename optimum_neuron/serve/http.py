@@ -45,7 +45,6 @@ class EventSender:
         self.started = False
 
     async def event(self, data: bytes) -> None:
-        """One event."""
         if not self.started:
             self.started = True
             headers = [
@@ -68,7 +67,6 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def error_response(error: ApiError) -> Response:
-    """A refusal in OpenAI's form."""
     return json_response(error.body(), error.status, error.headers)
 
 

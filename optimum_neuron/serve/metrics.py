@@ -113,17 +113,15 @@ class EngineCollector(Collector):
         engine, name = self._served.service.engine, self._served.name
         statistics, config = engine.statistics, self._served.config
         running = engine.scheduler.running + engine.scheduler.prefilling
-        places = config.batch_size if config.kv_block_size is None else config.kv_blocks
-        yield _gauge("num_requests_running", "Requests that have a slot.", name, running)
         waiting = max(self._gate.live - running, 0)
-        yield _gauge("num_requests_waiting", "Requests that wait for a slot.", name, waiting)
-        yield _gauge(
-            "kv_cache_usage_perc",
-            "Slots, or blocks, that requests have: 1 is all.",
-            name,
-            statistics.blocks_in_use / places,
-        )
-        yield _gauge("model_load_seconds", "From the start to a loaded model.", name, self._served.load_seconds)
+        used = statistics.blocks_in_use / (config.batch_size if config.kv_block_size is None else config.kv_blocks)
+        for gauge, text, value in (
+            ("num_requests_running", "Requests that have a slot.", running),
+            ("num_requests_waiting", "Requests that wait for a slot.", waiting),
+            ("kv_cache_usage_perc", "Slots, or blocks, that requests have: 1 is all.", used),
+            ("model_load_seconds", "From the start to a loaded model.", self._served.load_seconds),
+        ):
+            yield _family(GaugeMetricFamily, gauge, text, [_LABEL], [([name], value)])
         queried = statistics.prompt_tokens + statistics.prefix_hit_tokens
         for counter, text, value in (
             ("generation_tokens", "Tokens that requests got.", statistics.generated_tokens),
@@ -132,7 +130,7 @@ class EngineCollector(Collector):
             ("num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
             ("engine_steps", "Steps, each a run of a graph.", statistics.steps),
         ):
-            yield _counter(counter, text, [_LABEL], [([name], value)])
+            yield _family(CounterMetricFamily, counter, text, [_LABEL], [([name], value)])
         yield self._steps()
         yield from self._graphs()
 
@@ -151,22 +149,17 @@ class EngineCollector(Collector):
         uses = [
             ([self._served.name, graph], use) for graph, use in self._served.service.engine.statistics.graphs.items()
         ]
-        yield _counter("graph_runs", "Runs of each graph.", labels, [(key, use.runs) for key, use in uses])
-        yield _counter(
-            "graph_tokens", "Tokens of requests that they computed.", labels, [(key, use.tokens) for key, use in uses]
-        )
-        yield _counter(
-            "graph_padding_tokens",
-            "Their room for tokens that stayed empty.",
-            labels,
-            [(key, use.padding) for key, use in uses],
-        )
-        share = GaugeMetricFamily(
-            PREFIX + "graph_padding_share", "Of all its runs' tokens, the padding.", labels=labels
-        )
-        for key, use in uses:
-            share.add_metric(key, use.padding / max(use.padding + use.tokens, 1))
-        yield share
+        for counter, text, field in (
+            ("graph_runs", "Runs of each graph.", "runs"),
+            ("graph_tokens", "Tokens of requests that they computed.", "tokens"),
+            ("graph_padding_tokens", "Their room for tokens that stayed empty.", "padding"),
+        ):
+            yield _family(
+                CounterMetricFamily, counter, text, labels, [(key, getattr(use, field)) for key, use in uses]
+            )
+        shares = [(key, use.padding / max(use.padding + use.tokens, 1)) for key, use in uses]
+        text = "Of all its runs' tokens, the padding."
+        yield _family(GaugeMetricFamily, "graph_padding_share", text, labels, shares)
 
 
 def _lengths(most: int) -> list[int]:
@@ -176,14 +169,14 @@ def _lengths(most: int) -> list[int]:
     ]
 
 
-def _gauge(name: str, text: str, model: str, value: float) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=[_LABEL])
-    family.add_metric([model], value)
-    return family
-
-
-def _counter(name: str, text: str, labels: list[str], values: Sequence[tuple[list[str], float]]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: list[str],
+    values: Sequence[tuple[list[str], float]],
+) -> Metric:
+    family = kind(PREFIX + name, text, labels=labels)
     for key, value in values:
         family.add_metric(key, value)
     return family

@@ -71,12 +71,9 @@ class PromptEncoder:
             ApiError: a prompt is empty, does not fit beside the new tokens, or its chat template fails.
         """
         prompts: list[Sequence[int]] = []
+        lane = self._long if is_long else self._short
         for prompt in asked.prompts:
-            ids = (
-                prompt
-                if isinstance(prompt, list)
-                else await self._encode(prompt, self._long if is_long else self._short, asked.special_tokens)
-            )
+            ids = prompt if isinstance(prompt, list) else await self._encode(prompt, lane, asked.special_tokens)
             self._check(len(ids), asked)
             prompts.append(ids)
         return prompts

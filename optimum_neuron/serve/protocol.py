@@ -20,7 +20,7 @@ from .served_model import ServedModel
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_TOP_LOGPROBS = 128, 16, 256, 20
 HOTTEST = 100
 _COLDEST = float(np.finfo(np.float32).tiny)
-_LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,13 @@ def read_common(
     _check_logprobs(logprobs, served.config)
     fields.text("user")  # a label, which changes no answer
     if asked.ignore_eos and not asked.stop and not asked.stop_token_ids:
-        fields.whole("min_tokens", 0, max_tokens or _LARGEST)  # nothing ends the text before
-    _refuse(fields.rest(), asked.n)
+        fields.whole("min_tokens", 0, max_tokens or LARGEST)  # nothing ends the text before
+    _refuse(fields.rest, asked.n)
     return asked
 
 
-def read_limit(fields: Fields, name: str) -> int | None:
-    """Most tokens of a choice."""
-    return fields.whole(name, 1, _LARGEST)
-
-
 def _sampling(fields: Fields) -> Mapping[str, Any]:
-    top_k = fields.whole("top_k", -1, _LARGEST)
+    top_k = fields.whole("top_k", -1, LARGEST)
     return sampling_keywords(
         temperature=_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
@@ -184,7 +179,7 @@ def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     include, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     if options.any("include_obfuscation"):
         raise ApiError("stream_options.include_obfuscation is not supported; leave it out", param="stream_options")
-    for name in options.rest():
+    for name in options.rest:
         raise ApiError(f"stream_options has no member {shown(name)}; leave it out", param="stream_options")
     return include, include and continuous
 
@@ -207,7 +202,6 @@ def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
 
 
 def _refuse(rest: Mapping[str, Any], n: int) -> None:
-    """Refuses the first member that would change something."""
     for name, value in rest.items():
         try:
             remedy = member_refusal(name, value, n)

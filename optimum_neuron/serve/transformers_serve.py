@@ -47,13 +47,7 @@ class NeuronBatches(utils.CBGenerateManager):
         super().init_cb(model, model.generation_config if isinstance(model, NeuronModelForCausalLM) else gen_config)
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: GenerationConfig,
-        request_id: str,
-        **options: Any,
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **options: Any
     ) -> Any:
         self._configure(request_id, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, **options)
@@ -75,7 +69,6 @@ def take_over() -> None:
 
 
 def serve() -> None:
-    """The command."""
     take_over()
     command = typer.Typer(add_completion=False)
     command.command()(Serve)

@@ -78,7 +78,6 @@ class ModelRunner:
         self.runner = runner
         self._rows: StepRows[SlotRequest] = StepRows(runner)
         self._cache = cache_rows(self._rows, runner)
-
         self.is_loaded = True
 
     def unload(self) -> None:
@@ -124,7 +123,6 @@ class ModelRunner:
 
     @staticmethod
     def _output(step: _Computed, tokens: dict[str, list[int]], of_host: LogprobsLists | None) -> ModelRunnerOutput:
-        """Args: tokens, of_host: what the host chose, and the log-probabilities of it."""
         for wait in step.started:
             step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, Tensor)]
         tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
@@ -184,7 +182,6 @@ class ModelRunner:
                 self._check_length(state, computed)
 
     def _release(self, scheduler_output: Any) -> None:
-        """Takes the rows of requests that ended or were preempted."""
         for request_id in scheduler_output.finished_req_ids:
             ended = self._requests.finish(request_id)
             if ended is not None:
@@ -245,11 +242,7 @@ class ModelRunner:
         return state.prompt_scores is not None and state.prompt_scores.wants(int(self.runner.lengths[state.slot]))
 
     def _run(
-        self,
-        decodes: Sequence[SlotRequest],
-        group: Sequence[tuple[SlotRequest, int]],
-        *,
-        scores: bool = False,
+        self, decodes: Sequence[SlotRequest], group: Sequence[tuple[SlotRequest, int]], *, scores: bool = False
     ) -> None:
         """One run of one graph; keeps what it gave to requests whose slots are now up to date.
 
@@ -281,7 +274,6 @@ class ModelRunner:
                 self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))
 
     def _end_prompts(self, parts: Sequence[PromptPart[SlotRequest]]) -> None:
-        """Hand out the scores of prompts that are complete."""
         assert self._computed is not None
         for state in (part.request for part in parts):
             scores = state.prompt_scores

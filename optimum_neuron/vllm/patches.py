@@ -28,11 +28,7 @@ def patch_process() -> None:
     EngineArgs.create_engine_config = watched(EngineArgs.create_engine_config)
     if not torch.accelerator.is_available():
         # vLLM empties the accelerator's caches when an engine ends, and torch raises where there is none.
-        torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = _nothing
-
-
-def _nothing() -> None:
-    """What there is to empty."""
+        torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = lambda: None
 
 
 def _has_sets_by_name(rope_parameters: dict[str, Any]) -> bool:

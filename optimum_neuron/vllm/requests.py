@@ -99,7 +99,6 @@ class RequestTable:
         return state
 
     def leave_rows(self) -> None:
-        """Takes the rows of all requests."""
         for state in self._states.values():
             state.slot = NO_ROW
 

@@ -34,11 +34,8 @@ def check_request(params: SamplingParams, config: NeuronConfig) -> None:
     reason = host_reason(params, config)
     if reason is not None and not config.returns_decode_logits:
         count = params.logprobs
-        alone = (
-            count is not None
-            and 0 <= count <= MOST_LOGPROBS
-            and host_reason(_without_logprobs(params), config) is None
-        )
+        few = count is not None and 0 <= count <= MOST_LOGPROBS
+        alone = few and host_reason(_without_logprobs(params), config) is None
         other = f", or for logprobs alone with --top-logprobs {count}" if alone else ""
         raise ValueError(f"{reason}, and this artifact returns no logits; export it with --output-logits{other}")
 

@@ -196,7 +196,6 @@ def _fit_executor(parallel: ParallelConfig) -> None:
 
 
 def _given_block_size(cache: CacheConfig) -> int | None:
-    """What --block-size says."""
     return cache.block_size if cache.user_specified_block_size else None
 
 
@@ -249,7 +248,6 @@ def _check_cache_dtype(asked: str, config: NeuronConfig) -> None:
 
 
 def _given_cache_dtype(asked: str) -> dict[str, str]:
-    """What --kv-cache-dtype says of an artifact that is still to be exported."""
     return {"kv_cache_dtype": _CODES_OF_CACHES[asked]} if given().cache_dtype and asked in _CODES_OF_CACHES else {}
 
 

@@ -31,35 +31,20 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its o
 
 
 class _StepOutput(AsyncModelRunnerOutput):
-    """A step's output while the step still runs."""
+    """A step's output while the step still runs.
+
+    Args:
+        read: waits for the step's end, and gives what is handed out.
+    """
+
+    def __init__(self, read: Callable[[], ModelRunnerOutput]) -> None:
+        self._read = read
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._read()
 
     def get_kv_connector_output(self) -> None:
         """Nothing of a step that failed: the connector has no side here. vLLM 0.33 demands the method, 0.32 does not call it."""
-
-
-class _Later(_StepOutput):
-    """Where the device does not run ahead."""
-
-    def __init__(self, output: Future[ModelRunnerOutput]) -> None:
-        self._output = output
-
-    def get_output(self) -> ModelRunnerOutput:
-        return self._output.result()
-
-
-class _Behind(_StepOutput):
-    """A step's output where the device runs ahead: read when vLLM asks for it, which it does once the next step is started.
-
-    Args:
-        thread: of the steps, which alone may wait for the device.
-        sampled: gives what waits for the step.
-    """
-
-    def __init__(self, thread: ThreadPoolExecutor, sampled: Future[Callable[[], ModelRunnerOutput]]) -> None:
-        self._thread, self._sampled = thread, sampled
-
-    def get_output(self) -> ModelRunnerOutput:
-        return self._thread.submit(_inferring, self._sampled.result()).result()
 
 
 @refuse_calls
@@ -174,10 +159,12 @@ class NeuronWorker(WorkerBase):
         assert self.model_runner is not None
         if self._thread is None:
             return self.model_runner.sample(grammar_output)()
+        thread = self._thread
         if self.model_runner.runner.runs_ahead:
-            sampled = self._thread.submit(_inferring, self._sample, self._executing, grammar_output)
-            return _Behind(self._thread, sampled)
-        return _Later(self._thread.submit(_inferring, self._output, self._executing, grammar_output))
+            # vLLM asks once the next step is started. The thread of the steps alone may wait for the device.
+            sampled = thread.submit(_inferring, self._sample, self._executing, grammar_output)
+            return _StepOutput(lambda: thread.submit(_inferring, sampled.result()).result())
+        return _StepOutput(thread.submit(_inferring, self._output, self._executing, grammar_output).result)
 
     def _sample(self, executed: Future[None] | None, grammar_output: Any | None) -> Callable[[], ModelRunnerOutput]:
         if executed is not None:
@@ -200,7 +187,7 @@ class NeuronWorker(WorkerBase):
     def synchronize_device(self) -> None:
         """Wait for the steps that were handed over: a pause is complete where none runs."""
         if self._thread is not None:
-            self._thread.submit(_nothing).result()
+            self._thread.submit(lambda: None).result()  # runs when all before it has ended
 
     def reset_encoder_cache(self) -> None:
         """Nothing to forget: there is no encoder."""
@@ -247,10 +234,6 @@ class NeuronWorker(WorkerBase):
             self._thread.shutdown(cancel_futures=True)
         self.model_runner = None
         gc.collect()
-
-
-def _nothing() -> None:
-    """What a thread runs when all before it has ended."""
 
 
 @torch.inference_mode()

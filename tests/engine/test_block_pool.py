@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from invariants import check_pool
 from scheduling import TOKEN, add, advance, commit, next_step, request
 
 from optimum_neuron.config import NeuronConfig
@@ -32,7 +33,7 @@ def filled(*rows: tuple[list[int], list[int]]) -> BlockPool:
         pool.acquire(blocks, fresh=True)
         pool.write(blocks, 0, np.array(tokens, np.int32))
         pool.release(blocks)
-        pool.check()
+        check_pool(pool)
     return pool
 
 

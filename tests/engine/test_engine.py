@@ -24,6 +24,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_cache
 from torch import nn
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
@@ -102,7 +103,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
                 engine.abort(arrival.request.request_id)
         for event in engine.step():
             tokens[event.request_id].append(event.token_id)
-        engine.scheduler.slots.check()
+        check_cache(engine.scheduler.slots)
         step += 1
         assert step < 2000
     return tokens
@@ -287,7 +288,7 @@ def test_abort_all_frees_every_slot_and_the_engine_goes_on(open_runner: Opener) 
     engine.abort_all()
     assert not engine.has_work and engine.statistics.aborted == 5
     assert not engine.abort("0")
-    engine.scheduler.slots.check()
+    check_cache(engine.scheduler.slots)
     request = Request(request_id="0", prompt_token_ids=random_tokens(7), max_new_tokens=4)
     engine.add_request(request)
     assert finish(engine)["0"] == alone(open_runner("llama"), request)

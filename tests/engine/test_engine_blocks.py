@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import VOCAB, artifact_runner, eager_runner, export_tiny, random_tokens, tiny_config
+from invariants import check_cache
 from torch import nn
 
 from optimum_neuron.engine.engine import Engine
@@ -80,7 +81,7 @@ def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tupl
     while engine.has_work:
         for event in engine.step():
             tokens[event.request_id].append(event.token_id)
-        engine.scheduler.slots.check()
+        check_cache(engine.scheduler.slots)
         assert engine.statistics.blocks_in_use == engine.scheduler.slots.used
     return tokens, engine
 
@@ -110,9 +111,9 @@ def test_aborts_and_failures_leave_no_block_behind(both: tuple[GraphRunner, Grap
         engine.step()
         if step % 15 == 14:
             engine.abort(next(iter(engine._samplers)))
-        engine.scheduler.slots.check()
+        check_cache(engine.scheduler.slots)
     engine.abort_all()
-    engine.scheduler.slots.check()
+    check_cache(engine.scheduler.slots)
     assert engine.scheduler.slots.used == 0 and not engine.has_work
     request = crowd()[0]
     engine.add_request(request)

@@ -13,6 +13,7 @@ import torch
 from helpers import LENGTH, VOCAB, Opener, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_cache
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
@@ -121,7 +122,7 @@ def serve(engine: Engine) -> tuple[dict[str, list[int]], dict[str, RequestFailed
             errors[event.request_id] = event.error
         else:
             tokens.setdefault(event.request_id, []).append(event.token_id)
-        engine.scheduler.slots.check()
+        check_cache(engine.scheduler.slots)
     assert engine.scheduler.slots.free_count == engine.config.batch_size
     return tokens, errors
 
@@ -299,7 +300,7 @@ def test_whoever_turns_evil_at_whatever_moment_ends_alone(open_runner: Opener, p
                     failed[event.request_id] = event.error
                 else:
                     tokens[event.request_id].append(event.token_id)
-            engine.scheduler.slots.check()
+            check_cache(engine.scheduler.slots)
             step += 1
             assert step < LENGTH * len(arrivals)
         assert set(failed) == {arrival.request.request_id for arrival in arrivals if arrival.evil}

@@ -15,6 +15,7 @@ import torch
 from helpers import VOCAB, eager_runner, examples, export_tiny, random_tokens, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_cache
 from recurrent import SERVED, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList
@@ -108,7 +109,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> list[tuple[list[int], 
                 engine.abort(str(number))
         for event in engine.step():
             tokens[int(event.request_id)].append(event.token_id)
-        engine.scheduler.slots.check()
+        check_cache(engine.scheduler.slots)
         step += 1
         assert step < 1000
     return [(each, note.logits) for each, note in zip(tokens, noted, strict=True)]

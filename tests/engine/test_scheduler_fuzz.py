@@ -14,6 +14,7 @@ import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from invariants import check_cache
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.policy import SchedulerOptions
@@ -232,7 +233,7 @@ class Harness:
             if event.finish_reason:
                 self.finished[name] = event.finish_reason
                 self.end(name)
-        self.scheduler.slots.check()
+        check_cache(self.scheduler.slots)
         table = self.scheduler.slots.snapshots
         for place, kept in enumerate(self.kept if table is not None else ()):
             tokens = table.tokens(place)

@@ -187,7 +187,7 @@ def test_a_step_that_hangs_ends_its_requests_with_an_error(
     for stream in streams:
         with pytest.raises(EngineStoppedError, match=r"request '\d' finished: a step took more than 0\.2 s"):
             list(stream)
-    assert service.is_closed and service.stopped == "a step took more than 0.2 s"
+    assert service.stopped == "a step took more than 0.2 s"
     with pytest.raises(EngineStoppedError, match="closed and takes no requests"):
         service.submit(request(9))
     service.close()  # waits for no step, and gives no slot back that the step may still write to
@@ -302,14 +302,14 @@ def test_a_callback_that_raises_ends_its_own_request(
 def test_what_cannot_be_added_after_all_ends_alone(
     runner: GraphRunner, service: EngineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = service._engine.add_request
+    add = service.engine.add_request
 
     def refuses(given: Request) -> None:
         if given.request_id == "1":
             raise OverflowError("evil")
         add(given)
 
-    monkeypatch.setattr(service._engine, "add_request", refuses)
+    monkeypatch.setattr(service.engine, "add_request", refuses)
     streams = [service.submit(request(name)) for name in range(3)]
     with pytest.raises(RequestFailedError, match="request '1' failed: it could not be added: OverflowError: evil"):
         list(streams[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from invariants import check_cache
 from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request
 
 from optimum_neuron.engine.request import RequestStatus
@@ -130,7 +131,7 @@ def test_a_slot_is_picked_for_its_prefix_else_for_its_age(
     if 2 in held:
         table.hold(2, "r2")
     assert table.assign(np.array(prompt, np.int32), taken, True)[:2] == expected
-    table.check()
+    check_cache(table)
 
 
 def test_an_empty_slot_is_taken_before_one_whose_contents_may_be_of_use() -> None:
@@ -166,7 +167,7 @@ def test_an_abort_frees_the_slot_once_in_every_state() -> None:
     assert {name: scheduler.state(name).status for name in expected} == expected
     for name, free in (("waiting", 0), ("prefilling", 1), ("running", 2)):
         assert scheduler.abort(name) and not scheduler.abort(name)
-        scheduler.slots.check()
+        check_cache(scheduler.slots)
         assert scheduler.slots.free_count == free
     assert not scheduler.abort("unknown") and not scheduler.has_work and scheduler.schedule() is None
 

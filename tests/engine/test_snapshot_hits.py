@@ -14,6 +14,7 @@ import recurrent
 import selecting
 import torch
 from helpers import VOCAB, decode_tokens, eager_runner, load_model, prefill_pieces, random_tokens, tiny_config
+from invariants import check_cache
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -124,7 +125,7 @@ class Served:
     def finish(self) -> None:
         while self.engine.has_work:
             self.engine.step()
-            self.engine.scheduler.slots.check()
+            check_cache(self.engine.scheduler.slots)
 
     def serve(self, name: str, prompt: np.ndarray, new: int = 3) -> tuple[int, Tensor]:
         """How many tokens of a prompt were not computed, and the logits of all new ones."""

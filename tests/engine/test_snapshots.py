@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from invariants import check_cache, check_snapshots
 from scheduling import add, advance, commit, counts, next_step, request
 
 from optimum_neuron.config import NeuronConfig
@@ -45,7 +46,7 @@ def table(*texts: list[int], places: int = 3) -> SnapshotTable:
     made = SnapshotTable(places, min_reuse=2, largest_step=8)
     for place, text in enumerate(texts):
         made.set(place, np.array(text, np.int32))
-    made.check()
+    check_snapshots(made)
     return made
 
 
@@ -76,10 +77,10 @@ def test_empty_places_go_first_then_the_least_recently_used_and_none_that_is_nee
     made.set(2, texts[0])
     made.set(3, texts[3])
     made.touch(0)
-    made.check()
+    check_snapshots(made)
     assert made.places(texts[4:], needed=[]) == [1, 2]
     made.set(0, None)  # of a request that was aborted meanwhile
-    made.check()
+    check_snapshots(made)
     assert made.places(texts[4:], needed=[]) == [0, 1] and made.count == 3
 
 
@@ -88,13 +89,13 @@ def test_what_somebody_went_on_behind_stays_longer_but_not_more_than_half_of_all
     news = [np.array([9, number], np.int32) for number in range(4)]
     for place in (0, 2):
         made.touch(place)
-    made.check()
+    check_snapshots(made)
     assert made.places(news, needed=[]) == [1, 3, 0, 2]
     made.touch(3)
-    made.check()
+    check_snapshots(made)
     assert made.places(news, needed=[]) == [1, 0, 2, 3]
     made.set(2, news[0])
-    made.check()
+    check_snapshots(made)
     assert made.places(news[1:], needed=[]) == [1, 0, 2]
 
 
@@ -201,7 +202,7 @@ def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused(
     add(scheduler, request("b", [*TEXT[:20], 60], new=5))
     assert next_step(scheduler).chunks[0].reuse is None
     scheduler.slots.clear()
-    scheduler.slots.check()
+    check_cache(scheduler.slots)
 
 
 def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:

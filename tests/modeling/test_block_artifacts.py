@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import VOCAB, artifact_runner, export_tiny, random_tokens
+from invariants import check_cache
 from tampering import MANIFEST, read_json
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -75,8 +76,8 @@ def check_free(model: Any) -> None:
     """All blocks can be had again: a request that takes all of them is served."""
     with model.serve() as service:
         assert len(list(service.submit(request(99, 200, 57)))) == 57
-        assert service._engine.scheduler.slots.used == 0
-        service._engine.scheduler.slots.check()
+        assert service.engine.scheduler.slots.used == 0
+        check_cache(service.engine.scheduler.slots)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(256, 1), (255, 2), (200, 57), (64, 1), (65, 64), (64, 65), (1, 256)])
@@ -198,7 +199,7 @@ def test_two_long_prompts_at_once_are_both_answered(blocks: Any, alone: Callable
     with blocks.serve() as service:
         streams = [service.submit(each) for each in requests]
         assert [list(stream) for stream in streams] == [alone(each) for each in requests]
-        assert service._engine.scheduler.slots.used == 0
+        assert service.engine.scheduler.slots.used == 0
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
@@ -215,7 +216,7 @@ def test_those_who_share_a_prefix_go_on_when_one_of_them_is_cancelled(
             tokens = list(stream)
             if number != owner:
                 assert tokens == alone(requests[number])
-        assert service._engine.statistics.prefix_hit_tokens >= 128
+        assert service.engine.statistics.prefix_hit_tokens >= 128
     check_free(blocks)
 
 
@@ -245,7 +246,7 @@ def test_cancellations_under_load_lose_no_block_and_no_token(
 
     with blocks.serve() as service, ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda each: read(service, each), requests))
-        assert service._engine.statistics.preemptions
+        assert service.engine.statistics.preemptions
     for each, tokens in zip(requests, found, strict=True):
         whole = alone(each)
         assert tokens == (whole[: len(tokens)] if int(each.request_id) % 3 == 0 else whole)
