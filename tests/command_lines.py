@@ -344,7 +344,11 @@ ANSWERS = [
         ("neuron", "generate", "{template:undefined}", "--prompt", "Hi"), REFUSED, "the chat template of", "undefined"
     ),
     _line(("neuron", "generate", "{vocabulary:list}", "--prompt", "Hi"), REFUSED, "tokenizer.json"),
-    _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer cannot be read"),
+    _line(
+        ("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"),
+        REFUSED,
+        "has no tokenizer; add the files of one",
+    ),
 ]
 CHATS = [
     _line(("neuron", "chat"), USAGE, "MODEL"),
@@ -352,7 +356,7 @@ CHATS = [
     _line(("neuron", "chat", "{artifact}", "--prompt", "Hi"), USAGE, "--prompt"),
     _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
     _line(("neuron", "chat", "{artifact}", "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
-    _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "tokenizer cannot be read"),
+    _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "has no tokenizer; add the files of one"),
 ]
 ESTIMATES = [
     _line(("neuron", "estimate"), USAGE, "-m/--model"),

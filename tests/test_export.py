@@ -313,7 +313,11 @@ def broken_checkpoint(kind: str, folder: Path) -> Path:
         ),
         ("corrupt config", ValueError, r"config.json is not valid JSON"),
         ("encoder-decoder", ValueError, r"is an encoder-decoder \(t5\); only decoders can be exported"),
-        ("quantized", ValueError, r"is quantized \(bitsandbytes\); export the checkpoint that it was made from"),
+        (
+            "quantized",
+            ValueError,
+            r"is quantized by bitsandbytes, which is not read; export the checkpoint that it was made from",
+        ),
         ("unknown model", ValueError, r"checkpoint: .*`nonesuch`"),
         ("no model type", ValueError, r"checkpoint: .*model_type"),
         ("short", ValueError, r"sequence_length=64 is longer than the model's max_position_embeddings=32; lower"),

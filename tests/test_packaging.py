@@ -126,10 +126,10 @@ def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(w
     data = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "optimum_neuron").rglob("*")
-        if path.suffix in (".cpp", ".h", ".html", ".css", ".js") or path.name == "py.typed"
+        if path.suffix in (".cpp", ".h", ".html", ".css", ".md") or path.name == "py.typed"
     }
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
-    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".js", ".typed"}
+    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".md", ".typed"}
     assert package | data | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
 
 

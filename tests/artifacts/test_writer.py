@@ -46,7 +46,7 @@ def test_files_that_appear_at_the_very_last_moment_stay(output: Path, monkeypatc
         (output / "thesis.txt").write_text("x", encoding="utf-8")
 
     with (
-        pytest.raises(FileExistsError, match=r"was filled by somebody else while its artifact was made"),
+        pytest.raises(FileExistsError, match=r"was filled by another process while its artifact was made"),
         write_artifact(output) as writing,
     ):
         fill(writing, "new")

@@ -10,6 +10,7 @@ import pty
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,7 @@ def test_ctrl_c_ends_an_answer_or_a_line_and_ctrl_d_the_chat(cpu_artifact: Calla
     screen.wait(prompt)
     screen.press("half a line")
     screen.wait("line")
+    time.sleep(0.3)  # until it waits for a key again: the system drops unread keys at Ctrl-C, for which it may wait
     screen.press("\x03")
     screen.wait(prompt)
     screen.press("/nothing\n")

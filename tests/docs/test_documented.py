@@ -50,6 +50,7 @@ NOT_RUN = {
     "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",
     "python -m optimum_neuron.serve.transformers_serve": "needs transformers' own server; tests/serve tests this one",
+    "python -m tests.records": "compares what moves of code leave; tests/records does with small models",
     "python3.12 -m venv": "makes an environment for a device's runtime",
     "export LD_LIBRARY_PATH": "is of a device's runtime",
 }

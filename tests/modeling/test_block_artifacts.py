@@ -130,8 +130,8 @@ def test_of_a_batch_only_what_never_fits_has_an_error(slots: Any, blocks: Any) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_beams": 2}, "beam search is not supported"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported"),
+        ({"num_beams": 2}, "num_beams=2 is not supported"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
         ({"past_key_values": object()}, "past_key_values"),
     ],
 )

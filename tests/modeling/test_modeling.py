@@ -182,15 +182,14 @@ def test_custom_logits_processors_are_applied_or_refused(model: Any, logits_mode
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2, "do_sample": False}, "beam search is not supported"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+        ({"num_beams": 2, "do_sample": False}, "num_beams=2 is not supported"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2 is not supported"),
         ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor .* --output-logits"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True .* --output-logits"),
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits=True .* --output-logits"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions=True is not supported"),
         ({"do_sample": True, "typical_p": 0.5}, "TypicalLogitsWarper .* --output-logits"),
         ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported"),
-        ({"prefill_chunk_size": 16}, "prefill_chunk_size=16 differs from the compiled 8"),
         (
             {"max_new_tokens": 60},
             r"11 tokens and 60 new tokens do not fit sequence_length=64; lower max_new_tokens to 54",

@@ -156,10 +156,10 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "name either --model, whose sizes are searched, or --artifact"),
+        ((), "name either --model, to search its sizes, or --artifact"),
         (("--model", "{model}", "--artifact", "{model}"), "name either --model"),
-        (("--artifact", "{model}", "--search", "batch=2"), "--search is of a search, and --artifact"),
-        (("--artifact", "{model}", "--target", "trn2"), "--target is of a search"),
+        (("--artifact", "{model}", "--search", "batch=2"), "--search is an option of a search, and --artifact"),
+        (("--artifact", "{model}", "--target", "trn2"), "--target is an option of a search"),
         (("--artifact", "{model}"), "holds no neuron_config.json"),
         (("--model", "{model}", "--slo", "ttft=2"), "'ttft=2', which is no limit"),
         (("--model", "{model}", "--requests", "-1"), "--requests -1 must be at least 0"),

@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "no compiler": (lambda folder: folder, ("--target", "eager"), "target='eager' compiles nothing that is kept"),
     "an adapter": (lambda folder: folder, ("--adapter", "lora"), "--adapter lora changes weights"),
     "ranks": (lambda folder: folder, ("--tensor-parallel-size", "2"), "tensor_parallel_size=2 needs as many devices"),
-    "a revision of nothing": (lambda folder: folder, ("--repo-revision", "v1"), "--repo-revision v1 is of a repository; name it by --repo"),
+    "a revision of nothing": (lambda folder: folder, ("--repo-revision", "v1"), "--repo-revision v1 needs a repository; name it by --repo"),
     "codes": (lambda folder: folder, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files tell"),
     "idle exclusion": (
         lambda folder: folder, ("--quantization", "int8", "--quantization-exclude", "no.such"), "quantization_exclude='no.such' is the name of none",
