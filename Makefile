@@ -76,11 +76,12 @@ results: $(INSTALLED) ## write the tables and pictures of README and docs/result
 newcomer: ## time the first steps of a user, from an empty folder to an answered HTTP request (1 GB)
 	$(PYTHON) -m benchmark.newcomer --editable
 
-lint: $(INSTALLED) ## check style, types and spelling
+lint: $(INSTALLED) ## check style, types, spelling and sizes
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python .ci/house.py
 
 format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+from pathlib import Path
 
+import pytest
 import yaml
 from documents import ROOT
 
@@ -35,3 +38,22 @@ def test_workflows_run_scripts_that_are_there() -> None:
         steps = [shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step]
         scripts += [words[1] for words in steps if words[0] == "bash"]
     assert scripts == [".ci/run"] and (ROOT / scripts[0]).is_file()
+
+
+def test_what_grows_past_its_budget_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
+    budgets = house["BUDGETS"].read_text(encoding="utf-8")
+    assert re.search(r"^commands = \d+$", budgets, re.MULTILINE)
+    small = tmp_path / "budgets.cfg"
+    small.write_text(
+        re.sub(r"^(commands|functions of one name) = \d+$", r"\1 = 3", budgets, flags=re.MULTILINE), "utf-8"
+    )
+    monkeypatch.setitem(house["main"].__globals__, "BUDGETS", small)
+    assert house["main"]() == 1
+    lines, names = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"lines, commands: [\d,]+, and its budget is 3; make it smaller, or change budgets\.cfg on purpose", lines
+    )
+    assert names.startswith("names, functions of one name: ")
