@@ -83,7 +83,7 @@ class HloExecutable(AheadExecutable):
                 (outputs[draw.tokens],) = self._run(draw.graph, draw.inputs(inputs))
         names = [each.name for each in self._programs[graph].io.outputs if each.alias_of is None]
         wanted = [logits or not name.endswith(LOGITS) for name in names]
-        return lambda: [each.cpu() if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
+        return lambda: [_to_host(each) if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
 
     def _run(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
         program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
@@ -109,3 +109,8 @@ class HloExecutable(AheadExecutable):
 
     def write_state(self, name: str, tensor: Tensor) -> None:
         self._states[name] = tensor.to(self._device)
+
+
+def _to_host(result: Tensor) -> Tensor:
+    tensor: Tensor = result.cpu()
+    return tensor

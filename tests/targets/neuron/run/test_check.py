@@ -199,7 +199,7 @@ def test_a_row_that_reads_another_ones_cache_is_found(
     [
         ("unchecked", "token id -1 was given to a graph, and the model takes those from 0 to 299"),
         ("edge", "token id 299 makes logits that are not finite"),
-        ("choice", "behind token id 0 it chose 300, of 300 tokens"),
+        ("choice", "after token id 0 it chose 300, of 300 tokens"),
     ],
 )
 def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
