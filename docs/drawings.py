@@ -28,20 +28,20 @@ MADE_UP = {"token_generation": 20.0, "chunked_prefill": 40.0, "mixed": 50.0}
 def widths() -> tuple[dict[str, float], str]:
     """The width of each kind of step, of a chunk 40, and the sentence that says where they are from."""
     if not STEPS.is_file():
-        return MADE_UP, "widths are made up, and a step with both takes longest"
+        return MADE_UP, "Widths are made up, and a step with both takes longest."
     report = json.loads(STEPS.read_text(encoding="utf-8"))
     ms = {step["kind"]: step["ms"] for step in reversed(report["steps"])}
     times = ", ".join(f"{ms[kind]:.1f}" for kind in MADE_UP)
     sizes = f"{report['options']['slots']} slots, chunks of {report['options']['chunk_size']}"
     return (
         {kind: 40 * ms[kind] / ms["chunked_prefill"] for kind in MADE_UP},
-        f"widths as measured ({sizes}): decode, chunk, both take {times} ms",
+        f"Widths as measured ({sizes}): a decode step, a chunk and both take {times} ms.",
     )
 
 
 def steps() -> Drawing:
     """Three requests decode, then a prompt of four chunks comes: what the scheduler plans, by policy."""
-    drawing = Drawing(760, 330, "Steps when a long prompt comes, by policy")
+    drawing = Drawing(760, 350, "Steps when a long prompt comes, by policy")
     for row, (policy, meaning) in enumerate(
         (
             ("mixed", "a chunk and the next token of all others in one step (default)"),
@@ -52,7 +52,8 @@ def steps() -> Drawing:
     drawing.box(110, 308, 14, 12, DECODE)
     drawing.text(130, 318, "a new token", size=11)
     drawing.box(220, 308, 14, 12, CHUNK)
-    drawing.text(240, 318, f"a chunk of the prompt; {widths()[1]}", size=11)
+    drawing.text(240, 318, "a chunk of the prompt", size=11)
+    drawing.text(110, 340, widths()[1], size=11)
     return drawing
 
 
