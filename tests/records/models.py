@@ -64,7 +64,9 @@ MODELS: dict[str, TinyModel] = {
     "lfm2": TinyModel(TINY_CONFIGS["lfm2"]),
     "minimax": _of_type("minimax"),
     "bloom": _of_type("bloom"),
-    "quantized": TinyModel(TINY_CONFIGS["llama"], {"quantization": "int4", "quantization_group_size": 32}),
+    "quantized": TinyModel(
+        TINY_CONFIGS["llama"], {"quantization": "int4", "quantization_group_size": 32, "activations": "none"}
+    ),
     "adapter": TinyModel(TINY_CONFIGS["llama"], adapted=True),
 }
 
