@@ -16,7 +16,7 @@ from served_app import CHAT, App
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.chat.session import ChatSession
+from optimum_neuron.chat.session import ChatSession, Turn
 from optimum_neuron.chat.settings import Settings
 from optimum_neuron.continuous_batching.requests import RequestFactory
 from optimum_neuron.graphs.spec import GREEDY, SamplingParams
@@ -129,8 +129,8 @@ def test_a_request_that_says_nothing_gets_an_answer(
 
 def through_every_door(
     model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], most: int
-) -> tuple[App, list[list[int]], list[str]]:
-    """A server, the best tokens by each door that returns tokens, and the texts of those that return text."""
+) -> tuple[App, list[list[int]], list[str], Turn]:
+    """A server, the best tokens by each door that returns tokens, the texts of those that return text, and a chat's turn."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
     settings = Settings(temperature=0, max_new_tokens=most)
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -142,12 +142,13 @@ def through_every_door(
         pipe(tokenizer.decode(chat), return_tensors=True, **options)[0]["generated_token_ids"][len(chat) :],
     ]
     app = start()
+    turn = ChatSession(model, app.service, tokenizer, settings).send(CHAT[0]["content"], lambda text: None)
     texts = [
         app.complete(chat, max_tokens=most, temperature=0).json()["choices"][0]["text"],
         app.chat(max_tokens=most, temperature=0).json()["choices"][0]["message"]["content"],
-        ChatSession(model, app.service, tokenizer, settings).send(CHAT[0]["content"], lambda text: None).text,
+        turn.text,
     ]
-    return app, tokens, texts
+    return app, tokens, texts, turn
 
 
 def test_stop_strings_of_the_file_end_texts_through_every_door(
@@ -166,9 +167,10 @@ def test_stop_strings_of_the_file_end_texts_through_every_door(
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "tokenizer": tokenizer}
     expected = of_transformers(reference, facts, chat, **options)
     assert len(expected) < len(free)
-    app, tokens, texts = through_every_door(model, tokenizer, start, 12)
+    app, tokens, texts, turn = through_every_door(model, tokenizer, start, 12)
     assert tokens == [expected] * 3
     assert texts == [app.read(expected).partition(stop)[0]] * 3
+    assert (turn.ending, turn.generated) == ("stop", len(expected)), "no token is computed after the string"
     for own, text in (([], app.read(free)), ([app.read(free[1:2])], app.read(free).partition(app.read(free[1:2]))[0])):
         answer = app.complete(chat, max_tokens=12, temperature=0, stop=own).json()["choices"][0]["text"]
         assert answer == text  # what a request says itself goes first
@@ -180,7 +182,7 @@ def test_the_longest_time_of_the_file_ends_texts_through_every_door(
     model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow(model, {"max_time": 1e-9}, monkeypatch)
-    app, tokens, texts = through_every_door(model, tokenizer, start, 12)
+    app, tokens, texts, _ = through_every_door(model, tokenizer, start, 12)
     assert [len(each) for each in tokens] == [1] * 3 and texts == [app.read(tokens[0])] * 3
     answer = app.complete(PROMPT, max_tokens=12).json()
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 1
