@@ -31,7 +31,7 @@ command for a new instance, driver or SDK.
 Checks run one after another, and a failed one does not stop the others:
 
 compiler     the graphs break no rule of the compiler; where neuronx-cc is on PATH, it lists every operator
-certificate  the graphs are those that an export with --certify executed beside the model
+certificate  the graphs are those that an export with --certify executed and compared with the model
 load         graphs, weights and KV cache get onto the device
 golden       teacher-forced, the tokens and logits that the exporting host recorded come back
 chunks       a prompt gives the same logits whatever its chunk boundaries, to the bit inside one graph

@@ -65,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compared:
-    """Of a certificate: what was executed beside the model, and the largest error."""
+    """Of a certificate: what was executed and compared with the model, and the largest error."""
 
     subject: str
     dtype: str
