@@ -55,7 +55,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where bits could depend on it (graphs, kernels, compiled code), tests compute with two threads; others with one, as tiny
     models are fastest."""
     compiled = item.get_closest_marker("slow") or "cpu_artifact" in getattr(item, "fixturenames", ())
-    torch.set_num_threads(2 if compiled or item.path.parent.name in ("graphs", "cpu") else 1)
+    torch.set_num_threads(2 if compiled or {"step", "cpu", "kernels"} & set(item.path.parts) else 1)
 
 
 @pytest.fixture(autouse=True)

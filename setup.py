@@ -21,12 +21,12 @@ from setuptools.command.build import build
 
 
 ROOT = Path(__file__).resolve().parent
-PACKAGE = "optimum_neuron.targets.cpu"
+PACKAGE = "optimum_neuron.kernels"
 
 
 @cache
 def own_module(name: str) -> Any:
-    """A module of PACKAGE, without what the packages around it import: torch, which a build does not have."""
+    """Import a module of PACKAGE, without what the packages around it import: torch, which a build does not have."""
     parts = PACKAGE.split(".")
     for count in range(1, len(parts) + 1):
         package = ModuleType(".".join(parts[:count]))
@@ -38,7 +38,7 @@ def own_module(name: str) -> Any:
 @cache
 def has_kernels() -> bool:
     """Whether this wheel gets libraries."""
-    native_build = own_module("native_build")
+    native_build = own_module("build.native_build")
     pure = os.environ.get("OPTIMUM_NEURON_PURE_WHEEL", "") not in ("", "0")
     return not pure and sys.platform in native_build.PORTABLE and native_build.compiler() is not None
 
@@ -64,13 +64,13 @@ class BuildKernels(Command):
 
     def _outputs(self) -> dict[Path, Any]:
         folder = Path(self.build_lib, *PACKAGE.split("."), "prebuilt")
-        names = own_module("native_build").prebuilt_name
-        return {folder / names(each): each for each in own_module("host").platform_sets()}
+        names = own_module("build.native_build").prebuilt_name
+        return {folder / names(each): each for each in own_module("build.host").platform_sets()}
 
     def run(self) -> None:
         if self.editable_mode:
             return
-        native_build = own_module("native_build")
+        native_build = own_module("build.native_build")
         outputs = self._outputs()
         for folder in {path.parent for path in outputs}:
             folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optimum_neuron.artifacts.pages import zeroed
+from optimum_neuron.artifact.pages import zeroed
 
 
 READ_BYTES = 1 << 30

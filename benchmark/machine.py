@@ -20,7 +20,7 @@ IDLE_LIMIT = 0.1
 
 def describe_machine() -> dict[str, Any]:
     """What the numbers depend on besides the options."""
-    from optimum_neuron.bench.machine import describe_machine as describe
+    from optimum_neuron.tools.bench.machine import describe_machine as describe
 
     return {**describe(), "commit": _commit()}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimum_neuron.bench.measure import Spread
+from optimum_neuron.tools.bench.measure import Spread
 
 from .machine import OtherProcesses
 from .systems import OURS, Call, System, compiled_frames, timed_call

@@ -15,12 +15,12 @@ import transformers
 
 import optimum_neuron
 from optimum_neuron import progress
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME
-from optimum_neuron.artifacts.partial import partial_folder
-from optimum_neuron.artifacts.user_cache import cache_folder
+from optimum_neuron.artifact.artifact import MANIFEST_NAME
+from optimum_neuron.artifact.partial import partial_folder
+from optimum_neuron.artifact.user_cache import cache_folder
 from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
+from optimum_neuron.export.recipe import export_model
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND, PLAN_SUFFIX
 
 

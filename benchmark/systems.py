@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from optimum_neuron import progress
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.modeling import NeuronModelForCausalLM
+from optimum_neuron.generate import NeuronModelForCausalLM
 
 from .model import load_transformers
 

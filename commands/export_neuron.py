@@ -73,9 +73,9 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         args = self.args
         # Before torch is imported: a wrong size is reported at once.
         config = NeuronConfig.from_dict(config_options(vars(args)))
-        from optimum_neuron.artifacts.artifact import Artifact
-        from optimum_neuron.export import export_model
-        from optimum_neuron.targets.neuron.certificate import certify_export
+        from optimum_neuron.artifact.artifact import Artifact
+        from optimum_neuron.export.recipe import export_model
+        from optimum_neuron.tools.certify import certify_export
 
         start = time.perf_counter()
         path = export_model(

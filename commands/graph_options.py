@@ -18,7 +18,7 @@ from optimum_neuron.config import (
     TARGETS,
     NeuronConfig,
 )
-from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS, dtype
+from optimum_neuron.options import INT4_GROUP_SIZES, QUANTIZATIONS, dtype
 
 
 # Settings of argparse by flag, and the help. Defaults are NeuronConfig's.

@@ -126,8 +126,8 @@ class NeuronCommand(BaseOptimumCLICommand):
 
 
 def _inspect(args: Namespace) -> None:
-    from optimum_neuron.artifacts.artifact import Artifact
-    from optimum_neuron.artifacts.measurements import Measurements, identity, read_measurements, with_bench
+    from optimum_neuron.artifact.artifact import Artifact
+    from optimum_neuron.artifact.measurements import Measurements, identity, read_measurements, with_bench
 
     artifact = Artifact.open(args.artifact)
     measured = None
@@ -135,18 +135,18 @@ def _inspect(args: Namespace) -> None:
         measured = with_bench(Measurements(identity(artifact)), args.bench, artifact)
     outputs = [path for path in (args.html, args.json) if path is not None]
     if not outputs:
-        from optimum_neuron.inspect.text import print_artifact
+        from optimum_neuron.tools.inspect.text import print_artifact
 
         print_artifact(artifact, measured or read_measurements(artifact), console())
         return
-    from optimum_neuron.artifacts.filesystem import replace_file
-    from optimum_neuron.inspect.collect import check_output, collect
+    from optimum_neuron.artifact.filesystem import replace_file
+    from optimum_neuron.tools.inspect.collect import check_output, collect
 
     for path in outputs:
         check_output(artifact, path)
     facts = collect(artifact, measured)
     if args.html is not None:
-        from optimum_neuron.inspect.html import render
+        from optimum_neuron.tools.inspect.html import render
 
         args.html.parent.mkdir(parents=True, exist_ok=True)
         replace_file(args.html, render(facts))
@@ -160,11 +160,11 @@ def _verify(folder: Path, *, trust_remote_code: bool) -> bool:
     """Print what was certified and what was found here; return whether all of it holds."""
     from rich.table import Table
 
-    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.artifact.artifact import Artifact
 
     artifact = Artifact.open(folder)
 
-    from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
+    from optimum_neuron.tools.certify.verify import verify_certificate
 
     lines = verify_certificate(artifact, trust_remote_code=trust_remote_code)
     table = Table("", "certified", "here", "", title=f"certificate of {folder}", title_justify="left")

@@ -83,7 +83,7 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.first_use import open_named
+        from optimum_neuron.export.first_use import open_named
 
         # Before torch is imported: wrong files and folders are reported at once.
         refuse_existing("--json", args.json)
@@ -92,9 +92,9 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
             check_plot(args.plot)
         artifact = open_named(args)
 
-        from optimum_neuron.bench.measure import Plan
-        from optimum_neuron.bench.report import plot, print_report
-        from optimum_neuron.bench.run import run_bench
+        from optimum_neuron.tools.bench.measure import Plan
+        from optimum_neuron.tools.bench.report import plot, print_report
+        from optimum_neuron.tools.bench.run import run_bench
 
         plan = Plan.of(
             artifact.config, args.prompt_lengths, args.batch, args.context_length, args.new_tokens, args.repeat

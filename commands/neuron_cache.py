@@ -64,7 +64,7 @@ class CacheListCommand(BaseOptimumCLICommand):
 
     @reported_errors()
     def run(self) -> None:
-        from optimum_neuron.artifacts.user_cache import cache_root
+        from optimum_neuron.artifact.user_cache import cache_root
         from optimum_neuron.targets.cache.entries import list_entries
 
         entries = list_entries()

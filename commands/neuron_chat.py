@@ -10,8 +10,8 @@ from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.chat.settings import Settings, add_settings_options
 from optimum_neuron.cli import add_named_model, add_rank_options, explain, reported_errors, run_options
+from optimum_neuron.tools.chat.settings import Settings, add_settings_options
 
 
 DESCRIPTION = '''\
@@ -57,8 +57,8 @@ class NeuronChatCommand(BaseOptimumCLICommand):
             print(f"loading {args.model} ...", file=sys.stderr, flush=True)
         model, tokenizer = _load(args)
 
-        from optimum_neuron.chat.loop import Terminal, chat
-        from optimum_neuron.chat.session import ChatSession
+        from optimum_neuron.tools.chat.loop import Terminal, chat
+        from optimum_neuron.tools.chat.session import ChatSession
 
         with model.serve() as service:
             session = ChatSession(model, service, tokenizer, settings, args.system)
@@ -73,14 +73,14 @@ class NeuronChatCommand(BaseOptimumCLICommand):
 
 def _load(args: Namespace) -> tuple[Any, Any]:
     """Return the model and its tokenizer; the imports take most of the time."""
-    from optimum_neuron.first_use import open_named
+    from optimum_neuron.export.first_use import open_named
 
     artifact = open_named(args)  # before torch is imported: a wrong name is reported at once
 
-    from optimum_neuron.artifacts.artifact import is_graph_file
-    from optimum_neuron.chat.session import check_template
+    from optimum_neuron.artifact.artifact import is_graph_file
     from optimum_neuron.checkpoints.tokenizer import load_tokenizer
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
+    from optimum_neuron.tools.chat.session import check_template
 
     # Before any code among the files runs, and the tokenizer before the model, which takes longer.
     artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))

@@ -22,7 +22,7 @@ from optimum_neuron.cli import (
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.acceptance.report import Report
+    from optimum_neuron.tools.check.report import Report
 
 DESCRIPTION = """\
 Prove an artifact on the machine that it is for: does everything load there, and compute the right thing? It is the first
@@ -72,14 +72,14 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.artifact.artifact import Artifact
         from optimum_neuron.runtime.profile import profile_to
 
         # Before torch is imported: a wrong folder is reported at once.
         artifact = Artifact.open(args.artifact)
         with profile_to(args.profile) as profile:
-            from optimum_neuron.acceptance.checks import check_artifact
             from optimum_neuron.targets.rank_options import RankOptions
+            from optimum_neuron.tools.check.checks import check_artifact
 
             report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)
         _print(report, str(args.artifact))

@@ -40,9 +40,9 @@ _optimum_lines = EnvironmentCommand.format_dict
 
 
 def _lines(others: Mapping[str, str]) -> str:
-    from optimum_neuron.artifacts.user_cache import cache_root
-    from optimum_neuron.targets.cpu.host import instruction_set
-    from optimum_neuron.targets.cpu.native_build import compiler
+    from optimum_neuron.artifact.user_cache import cache_root
+    from optimum_neuron.kernels.build.host import instruction_set
+    from optimum_neuron.kernels.build.native_build import compiler
 
     machine = {
         "Instruction set": f"{instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)",

@@ -69,9 +69,9 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.targets.neuron.estimate.estimate import estimate_model
-        from optimum_neuron.targets.neuron.estimate.plot import plot
-        from optimum_neuron.targets.neuron.estimate.report import print_report, to_json
+        from optimum_neuron.tools.estimate.estimate import estimate_model
+        from optimum_neuron.tools.estimate.plot import plot
+        from optimum_neuron.tools.estimate.report import print_report, to_json
 
         if args.plot is not None:
             check_plot(args.plot)

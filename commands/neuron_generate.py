@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
 from optimum_neuron.cli import (
     add_named_model,
     add_option,
@@ -24,6 +23,7 @@ from optimum_neuron.cli import (
     tell_profile,
 )
 from optimum_neuron.errors import first_line
+from optimum_neuron.tools.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
 
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
     @reported_errors("\ninterrupted")
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.first_use import open_named
+        from optimum_neuron.export.first_use import open_named
         from optimum_neuron.runtime.profile import profile_to
 
         # Before torch is imported: wrong options and folders are reported at once.

@@ -47,10 +47,10 @@ class NeuronCardCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.artifact.artifact import Artifact
 
         artifact = Artifact.open(args.artifact)
-        from optimum_neuron.hub.card import write_card
+        from optimum_neuron.tools.hub.card import write_card
 
         print(
             write_card(
@@ -86,10 +86,10 @@ class NeuronPushCommand(BaseOptimumCLICommand):
     @reported_errors("interrupted; what was uploaded is not uploaded again, so run the command again")
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.artifact.artifact import Artifact
 
         artifact = Artifact.open(args.artifact)
-        from optimum_neuron.hub.push import push_artifact
+        from optimum_neuron.tools.hub.push import push_artifact
 
         done = push_artifact(
             artifact,

@@ -114,7 +114,7 @@ class NeuronLintCommand(BaseOptimumCLICommand):
 def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable[tuple[str, bytes, GraphIO]]]:
     """Return the target of the rules, and the name, HLO and description of each graph."""
     if config is None:
-        from optimum_neuron.artifacts.artifact import Artifact
+        from optimum_neuron.artifact.artifact import Artifact
         from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, artifact_target
 
         artifact = Artifact.open(args.artifact)

@@ -72,7 +72,7 @@ class CacheLookupCommand(BaseOptimumCLICommand):
         if args.repo is None and args.repo_revision is not None:
             raise ValueError(f"--repo-revision {args.repo_revision} needs a repository; name it by --repo")
 
-        from optimum_neuron.artifacts.user_cache import cache_root
+        from optimum_neuron.artifact.user_cache import cache_root
         from optimum_neuron.targets.cache.lookup import lookup
 
         found = lookup(args.model, config, **hub_options(args), repo=args.repo, repo_revision=args.repo_revision)

@@ -120,8 +120,8 @@ class NeuronServeCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.first_use import open_named
-        from optimum_neuron.serve.vllm_server import has_vllm
+        from optimum_neuron.export.first_use import open_named
+        from optimum_neuron.tools.serve.vllm_server import has_vllm
 
         # Before torch is imported: wrong options and folders are reported at once.
         _check(args)
@@ -183,7 +183,7 @@ def _check_backend(args: Namespace, backend: str) -> None:
 
 
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
-    from optimum_neuron.serve.vllm_server import become_vllm, vllm_command, vllm_environment
+    from optimum_neuron.tools.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
     shared = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
     if args.data_parallel_size > 1:
@@ -205,10 +205,10 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
         raise ImportError(
             f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
         )
-    from optimum_neuron.serve.listen import listen
+    from optimum_neuron.tools.serve.listen import listen
 
     with listen(args.host, args.port) as listening:
-        from optimum_neuron.serve.server import ServerOptions, serve
+        from optimum_neuron.tools.serve.server import ServerOptions, serve
 
         options = ServerOptions(
             artifact=path,

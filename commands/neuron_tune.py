@@ -58,7 +58,7 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         group.add_argument(
             "--artifact", type=Path, help="in place of --model: an exported artifact, with the sizes that it has"
         )
-        # As optimum_neuron.tune.tune.TARGETS, without its imports.
+        # As optimum_neuron.tools.tune.tune.TARGETS, without its imports.
         targets = ("auto", "cpu", *NEURON_TARGETS)
         group.add_argument("--target", choices=targets, help="where graphs run; auto is this machine (default: auto)")
         size: dict[str, Any] = {"type": int, "metavar": "CORES"}
@@ -83,8 +83,8 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.tune.slo import Slo
-        from optimum_neuron.tune.trace_formats import read_trace
+        from optimum_neuron.tools.tune.slo import Slo
+        from optimum_neuron.tools.tune.trace_formats import read_trace
 
         _check(args)
         if args.plot is not None:
@@ -93,8 +93,8 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         trace = read_trace(args.trace)
         trace = trace.first(DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests))
 
-        from optimum_neuron.tune.report import print_report, to_json
-        from optimum_neuron.tune.tune import tune_artifact, tune_model
+        from optimum_neuron.tools.tune.report import print_report, to_json
+        from optimum_neuron.tools.tune.tune import tune_artifact, tune_model
 
         if args.artifact is not None:
             report = tune_artifact(args.artifact, trace, slo, trust_remote_code=args.trust_remote_code)
@@ -113,7 +113,7 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
             )
         print_report(report, console())
         if args.plot is not None:
-            from optimum_neuron.tune.plot import plot
+            from optimum_neuron.tools.tune.plot import plot
 
             plot(report, args.plot)
         if args.json is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimum_neuron import NeuronConfig, Request, SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.step.spec import graph_specs
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,9 +10,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.inspect.collect import collect
-from optimum_neuron.inspect.html import render
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.tools.inspect.collect import collect
+from optimum_neuron.tools.inspect.html import render
 
 
 def main() -> None:

@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from .config import NeuronConfig as NeuronConfig
     from .engine.policy import SchedulerOptions as SchedulerOptions
     from .engine.request import Request as Request
-    from .export import export_model as export_model
-    from .graphs.spec import SamplingParams as SamplingParams
-    from .modeling import NeuronModelForCausalLM as NeuronModelForCausalLM
+    from .export.recipe import export_model as export_model
+    from .generate import NeuronModelForCausalLM as NeuronModelForCausalLM
     from .runtime.profile import Profile as Profile
+    from .step.spec import SamplingParams as SamplingParams
 
 from .version import __version__ as __version__
 
 
 _PUBLIC = {
     "NeuronConfig": ".config",
-    "NeuronModelForCausalLM": ".modeling",
+    "NeuronModelForCausalLM": ".generate",
     "Profile": ".runtime.profile",
     "Request": ".engine.request",
-    "SamplingParams": ".graphs.spec",
+    "SamplingParams": ".step.spec",
     "SchedulerOptions": ".engine.policy",
-    "export_model": ".export",
+    "export_model": ".export.recipe",
 }
 __all__ = [
     "NeuronConfig",

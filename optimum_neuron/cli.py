@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from .artifacts.artifact import Artifact
+    from .artifact.artifact import Artifact
 
 DEBUG_VARIABLE = "OPTIMUM_NEURON_DEBUG"
 REPORTED_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
@@ -264,7 +264,7 @@ def graph_table(artifact: Artifact, title: str) -> Table:
     """One row per graph, and what the files take: the kind of a graph is part of its name."""
     from rich.table import Table
 
-    from .artifacts.artifact import GRAPHS_FOLDER, WEIGHTS_NAME
+    from .artifact.artifact import GRAPHS_FOLDER, WEIGHTS_NAME
 
     files = {name: entry["size"] / 1e6 for name, entry in artifact.manifest["files"].items()}
     table = Table(title=title, title_justify="left")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from . import option_checks as check
+from . import options as check
 
 
 NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")

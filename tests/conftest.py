@@ -14,9 +14,9 @@ from helpers import Opener, artifact_runner, eager_runner, export_tiny, load_mod
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.model_spec import ModelSpec
 
 
 # It needs packages that contradict ours: `make test-vllm` has an environment of its own.

@@ -24,13 +24,13 @@ import pytest
 from helpers import export_tiny
 from optimum.commands import optimum_cli
 
-import optimum_neuron.export
+import optimum_neuron.export.recipe
 from optimum_neuron import progress
 from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.kernels.build.host import instruction_set
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets.cpu.host import instruction_set
-from optimum_neuron.targets.neuron.certificate import certify_export
+from optimum_neuron.tools.certify import certify_export
 from optimum_neuron.version import __version__
 
 
@@ -74,7 +74,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         calls.update(options, model=model, output=output)
         raise RuntimeError("two\n  lines")
 
-    monkeypatch.setattr(optimum_neuron.export, "export_model", export_model)
+    monkeypatch.setattr(optimum_neuron.export.recipe, "export_model", export_model)
     return calls
 
 
@@ -270,7 +270,7 @@ def test_signals_unwind_so_that_cleanup_runs(
         finally:
             cleaned.append(True)
 
-    monkeypatch.setattr(optimum_neuron.export, "export_model", export_model)
+    monkeypatch.setattr(optimum_neuron.export.recipe, "export_model", export_model)
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     before = signal.getsignal(signal.SIGTERM)
     try:

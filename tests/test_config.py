@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, NeuronConfig
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.step.spec import graph_specs
 
 
 SIZE_OPTIONS = (

@@ -15,12 +15,11 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "version", "errors", "option_checks", "config", "progress", "graphs", "checkpoints", "artifacts", "cli", "targets", "runtime",
-    "engine", "continuous_batching", "export", "exporters", "inspect", "hub", "first_use", "modeling", "acceptance", "bench", "tune", "serve", "chat", "vllm", "__init__",
+    "version", "errors", "options", "config", "progress", "step", "parity", "checkpoints", "artifact", "cli", "kernels", "targets",
+    "runtime", "engine", "export", "generate", "vllm", "tools", "__init__",
 )  # fmt: skip
-# Tools stand above all else: commands call them. Of the core, only these doors import one, for what a caller asks of them.
-TOOLS = ("inspect", "hub", "acceptance", "bench", "tune", "chat", "serve", "targets.neuron.certificate", "targets.neuron.estimate")  # fmt: skip
-DOORS = ("first_use", "exporters", "modeling.model")
+# The doors to tools: what a caller asks of them.
+DOORS = ("export.first_use", "export.exporters", "generate.model")
 
 
 def _modules() -> dict[str, Path]:
@@ -55,17 +54,6 @@ def test_imports_go_one_way_between_rooms() -> None:
         if ROOMS.index(_room(other)) > ROOMS.index(_room(name))
     ]
     assert upwards == []
-
-
-def test_the_core_imports_no_tool() -> None:
-    def is_tool(module: str) -> bool:
-        own = module.removeprefix("optimum_neuron.")
-        return any(f"{own}.".startswith(f"{tool}.") for tool in TOOLS)
-
-    imports = _imports(_modules())
-    assert {tool for tool in TOOLS if f"optimum_neuron.{tool}" in imports} == set(TOOLS)
-    found = {name for name, others in imports.items() if not is_tool(name) and any(map(is_tool, others))}
-    assert found == {f"optimum_neuron.{door}" for door in DOORS}
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 9], ids=lambda depth: f"depth-{depth}")

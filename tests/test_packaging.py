@@ -25,13 +25,13 @@ else:
 
 from optimum_neuron import __version__
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.cpu import native_build
-from optimum_neuron.targets.cpu.host import platform_sets
+from optimum_neuron.kernels.build import native_build
+from optimum_neuron.kernels.build.host import platform_sets
 
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
-LIBRARIES = {f"optimum_neuron/targets/cpu/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
+LIBRARIES = {f"optimum_neuron/kernels/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
 BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
 
 
@@ -116,7 +116,7 @@ def test_commands_are_no_package() -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, optimum_neuron, optimum_neuron.cli, optimum_neuron.artifacts.artifact; print('torch' in sys.modules)"
+    program = "import sys, optimum_neuron, optimum_neuron.cli, optimum_neuron.artifact.artifact; print('torch' in sys.modules)"
     assert run(sys.executable, "-c", program, cwd=ROOT) == "False\n"
 
 

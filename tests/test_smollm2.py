@@ -154,6 +154,6 @@ def test_bfloat16_logits_are_as_close_to_float32_as_the_type_allows(smollm2: Any
 
 
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
-    from optimum_neuron.artifacts.weights import read_weights
+    from optimum_neuron.artifact.weights import read_weights
 
     return read_weights(model.artifact)

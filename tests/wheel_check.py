@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
-from optimum_neuron.targets.cpu import library
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_sets
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.kernels.build import library
+from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_sets
 
 
 CONFIG = LlamaConfig(

@@ -12,11 +12,11 @@ from functools import cache
 import numpy as np
 from transformers import AutoConfig
 
-from optimum_neuron.targets.neuron.estimate.core_sizes import CoreSizes, core_sizes
-from optimum_neuron.targets.neuron.estimate.model_sizes import ModelSizes, measure
-from optimum_neuron.targets.neuron.estimate.step_speed import step_work
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.step_times import StepTimes
+from optimum_neuron.tools.estimate.core_sizes import CoreSizes, core_sizes
+from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure
+from optimum_neuron.tools.estimate.step_speed import step_work
 
 from .published_runs import MODELS, RUNS, PublishedRun
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from optimum_neuron.artifacts.tensor_file import file_head, tensor_bytes
+from optimum_neuron.artifact.tensor_file import file_head, tensor_bytes
 
 
 _SHARD_BYTES = 5_000_000_000

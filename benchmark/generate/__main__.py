@@ -131,7 +131,7 @@ def run(args: Namespace, folder: Path) -> Report:
 
 def probe(exported: Export, prompt_length: int, new_tokens: int) -> ArtifactReport:
     """Loads an artifact in a fresh process and lets it generate once from the longest prompts."""
-    from optimum_neuron.artifacts.artifact import Artifact
+    from optimum_neuron.artifact.artifact import Artifact
 
     from .report import ArtifactReport
 

@@ -25,7 +25,7 @@ from ..output import Table, console, publish
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
     from optimum_neuron.runtime.runner import GraphRunner
 
 EXAMPLES = """
@@ -153,7 +153,7 @@ def turn(runner: GraphRunner, case: Case, steps: int) -> float:
     """Milliseconds of a step, the mean of several that follow each other."""
     import numpy as np
 
-    from optimum_neuron.graphs.spec import GREEDY
+    from optimum_neuron.step.spec import GREEDY
 
     slots = case.slots
     active = np.arange(slots) < case.rows

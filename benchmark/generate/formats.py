@@ -26,7 +26,7 @@ from ..section import Compared, Report, Section
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.targets.cpu.host import InstructionSet
+    from optimum_neuron.kernels.build.host import InstructionSet
 
     from ..systems import System
 
@@ -70,7 +70,7 @@ def main() -> int:
     """Run the benchmark; return the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from optimum_neuron.targets.cpu.host import CPU_VARIABLE
+        from optimum_neuron.kernels.build.host import CPU_VARIABLE
 
         warn_if_busy()
         sets = chosen_sets(args.instruction_sets)
@@ -95,7 +95,7 @@ def chosen_sets(names: list[str] | None) -> list[InstructionSet]:
     Raises:
         ValueError: this machine lacks one.
     """
-    from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_set, instruction_sets
+    from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_set, instruction_sets
 
     if names is None:
         return (
@@ -116,7 +116,7 @@ def apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: it failed.
     """
-    from optimum_neuron.targets.cpu.host import CPU_VARIABLE
+    from optimum_neuron.kernels.build.host import CPU_VARIABLE
 
     options = [*sys.argv[1:], "--instruction-sets", chosen.name, "--artifacts", str(folder)]
     environment = os.environ | dict(chosen.torch) | {CPU_VARIABLE: chosen.name}

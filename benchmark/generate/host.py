@@ -23,7 +23,7 @@ from ..output import Table, console, publish
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
 PROMPT = 64
 EXAMPLES = """

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.modeling import NeuronModelForCausalLM
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.generate import NeuronModelForCausalLM
 
 from ..systems import System
 

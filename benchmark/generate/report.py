@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from optimum_neuron.bench.measure import Spread
+from optimum_neuron.tools.bench.measure import Spread
 
 from ..measure import Case
 from ..output import Table, console

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from optimum_neuron.targets.cpu.plan.program import Attend, Layer, Linears
+from optimum_neuron.kernels.plan.program import Attend, Layer, Linears
 
 from ..output import Table
 from .pairs import Result, compare, run

@@ -21,9 +21,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from optimum_neuron.graphs.experts import ExpertsCall, dense_experts
+from optimum_neuron.step.features.experts.experts import ExpertsCall, dense_experts
 from optimum_neuron.targets.cpu.layout import use_natural_layout
-from optimum_neuron.targets.cpu.operators import OPS
+from optimum_neuron.targets.cpu.ops import OPS
 
 from ..output import Table
 from .pairs import Result, compare, run

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from optimum_neuron.cli import add_option, reported_errors
-from optimum_neuron.targets.cpu import library
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE, InstructionSet, instruction_set, instruction_sets
+from optimum_neuron.kernels.build import library
+from optimum_neuron.kernels.build.host import CPU_VARIABLE, InstructionSet, instruction_set, instruction_sets
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_result_options, make_parser, positive

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.spec import GraphSpec, TensorSpec
+from optimum_neuron.kernels.lower.lower import lower
+from optimum_neuron.kernels.plan.program import Buffer, Operand, Plan, Step
+from optimum_neuron.kernels.plan.values import contiguous, dtype_name
+from optimum_neuron.kernels.run.memory import allocate_arena
+from optimum_neuron.kernels.run.short_scales import short_scales
+from optimum_neuron.step.spec import GraphSpec, TensorSpec
 from optimum_neuron.targets.cpu.executable import BoundPlan
-from optimum_neuron.targets.cpu.memory import allocate_arena
-from optimum_neuron.targets.cpu.plan.lower import lower
-from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan, Step
-from optimum_neuron.targets.cpu.plan.short_scales import short_scales
-from optimum_neuron.targets.cpu.plan.values import contiguous, dtype_name
 
 
 # From a plan's inputs to its outputs, which every run allocates, as torch's operators do.

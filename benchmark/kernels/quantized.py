@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimum_neuron.artifacts.pages import zeroed
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
-from optimum_neuron.targets.cpu.plan.program import Codes, Layer, Linears
+from optimum_neuron.artifact.pages import zeroed
+from optimum_neuron.kernels.plan.program import Codes, Layer, Linears
+from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
 
 from ..limits import measure_limits
 from ..output import Table

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from optimum_neuron.graphs.spec import GREEDY, SamplingParams
-from optimum_neuron.targets.cpu.plan.program import Sample
+from optimum_neuron.kernels.plan.program import Sample
+from optimum_neuron.step.spec import GREEDY, SamplingParams
 
 from ..output import Table
 from .pairs import Result, compare, run

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from optimum_neuron.bench.machine import cpu_model
 from optimum_neuron.cli import reported_errors, write_json
+from optimum_neuron.tools.bench.machine import cpu_model
 
 from ..options import make_parser
 

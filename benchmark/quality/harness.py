@@ -73,7 +73,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is missing, which the harness needs: pip install lm_eval") from error
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
     model = NeuronModelForCausalLM.from_pretrained(args.artifact)
     sizes = model.neuron_config

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from optimum_neuron import progress
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME
-from optimum_neuron.artifacts.measurements import quality_follows_from
+from optimum_neuron.artifact.artifact import MANIFEST_NAME
+from optimum_neuron.artifact.measurements import quality_follows_from
 from optimum_neuron.config import ACTIVATIONS, DTYPES, KV_CACHE_DTYPES, NeuronConfig
-from optimum_neuron.modeling import NeuronModelForCausalLM
-from optimum_neuron.option_checks import INT4_GROUP_SIZES, QUANTIZATIONS
+from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.options import INT4_GROUP_SIZES, QUANTIZATIONS
 
 from ..machine import describe_machine
 from ..model import default_model, export, load_transformers

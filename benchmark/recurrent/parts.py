@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optimum_neuron.modeling import NeuronModelForCausalLM
+from optimum_neuron.generate import NeuronModelForCausalLM
 from optimum_neuron.runtime.profile import Profile
 
 from ..systems import OURS, System

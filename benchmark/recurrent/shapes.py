@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedConfig, Qwen3_5TextConfig
 
-from optimum_neuron.artifacts.partial import partial_folder
+from optimum_neuron.artifact.partial import partial_folder
 
 
 _NO_TEXT: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

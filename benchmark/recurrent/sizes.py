@@ -8,7 +8,7 @@ import math
 import torch
 from safetensors import safe_open
 
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 
 
 _KEPT = ("kv_cache.state_", "kv_cache.conv_")

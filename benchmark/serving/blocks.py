@@ -154,7 +154,7 @@ def configurations(args: Namespace) -> dict[str, NeuronConfig]:
 def open_server(through: str, name: str, artifact: Path, opened: ExitStack) -> Server:
     """A system, which ends with `opened`."""
     from optimum_neuron.engine.policy import SchedulerOptions
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
     from .servers import OurServer
 

@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
-from optimum_neuron.modeling import NeuronModelForCausalLM
+from optimum_neuron.generate import NeuronModelForCausalLM
 
 from .workloads import Job, Trace
 

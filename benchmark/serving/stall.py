@@ -35,7 +35,7 @@ from ..output import publish
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
     from .report import Results
     from .servers import OurServer
@@ -162,7 +162,7 @@ def open_artifact(
 ) -> NeuronModelForCausalLM:
     """Exports and loads the artifact that a scenario runs on."""
     from optimum_neuron import progress
-    from optimum_neuron.modeling import NeuronModelForCausalLM
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
     from ..model import export, serving_config
 

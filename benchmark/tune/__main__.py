@@ -30,7 +30,7 @@ from .report import SECTION, Comparison
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.tune.tune import Report
+    from optimum_neuron.tools.tune.tune import Report
 
 EXAMPLES = """
 examples:
@@ -68,13 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
     args = parse_arguments(arguments)
     with reported_errors():
-        from optimum_neuron.tune.slo import Slo
-        from optimum_neuron.tune.trace_formats import read_trace
+        from optimum_neuron.tools.tune.slo import Slo
+        from optimum_neuron.tools.tune.trace_formats import read_trace
 
         slo = Slo.parse(args.slo)
         trace = made_trace(args) if args.trace is None else read_trace(args.trace).first(args.requests)
 
-        from optimum_neuron.tune.tune import tune_model
+        from optimum_neuron.tools.tune.tune import tune_model
 
         from ..model import default_model
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import numpy as np
 
-from optimum_neuron.tune.trace import Trace, TracedRequest
+from optimum_neuron.tools.tune.trace import Trace, TracedRequest
 
 
 # Of the logarithms of both lengths.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optimum_neuron.tune.answers import Figures
+from optimum_neuron.tools.tune.answers import Figures
 
 from ..output import Table, digits
 from ..section import Report, Section

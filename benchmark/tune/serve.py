@@ -15,9 +15,9 @@ from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.service import EngineService
 from optimum_neuron.engine.step import TokenEvent
 from optimum_neuron.engine.stream import Item
-from optimum_neuron.modeling import NeuronModelForCausalLM
-from optimum_neuron.tune.answers import Answer, Figures
-from optimum_neuron.tune.trace import Trace, traced_request
+from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.tools.tune.answers import Answer, Figures
+from optimum_neuron.tools.tune.trace import Trace, traced_request
 
 
 def serve(artifact: Path, trace: Trace) -> Figures:

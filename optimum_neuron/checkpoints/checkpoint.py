@@ -24,8 +24,8 @@ from transformers import (
 from transformers.quantizers import AutoQuantizationConfig
 
 from ..errors import first_line
-from ..graphs.checks.parity import describe_nonfinite
-from ..graphs.interface import ATTENTION_NAME, set_implementation
+from ..parity.parity import describe_nonfinite
+from ..step.interface import ATTENTION_NAME, set_implementation
 from .files import (
     INDEX_NAME,
     StoredWeights,

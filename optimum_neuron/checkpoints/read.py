@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import first_line
-from ..graphs.interface import with_attention
+from ..step.interface import with_attention
 from .left_over import LeftOver, Read
 from .mapped import reading_mapped_files
 

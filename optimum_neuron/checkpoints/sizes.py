@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..option_checks import LARGEST_SIZE
+from ..options import LARGEST_SIZE
 from .files import StoredWeights
 from .mapped import NAMED
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graphs.family import rows_needed
+from ..step.family import rows_needed
 from .placement import CacheDraft, Placement
 from .request import RequestState
 from .step import PassedOver, ScheduledChunk

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
 
-from ..graphs.spec import GraphKind, GraphSpec
+from ..step.spec import GraphKind, GraphSpec
 
 
 Policy = Literal["auto", "mixed", "alternate", "prefill_first", "all_chunks"]

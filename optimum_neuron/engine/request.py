@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..graphs.spec import GREEDY, SamplingParams
 from ..runtime.token_ids import check_whole_numbers
+from ..step.spec import GREEDY, SamplingParams
 
 
 # An end token was chosen; all tokens asked for are there; the caller gave up.

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from ..config import NeuronConfig
-from ..graphs.spec import GREEDY, SamplingParams
 from ..runtime.step_rows import UniformStream
 from ..runtime.token_choice import HostChoice
+from ..step.spec import GREEDY, SamplingParams
 from .request import Request
 
 

@@ -13,8 +13,8 @@ from itertools import chain
 from operator import attrgetter, itemgetter
 
 from ..config import NeuronConfig
-from ..graphs.family import GraphFamily
-from ..graphs.spec import GraphKind, GraphSpec, graph_specs
+from ..step.family import GraphFamily
+from ..step.spec import GraphKind, GraphSpec, graph_specs
 from .admission import check_request
 from .block_table import BlockTable
 from .placement import CacheDraft

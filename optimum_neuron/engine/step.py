@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graphs.spec import GraphSpec
+from ..step.spec import GraphSpec
 from .request import FinishReason
 
 

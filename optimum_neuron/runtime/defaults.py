@@ -20,7 +20,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from ..config import NeuronConfig
 from ..errors import first_line
-from ..graphs.model_spec import ModelSpec
+from ..step.model_spec import ModelSpec
 from .lengths import most_new_tokens
 from .refused import split_defaults, warn_once
 from .token_choice import of_host

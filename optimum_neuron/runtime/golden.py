@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from .. import progress
 from ..config import NeuronConfig
-from ..graphs.kv_cache import KVCache
-from ..graphs.model_spec import ModelSpec
-from ..graphs.ops import EAGER_OPS
-from ..graphs.spec import GREEDY, graph_specs
-from ..graphs.state_specs import state_specs
-from ..graphs.step import StepModule
+from ..step.kv_cache import KVCache
+from ..step.model_spec import ModelSpec
+from ..step.ops import EAGER_OPS
+from ..step.spec import GREEDY, graph_specs
+from ..step.state_specs import state_specs
+from ..step.step import StepModule
 from ..targets.eager import EagerExecutable
 from .runner import GraphRunner
 from .step_tensors import DecodeRows, chunks_of

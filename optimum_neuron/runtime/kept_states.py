@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..config import NeuronConfig
-from ..graphs.model_spec import ModelSpec
+from ..step.model_spec import ModelSpec
 from ..targets import Executable
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..artifacts.artifact import Artifact
+from ..artifact.artifact import Artifact
 from ..config import NeuronConfig
 from .block_tables import blocks_needed
 from .lengths import check_length

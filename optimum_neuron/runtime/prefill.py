@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graphs.family import rows_needed
-from ..graphs.spec import GREEDY, SamplingParams
+from ..step.family import rows_needed
+from ..step.spec import GREEDY, SamplingParams
 from .limits import check_fits
 from .runner import GraphRunner
 from .step_tensors import Chunk, StepOutput

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..graphs.spec import GraphSpec
+from ..step.spec import GraphSpec
 from .prefill import next_chunks
 from .runner import GraphRunner
 

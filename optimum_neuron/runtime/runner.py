@@ -14,11 +14,11 @@ import numpy as np
 
 from .. import progress
 from ..config import NeuronConfig
-from ..graphs.block_owners import TooManySharedBlocksError, rows_apart
-from ..graphs.family import GraphFamily, holds
-from ..graphs.logprobs import Logprobs, logprobs
-from ..graphs.model_spec import ModelSpec
-from ..graphs.spec import LOGPROBS, GraphKind, GraphSpec
+from ..step.family import GraphFamily, holds
+from ..step.features.shared_blocks.block_owners import TooManySharedBlocksError, rows_apart
+from ..step.model_spec import ModelSpec
+from ..step.sampling.logprobs import Logprobs, logprobs
+from ..step.spec import LOGPROBS, GraphKind, GraphSpec
 from ..targets import Executable
 from .block_tables import BlockTables
 from .kept_states import KeptStates

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import NeuronConfig
-from ..graphs.family import rows_needed
+from ..step.family import rows_needed
 from .block_tables import BlockTables
 from .step_tensors import Chunk, DecodeRows
 from .token_ids import check_token_ids

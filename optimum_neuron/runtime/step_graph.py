@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..graphs.spec import CHUNK, DECODE, GraphSpec
+from ..step.spec import CHUNK, DECODE, GraphSpec
 from .block_tables import BlockTables
 from .step_tensors import Chunk, DecodeRows, GroupInputs, InputTensors, StepOutput
 

@@ -13,8 +13,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..graphs.logprobs import Logprobs
-from ..graphs.spec import CHUNK, DECODE, GraphSpec, SamplingParams
+from ..step.sampling.logprobs import Logprobs
+from ..step.spec import CHUNK, DECODE, GraphSpec, SamplingParams
 from .runner import GraphRunner
 from .step_tensors import FROM_SLOT, Chunk, DecodeRows, StepOutput, TokenReader
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graphs.block_owners import BlockOwners, OwnerSizes, fill_owners
-from ..graphs.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
+from ..step.features.shared_blocks.block_owners import BlockOwners, OwnerSizes, fill_owners
+from ..step.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
 from .block_tables import BlockTables
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from ..config import NeuronConfig
-from ..graphs.spec import GREEDY, SamplingParams
+from ..step.spec import GREEDY, SamplingParams
 
 
 # The warpers that the on-device sampler implements, in the order in which it applies them, and what each calls its strength. Its own

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from ..artifacts.artifact import Artifact
-from ..graphs.family import rows_needed
-from ..graphs.spec import GraphSpec
+from ..artifact.artifact import Artifact
+from ..step.family import rows_needed
+from ..step.spec import GraphSpec
 from ..targets import Executable
 from .profile import Profile
 from .runner import GraphRunner

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ..artifacts.artifact import Artifact
-    from ..graphs.model_spec import ModelSpec
-    from ..graphs.spec import GraphSpec
+    from ..artifact.artifact import Artifact
+    from ..step.model_spec import ModelSpec
+    from ..step.spec import GraphSpec
 
 
 @dataclass(frozen=True)

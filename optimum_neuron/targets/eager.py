@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..artifacts.artifact import Artifact
-from ..artifacts.skeleton import assign, check_spec, check_tensors, model_for
-from ..artifacts.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
+from ..artifact.artifact import Artifact
+from ..artifact.skeleton import assign, check_spec, check_tensors, model_for
+from ..artifact.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
 from ..config import NeuronConfig
-from ..graphs.kv_cache import KVCache
-from ..graphs.ops import EAGER_OPS
-from ..graphs.slot_copies import empty_snapshots
-from ..graphs.step import StepModule
+from ..step.kv_cache import KVCache
+from ..step.ops import EAGER_OPS
+from ..step.slot_copies import empty_snapshots
+from ..step.step import StepModule
 from . import CompileJob, check_one_device
 from .equal_rows import EqualRows
 from .host_states import HostStates

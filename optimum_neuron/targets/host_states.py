@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..artifacts.pages import touch
-from ..graphs.slot_copies import SlotCopies
+from ..artifact.pages import touch
+from ..step.slot_copies import SlotCopies
 from . import Executable
 
 

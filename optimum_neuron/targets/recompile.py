@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..artifacts.artifact import Artifact, is_graph_file, is_weight_file
+from ..artifact.artifact import Artifact, is_graph_file, is_weight_file
 from . import CompileJob
 
 

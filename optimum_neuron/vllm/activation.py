@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from ..artifacts.artifact import FORMAT, MANIFEST_NAME
+from ..artifact.artifact import FORMAT, MANIFEST_NAME
 from ..targets.neuron.sdk.devices import find_devices
 
 

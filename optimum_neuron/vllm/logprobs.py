@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.v1.outputs import LogprobsLists
 
-from ..graphs.logprobs import Logprobs
+from ..step.sampling.logprobs import Logprobs
 from .requests import SlotRequest
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from ..graphs.family import rows_needed
-from ..graphs.logprobs import Logprobs
-from ..graphs.model_spec import ModelSpec
 from ..runtime.prompt_logits import scoring_graph
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import PromptPart, StepRows
+from ..step.family import rows_needed
+from ..step.model_spec import ModelSpec
+from ..step.sampling.logprobs import Logprobs
 from .host_sampler import HostSampler
 from .logprobs import join_logprobs
 from .requests import RequestTable, SlotRequest

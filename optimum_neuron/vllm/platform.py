@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from ..artifacts.artifact import Artifact
+from ..artifact.artifact import Artifact
 from ..runtime.token_ids import check_token_ids
 from .activation import PLUGIN_NAME
 

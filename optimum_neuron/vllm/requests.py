@@ -11,9 +11,9 @@ import numpy as np
 from vllm.sampling_params import SamplingParams
 
 from ..config import NeuronConfig
-from ..graphs.spec import GREEDY
-from ..graphs.spec import SamplingParams as OnDeviceParams
 from ..runtime.step_rows import UniformStream
+from ..step.spec import GREEDY
+from ..step.spec import SamplingParams as OnDeviceParams
 from .host_sampler import HostRequest
 from .prompt_scores import PromptScores
 from .sampling import host_reason, on_device_params

@@ -8,8 +8,8 @@ import copy
 from vllm.sampling_params import SamplingParams
 
 from ..config import MOST_LOGPROBS, NeuronConfig
-from ..graphs.spec import GREEDY
-from ..graphs.spec import SamplingParams as OnDeviceParams
+from ..step.spec import GREEDY
+from ..step.spec import SamplingParams as OnDeviceParams
 
 
 # Below it vLLM takes a temperature for 0.

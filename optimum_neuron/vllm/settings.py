@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 
-from ..artifacts.artifact import Artifact
-from ..artifacts.find import is_from_hub
-from ..artifacts.skeleton import read_generation_config
+from ..artifact.artifact import Artifact
+from ..artifact.find import is_from_hub
+from ..artifact.skeleton import read_generation_config
 from ..config import NeuronConfig
-from ..first_use import Opened, Source, export_once, open_artifact
+from ..export.first_use import Opened, Source, export_once, open_artifact
 from ..runtime.defaults import left_to_requests, settings_of_host, usable, vllm_sampling
 from .engine_args import given
 from .options import FITTED, refuse_options

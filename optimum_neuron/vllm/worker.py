@@ -17,10 +17,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from ..artifacts.artifact import Artifact, ArtifactError
+from ..artifact.artifact import Artifact, ArtifactError
 from ..config import NEURON_TARGETS
-from ..graphs.state_sizes import byte_count
 from ..runtime.runner import GraphRunner
+from ..step.state_sizes import byte_count
 from ..targets import get_target
 from .model_runner import ModelRunner
 from .refused_calls import refuse_calls

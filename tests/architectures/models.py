@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.graphs.checks.rope_length import keep_frequencies
-from optimum_neuron.graphs.interface import ATTENTION_NAME, with_attention
+from optimum_neuron.parity.rope_length import keep_frequencies
+from optimum_neuron.step.interface import ATTENTION_NAME, with_attention
 
 from . import configs
 

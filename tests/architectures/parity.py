@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.errors import first_line
-from optimum_neuron.graphs.checks.few_keys import few_keys
-from optimum_neuron.graphs.checks.fixed_shapes import check_fixed_shapes
-from optimum_neuron.graphs.checks.rope_length import keep_frequencies
-from optimum_neuron.graphs.model_cache import CacheNeeds
+from optimum_neuron.parity.few_keys import few_keys
+from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
+from optimum_neuron.parity.rope_length import keep_frequencies
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.model_cache import CacheNeeds
 
 
 # Longer than any window or attention chunk, and no multiple of one.

@@ -13,8 +13,8 @@ from helpers import artifact_runner, export_tiny
 from parity import PROMPT, make_checkpoint, run, tokens
 from torch import Tensor
 
+from optimum_neuron.kernels.run.memory import PlanMemory
 from optimum_neuron.targets.cpu.live_tokens import LiveTokens
-from optimum_neuron.targets.cpu.memory import PlanMemory
 
 
 # One of each mechanism that plans treat apart: values kept from load, experts with biases, latent attention, convolutions. Plain

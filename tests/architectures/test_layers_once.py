@@ -14,13 +14,13 @@ from architectures.configs import ARCHITECTURES
 from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.program import export_graph, export_layers_once
-from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.targets.cpu.operators import OPS
-from optimum_neuron.targets.cpu.plan.lower import lower
+from optimum_neuron.kernels.lower.lower import lower
+from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.program import export_graph, export_layers_once
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.targets.cpu.ops import OPS
 
 
 @pytest.fixture

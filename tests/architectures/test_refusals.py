@@ -23,15 +23,15 @@ from transformers.masking_utils import (
 )
 
 from optimum_neuron.checkpoints.language_model import register_language_model
-from optimum_neuron.graphs.attention_rows import AttentionRows
-from optimum_neuron.graphs.checks import inspect
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.interface import ATTENTION_NAME, set_implementation, with_attention
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.masks import AttentionChunk, UnsupportedModelError, causal_mask
-from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.parity import inspect
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation, with_attention
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.masks import AttentionChunk, UnsupportedModelError, causal_mask
+from optimum_neuron.step.program import export_graph
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmark.tune.__main__ import parse_arguments
 from benchmark.tune.made_trace import LONGEST_ANSWER, LONGEST_PROMPT, made_trace
 from benchmark.tune.report import Comparison
-from optimum_neuron.tune.answers import Answer, Figures
+from optimum_neuron.tools.tune.answers import Answer, Figures
 
 
 def test_the_made_trace_is_the_same_each_time_and_has_the_rate_asked_for() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
 
 

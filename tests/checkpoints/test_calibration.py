@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.checkpoints.importance import input_importance
-from optimum_neuron.checkpoints.rounding import round_int4
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.checkpoints.quantize.importance import input_importance
+from optimum_neuron.checkpoints.quantize.rounding import round_int4
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
-from optimum_neuron.graphs.expert_modules import is_experts
-from optimum_neuron.inspect.export_command import export_command
+from optimum_neuron.export.export_command import export_command
+from optimum_neuron.export.recipe import export_model
+from optimum_neuron.step.features.experts.expert_modules import is_experts
 
 
 SIZES: dict[str, Any] = {"target": "eager", "sequence_length": 64, "dtype": "float32", "quantization": "int4"}
@@ -100,7 +100,7 @@ def test_importance_is_the_mean_square_of_what_products_take(
     name: str, sharp_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers' own model multiplies, whose experts are a product each."""
-    monkeypatch.setattr("optimum_neuron.checkpoints.importance._LEAST_TOKENS", 4)
+    monkeypatch.setattr("optimum_neuron.checkpoints.quantize.importance._LEAST_TOKENS", 4)
     model = load_model(sharp_checkpoints[name])
     layers = {
         each: module for each, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
@@ -185,7 +185,7 @@ def test_what_no_text_reaches_is_rounded_without_it_and_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("optimum_neuron.checkpoints.importance._LEAST_TOKENS", 10**6)
+    monkeypatch.setattr("optimum_neuron.checkpoints.quantize.importance._LEAST_TOKENS", 10**6)
     _export(tiny_checkpoints["llama"], tmp_path / "out", text)
     assert (
         "14 weights, as model.layers.0.self_attn.q_proj.weight, met too few tokens of the calibration text"

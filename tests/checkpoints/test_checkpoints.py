@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.weights import read_weights
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.weights import read_weights
 from optimum_neuron.checkpoints.files import read_object
 from optimum_neuron.checkpoints.quantized import open_quantized
 

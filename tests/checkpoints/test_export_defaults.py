@@ -15,7 +15,7 @@ from helpers import export_tiny
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from gguf_files import write_gguf
 from helpers import artifact_runner, export_tiny, generate, random_tokens
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.weights import read_weights
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.weights import read_weights
 
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -14,7 +14,7 @@ import torch
 from helpers import export_tiny
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
-from optimum_neuron.artifacts.find import find_artifact, is_from_hub
+from optimum_neuron.artifact.find import find_artifact, is_from_hub
 from optimum_neuron.checkpoints.find import find_config
 
 

@@ -20,7 +20,7 @@ from hub_server import REPO, LoopbackHub, connected_hub
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
-from optimum_neuron.artifacts.find import find_artifact
+from optimum_neuron.artifact.find import find_artifact
 from optimum_neuron.checkpoints import hub as downloads
 from optimum_neuron.checkpoints.find import find_checkpoint, find_config
 from optimum_neuron.checkpoints.hub import HubFile, hub_file

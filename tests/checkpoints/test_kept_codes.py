@@ -24,13 +24,13 @@ from quantized_files import (
 )
 from torch import Tensor
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME, read_formats
-from optimum_neuron.artifacts.weights import read_weights
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.quantization import QUANTIZATION_NAME, read_formats
+from optimum_neuron.artifact.weights import read_weights
 from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
-from optimum_neuron.graphs.quantized.weight import QuantizedWeight
+from optimum_neuron.export.recipe import export_model
+from optimum_neuron.step.features.codes.weight import QuantizedWeight
 
 
 KEEP = {"quantization": "checkpoint"}

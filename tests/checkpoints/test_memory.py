@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, modeling_utils
 
-import optimum_neuron.export
-from optimum_neuron.artifacts import weight_file
+import optimum_neuron.export.recipe
+from optimum_neuron.artifact import weight_file
 from optimum_neuron.checkpoints import scratch
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.mapped import map_tensors, reading_mapped_files
@@ -51,7 +51,9 @@ def test_weights_are_never_in_memory_all_at_once(tmp_path: Path, monkeypatch: py
 
         return call
 
-    monkeypatch.setattr(optimum_neuron.export, "inspect_model", looking(optimum_neuron.export.inspect_model))
+    monkeypatch.setattr(
+        optimum_neuron.export.recipe, "inspect_model", looking(optimum_neuron.export.recipe.inspect_model)
+    )
     monkeypatch.setattr(EagerTarget, "compile", looking(EagerTarget.compile))
     monkeypatch.setattr(weight_file, "tensor_bytes", looking(weight_file.tensor_bytes))
     gc.collect()

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
+from optimum_neuron.export.recipe import export_model
 
 
 SIZES = {

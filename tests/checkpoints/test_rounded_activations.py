@@ -22,18 +22,19 @@ from quantized import ROUNDINGS, quantize_experts, quantize_mixed
 from quantized_files import dequantized_model, quantize_to_fp8
 from torch import Tensor, nn
 
-from optimum_neuron import NeuronModelForCausalLM, export
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
-from optimum_neuron.graphs.experts import dequantized_experts
-from optimum_neuron.graphs.quantized.modules import reference_product
-from optimum_neuron.graphs.quantized.weight import QuantizedWeight
-from optimum_neuron.hub.card import make_card
-from optimum_neuron.inspect.collect import collect
-from optimum_neuron.inspect.html import render
+from optimum_neuron.export import recipe as export
+from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.step.features.codes.modules import reference_product
+from optimum_neuron.step.features.codes.weight import QuantizedWeight
+from optimum_neuron.step.features.experts.experts import dequantized_experts
 from optimum_neuron.targets import cpu
-from optimum_neuron.targets.cpu.host import instruction_set
+from optimum_neuron.tools.hub.card import make_card
+from optimum_neuron.tools.inspect.collect import collect
+from optimum_neuron.tools.inspect.html import render
 
 
 TARGETS = ("eager", "cpu")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optimum_neuron.checkpoints.rounding import round_fp8, round_int4, round_int8
-from optimum_neuron.graphs.quantized.weight import UNUSED_SCALE_BITS, QuantizedWeight
+from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int4, round_int8
+from optimum_neuron.step.features.codes.weight import UNUSED_SCALE_BITS, QuantizedWeight
 
 
 _Round = Callable[[Tensor], QuantizedWeight]

@@ -14,8 +14,8 @@ from torch import nn
 
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.spec import GREEDY, SamplingParams
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.spec import GREEDY, SamplingParams
 
 
 BROKEN = 77  # the token whose row of the embedding is NaN

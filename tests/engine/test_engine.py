@@ -31,9 +31,9 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.spec import SamplingParams
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.spec import SamplingParams
 
 
 POLICIES = ("mixed", "alternate", "prefill_first", "all_chunks")

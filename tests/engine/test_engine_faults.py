@@ -21,8 +21,8 @@ from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.step import RequestFailedError, RequestFailure
-from optimum_neuron.graphs.spec import SamplingParams
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.spec import SamplingParams
 
 
 SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)

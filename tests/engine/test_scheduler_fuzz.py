@@ -21,8 +21,8 @@ from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.engine.step import ScheduledChunk, Step
-from optimum_neuron.graphs.family import GraphFamily, rows_needed
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.step.family import GraphFamily, rows_needed
+from optimum_neuron.step.spec import graph_specs
 
 
 VOCAB = 7

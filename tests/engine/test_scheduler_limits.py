@@ -16,8 +16,8 @@ from optimum_neuron.engine.policy import SchedulerOptions, StepCosts, resolve_po
 from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.engine.statistics import Statistics
-from optimum_neuron.graphs.family import GraphFamily
-from optimum_neuron.graphs.spec import GraphKind, GraphSpec, graph_specs
+from optimum_neuron.step.family import GraphFamily
+from optimum_neuron.step.spec import GraphKind, GraphSpec, graph_specs
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ from records.models import MODELS, TinyModel
 from torch.export import ExportedProgram
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.quantization import QUANTIZATION_NAME
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.program import export_layers_once
-from optimum_neuron.graphs.scores import Scores
-from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.program import export_layers_once
+from optimum_neuron.step.sampling.scores import Scores
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.rank_model import rank_model

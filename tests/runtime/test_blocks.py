@@ -22,10 +22,10 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.state_specs import state_specs
 
 
 BLOCK, TOKENS = 64, 512

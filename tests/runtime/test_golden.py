@@ -6,8 +6,8 @@ from __future__ import annotations
 from helpers import tiny_config
 from torch import nn
 
-from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime import golden
+from optimum_neuron.step.model_spec import ModelSpec
 
 
 def test_how_ranks_add_up_changes_no_golden_token(

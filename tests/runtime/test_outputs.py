@@ -15,13 +15,13 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.spec import SamplingParams
 from optimum_neuron.runtime.generation import GenerationLoop
 from optimum_neuron.runtime.golden import replay
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.runtime.token_choice import HostChoice, OnDeviceChoice
+from optimum_neuron.step.spec import SamplingParams
 from optimum_neuron.targets import Executable
 
 

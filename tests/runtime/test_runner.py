@@ -32,11 +32,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.spec import GraphSpec, SamplingParams, graph_specs
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.prefill import prefill
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.spec import GraphSpec, SamplingParams, graph_specs
 
 
 CHUNKS, CONTEXTS = (2, 4, 8), (6, 16, LENGTH)

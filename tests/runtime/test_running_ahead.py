@@ -21,12 +21,12 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.runtime.generation import GenerationLoop
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk, DecodeRows
 from optimum_neuron.runtime.token_choice import HostChoice, OnDeviceChoice
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 
 
 SAMPLED = SamplingParams(40, 0.95, 0.9)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import VOCAB, random_tokens, tiny_config
 
-from optimum_neuron.graphs.spec import graph_specs
 from optimum_neuron.runtime.step_graph import StepGraph
 from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows, InputTensors, TokenReader
+from optimum_neuron.step.spec import graph_specs
 
 
 SPECS = {spec.kind: spec for spec in graph_specs(tiny_config(ctx_batch_size=3))}

@@ -12,7 +12,7 @@ import torch
 from helpers import export_tiny, python_process
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.modeling import model as modeling
+from optimum_neuron.generate import model as modeling
 
 
 COUNTS = """

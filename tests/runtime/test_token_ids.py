@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, OPTConfig
 
 from optimum_neuron import NeuronModelForCausalLM, Request, SamplingParams
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.step import Event, TokenEvent
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.runtime.token_ids import check_token_ids
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.spec import graph_specs
 
 
 # 2**32 + 5 and -2**32 + 5 are 5 in 32 bits.

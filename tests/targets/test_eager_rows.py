@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.targets.equal_rows import EqualRows
 
 

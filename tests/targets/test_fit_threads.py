@@ -103,6 +103,8 @@ def test_an_export_computes_with_threads_that_fit(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted: list[bool] = []
-    monkeypatch.setattr("optimum_neuron.export.fit_threads", lambda: fitted.append((tmp_path / "artifact").exists()))
+    monkeypatch.setattr(
+        "optimum_neuron.export.recipe.fit_threads", lambda: fitted.append((tmp_path / "artifact").exists())
+    )
     export_tiny(tiny_checkpoint, tmp_path / "artifact")
     assert fitted == [False]

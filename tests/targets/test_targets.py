@@ -28,13 +28,14 @@ from helpers import (
 )
 from torch import Tensor
 
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
-from optimum_neuron.artifacts.user_cache import cache_folder
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.spec import GraphSpec, SamplingParams
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, ArtifactError
+from optimum_neuron.artifact.user_cache import cache_folder
+from optimum_neuron.kernels.build import native_build
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.spec import GraphSpec, SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
 from optimum_neuron.targets.cache.entries import RECORD
-from optimum_neuron.targets.cpu import compiler, loader, native_build
+from optimum_neuron.targets.cpu import compiler, loader
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 
 
@@ -99,7 +100,9 @@ def test_states_can_be_read_and_written(open_runner: Opener, tiny_specs: dict[st
 
 
 def test_loading_needs_no_compiler(cpu_artifact: Callable[[str], Path], expected: list[int], tmp_path: Path) -> None:
-    process = python_process(GENERATE, cpu_artifact("llama"), Path(__file__).parents[1], PATH=str(tmp_path))
+    process = python_process(
+        GENERATE, cpu_artifact("llama"), Path(__file__).parents[1] / "helpers", PATH=str(tmp_path)
+    )
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert json.loads(output.splitlines()[-1]) == expected

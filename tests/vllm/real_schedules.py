@@ -21,8 +21,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from optimum_neuron.graphs.spec import GREEDY as GREEDILY
-from optimum_neuron.graphs.spec import SamplingParams as SampledOnDevice
+from optimum_neuron.step.spec import GREEDY as GREEDILY
+from optimum_neuron.step.spec import SamplingParams as SampledOnDevice
 from optimum_neuron.vllm.model_runner import ModelRunner
 from optimum_neuron.vllm.settings import find_served
 from optimum_neuron.vllm.step_plan import StepPlan

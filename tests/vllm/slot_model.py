@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.family import GraphFamily
-from optimum_neuron.graphs.model_spec import ConvolutionState, ModelSpec
-from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import GREEDY, PROMPT_LOGITS, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.family import GraphFamily
+from optimum_neuron.step.model_spec import ConvolutionState, ModelSpec
+from optimum_neuron.step.ops import EAGER_OPS
+from optimum_neuron.step.spec import GREEDY, PROMPT_LOGITS, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.targets import Executable
 
 

@@ -22,7 +22,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.vllm import settings
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, DEFAULT_SLOTS, find_served
 

@@ -12,7 +12,7 @@ import pytest
 from llm_answers import NEW, ask, graph_runner, random_prompt
 from vllm import LLM, SamplingParams
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 
 
 BLOCK, LENGTH = 64, 512

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.graphs.state_sizes import byte_count
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.step.state_sizes import byte_count
 
 
 SIZES = NeuronConfig(

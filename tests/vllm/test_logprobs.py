@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.logprobs import Logprobs
+from optimum_neuron.step.sampling.logprobs import Logprobs
 from optimum_neuron.vllm.logprobs import join_logprobs
 from optimum_neuron.vllm.sampling import check_request, host_reason
 from optimum_neuron.vllm.settings import _check_logprobs

@@ -15,7 +15,7 @@ from slot_model import answer, next_logits, uniforms
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from optimum_neuron.graphs.spec import SamplingParams
+from optimum_neuron.step.spec import SamplingParams
 
 
 SEEDED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 7}

@@ -13,9 +13,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.serve.chat import read_chat
-from optimum_neuron.serve.completions import read_completion
-from optimum_neuron.serve.protocol import Asked
+from optimum_neuron.tools.serve.chat import read_chat
+from optimum_neuron.tools.serve.completions import read_completion
+from optimum_neuron.tools.serve.protocol import Asked
 from optimum_neuron.vllm.refused_calls import REFUSED_CALLS
 from optimum_neuron.vllm.worker import NeuronWorker
 

@@ -15,9 +15,9 @@ import torch
 from benchmark.model import Export, export
 from benchmark.systems import System, artifact_config, load_ours, timed_call
 from optimum_neuron import Request, __version__
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.targets.cpu.host import instruction_set
+from optimum_neuron.kernels.build.host import instruction_set
 
 from ..names import QUANTIZED
 from .protocol import Generated, Prompt, Sizes, UnsupportedError, run

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...graphs.quantized.weight import QuantizedWeight
+from ...step.features.codes.weight import QuantizedWeight
 from .stored import StoredWeight
 from .tensors import TensorFiles
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...graphs.quantized.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
+from ...step.features.codes.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
 
 
 # The largest whole number, or value of a code, that a scale is multiplied by.

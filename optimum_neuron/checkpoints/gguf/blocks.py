@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...graphs.quantized.weight import QuantizedWeight, pack_int4
+from ...step.features.codes.weight import QuantizedWeight, pack_int4
 
 
 _Parts = tuple[str, Tensor, Tensor, Tensor | None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...graphs.quantized.weight import QuantizedWeight
+from ...step.features.codes.weight import QuantizedWeight
 from ..formats.format import CheckpointFormat
 from ..formats.stored import PLAIN_REMEDY, NotKeptError
 from ..scratch import in_file

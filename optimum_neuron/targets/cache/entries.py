@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...artifacts.filesystem import explained_full_disk, open_regular
-from ...artifacts.partial import partial_folder
-from ...artifacts.schema import read_object
-from ...artifacts.user_cache import CACHE_VARIABLE, cache_folder, cache_root, untrusted
+from ...artifact.filesystem import explained_full_disk, open_regular
+from ...artifact.partial import partial_folder
+from ...artifact.schema import read_object
+from ...artifact.user_cache import CACHE_VARIABLE, cache_folder, cache_root, untrusted
 
 
 # Of code; what else lies in the user's cache is not compiled, or is an artifact.

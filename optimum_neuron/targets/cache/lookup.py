@@ -15,17 +15,17 @@ from typing import Literal, cast
 
 from transformers import PreTrainedModel
 
-from ...artifacts.quantization import write_formats
-from ...artifacts.skeleton import empty_model
-from ...artifacts.user_cache import cache_folder, cache_root
-from ...checkpoints.activations import round_activations, settle_activations
+from ...artifact.quantization import write_formats
+from ...artifact.skeleton import empty_model
+from ...artifact.user_cache import cache_folder, cache_root
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
-from ...checkpoints.quantize import make_room_as_quantized
+from ...checkpoints.quantize.activations import round_activations, settle_activations
+from ...checkpoints.quantize.quantize import make_room_as_quantized
 from ...config import NeuronConfig
-from ...graphs.family import check_every_step_has_a_graph
-from ...graphs.quantized.formats import weight_formats
-from ...graphs.spec import graph_specs
+from ...step.family import check_every_step_has_a_graph
+from ...step.features.codes.formats import weight_formats
+from ...step.spec import graph_specs
 from .. import CacheKeys, KeepsGraphs, get_target, resolve_target
 from .entries import CODE, BrokenError, check_code
 from .hub import shared_entries

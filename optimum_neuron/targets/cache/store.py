@@ -9,7 +9,7 @@ import os
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from ...artifacts.user_cache import cache_folder
+from ...artifact.user_cache import cache_folder
 from .entries import (
     CODE,
     RECORD,

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...artifacts.artifact import Artifact
-from ...artifacts.skeleton import assign
-from ...artifacts.weights import named_tensors, untie, write_weights
+from ...artifact.artifact import Artifact
+from ...artifact.skeleton import assign
+from ...artifact.weights import named_tensors, untie, write_weights
 from ...config import NeuronConfig
-from ...graphs.checks.inspect import inspect_layers
-from ...graphs.spec import graph_specs
+from ...kernels.build import library
+from ...kernels.build.host import instruction_set
+from ...parity.inspect import inspect_layers
+from ...step.spec import graph_specs
 from .. import CacheKeys, CompileJob, Executable, check_one_device
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..threads import fit_threads
-from . import library, plan_keys
+from . import plan_keys
 from .compiler import CACHE_KIND, PLAN_SUFFIX, compile_graphs
-from .host import instruction_set
 from .layout import use_natural_layout
 from .loader import load_executable
 

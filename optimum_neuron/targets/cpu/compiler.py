@@ -16,25 +16,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ... import progress
-from ...artifacts.artifact import WEIGHTS_NAME
-from ...artifacts.skeleton import assign, empty_model
-from ...artifacts.tensor_file import stored_tensors
+from ...artifact.artifact import WEIGHTS_NAME
+from ...artifact.skeleton import assign, empty_model
+from ...artifact.tensor_file import stored_tensors
 from ...checkpoints.mapped import map_tensors
-from ...graphs.kv_cache import KVCache
-from ...graphs.one_thread import one_thread
-from ...graphs.program import export_layers_once
-from ...graphs.spec import PROMPT_LOGITS, GraphSpec
-from ...graphs.state_specs import state_specs
+from ...kernels.build import library
+from ...kernels.lower.lower import lower
+from ...kernels.plan.check import check_plan
+from ...kernels.plan.live import leave_out_dead
+from ...kernels.plan.values import dtype_name
+from ...step.kv_cache import KVCache
+from ...step.one_thread import one_thread
+from ...step.program import export_layers_once
+from ...step.spec import PROMPT_LOGITS, GraphSpec
+from ...step.state_specs import state_specs
 from .. import CompileJob
 from ..cache.entries import About
 from ..cache.store import CompileCache
-from . import library
 from .layout import use_natural_layout
-from .operators import OPS
-from .plan.check import check_plan
-from .plan.live import leave_out_dead
-from .plan.lower import lower
-from .plan.values import dtype_name
+from .ops import OPS
 from .plan_file import Facts, write_plan
 from .plan_keys import plan_keys
 

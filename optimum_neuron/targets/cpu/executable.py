@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ...errors import first_line
-from ...graphs.spec import GraphSpec
+from ...kernels.build import library
+from ...kernels.plan.access import PlanError
+from ...kernels.plan.program import Plan, TorchCall
+from ...kernels.plan.states import steps_for_states
+from ...kernels.plan.step_names import step_name
+from ...kernels.run.encode import encode
+from ...kernels.run.memory import PlanMemory
+from ...kernels.run.torch_call import bind_call, run_once
+from ...step.spec import GraphSpec
 from ..host_states import HostStates
-from . import library
 from .live_tokens import LiveTokens
-from .memory import PlanMemory
-from .plan.access import PlanError
-from .plan.encode import encode
-from .plan.program import Plan, TorchCall
-from .plan.states import steps_for_states
-from .plan.step_names import step_name
-from .torch_call import bind_call, run_once
 
 
 class BoundPlan:

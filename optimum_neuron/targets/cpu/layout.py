@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ...artifacts.tensor_file import Stored
+from ...artifact.tensor_file import Stored
 from ...checkpoints.scratch import in_file
-from ...graphs.expert_modules import is_experts
+from ...step.features.experts.expert_modules import is_experts
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:

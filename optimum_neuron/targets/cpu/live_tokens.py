@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ...graphs.spec import GraphSpec
+from ...step.spec import GraphSpec
 
 
 class LiveTokens:

@@ -14,23 +14,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...artifacts.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
-from ...artifacts.skeleton import assign, check_spec, check_tensors, model_for
-from ...artifacts.tensor_file import stored_tensors
-from ...artifacts.weights import allocate_states, check_memory, read_layout, read_weights
-from ...graphs.slot_copies import empty_snapshots
+from ...artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
+from ...artifact.skeleton import assign, check_spec, check_tensors, model_for
+from ...artifact.tensor_file import stored_tensors
+from ...artifact.weights import allocate_states, check_memory, read_layout, read_weights
+from ...kernels.build import library
+from ...kernels.plan.check import check_plan
+from ...kernels.plan.program import Plan
+from ...kernels.plan.values import dtype_name
+from ...kernels.run.memory import allocate_arena
+from ...kernels.run.short_scales import short_scales
+from ...step.slot_copies import empty_snapshots
 from .. import CompileJob
 from ..recompile import compiled_again
-from . import library
 from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, compile_graphs
 from .executable import BoundPlan, CpuExecutable
 from .layout import use_natural_layout
 from .live_tokens import LiveTokens
-from .memory import allocate_arena
-from .plan.check import check_plan
-from .plan.program import Plan
-from .plan.short_scales import short_scales
-from .plan.values import dtype_name
 from .plan_file import Facts, OldPlanError, read_plan
 
 

@@ -14,23 +14,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from ...artifacts.schema import (
-    TEXT,
-    anything,
-    first_difference,
-    listed,
-    named,
-    read_object,
-    record,
-    shown,
-    whole,
-)
+from ...artifact.schema import TEXT, anything, first_difference, listed, named, read_object, record, shown, whole
 from ...config import NeuronConfig
-from ...graphs.model_spec import ModelSpec
-from ...graphs.spec import GraphSpec
-from .plan import program
-from .plan.access import ALL_SIZES
-from .plan.program import Plan
+from ...kernels.plan import program
+from ...kernels.plan.access import ALL_SIZES
+from ...kernels.plan.program import Plan
+from ...step.model_spec import ModelSpec
+from ...step.spec import GraphSpec
 
 
 FORMAT = 9

@@ -8,32 +8,60 @@ package are in a key; the sources that make plans are.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from ...artifacts.quantization import read_formats
-from ...artifacts.skeleton import read_config
-from ...artifacts.tensor_file import Stored
-from ...graphs.state_specs import state_specs
+from ...artifact.quantization import read_formats
+from ...artifact.skeleton import read_config
+from ...artifact.tensor_file import Stored
+from ...step.state_specs import state_specs
 from .. import CompileJob
 
 
 # Of a config: where it came from, who wrote it, and a type that the artifact's own stands for.
 _NOT_READ = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-_PACKAGE = Path(__file__).parents[2]
-# What a plan is made by.
-_SOURCES = (
-    "graphs/*.py", "graphs/quantized/*.py", "graphs/checks/rope_length.py", "artifacts/skeleton.py", "artifacts/quantization.py",
-    "targets/cpu/compiler.py", "targets/cpu/layout.py", "targets/cpu/operators.py", "targets/cpu/plan_file.py", "targets/cpu/plan/*.py",
-)  # fmt: skip
+
+
+def imported_sources(path: Path) -> frozenset[Path]:
+    """Return a file of this package, and all files of the package that it imports, however far away."""
+    found: set[Path] = set()
+    left = {path}
+    while left:
+        path = left.pop()
+        found.add(path)
+        left |= _imports(path) - found
+    return frozenset(found)
+
+
+@cache
+def _imports(path: Path) -> frozenset[Path]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            found |= {each for name in node.names for each in _module_files(folder, name.name)}
+    return frozenset(found)
+
+
+def _module_files(folder: Path, name: str) -> list[Path]:
+    """Return the files that `from folder import name` runs, but of packages above them."""
+    candidates = (
+        folder / f"{name}.py",
+        folder / name / "__init__.py",
+        folder.with_suffix(".py"),
+        folder / "__init__.py",
+    )
+    return [next(path for path in candidates if path.is_file())]
 
 
 def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
@@ -49,7 +77,7 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
     """
     config = read_config(job.folder, trust_remote_code=job.trust_remote_code).to_dict()
     code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
-    sources = [path for pattern in _SOURCES for path in sorted(_PACKAGE.glob(pattern))]
+    sources = sorted(imported_sources(Path(__file__).with_name("compiler.py")))
     common = {
         "model_config": {name: value for name, value in config.items() if name not in _NOT_READ},
         "model": job.model.to_dict(),

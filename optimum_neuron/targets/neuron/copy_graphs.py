@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import NeuronConfig
-from ...graphs.model_spec import ModelSpec
-from ...graphs.spec import TensorSpec
-from ...graphs.state_sizes import BY_TOKEN
-from ...graphs.state_specs import slot_state_specs, snapshot_specs, state_specs
+from ...step.model_spec import ModelSpec
+from ...step.spec import TensorSpec
+from ...step.state_sizes import BY_TOKEN
+from ...step.state_specs import slot_state_specs, snapshot_specs, state_specs
 from .graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
 
 

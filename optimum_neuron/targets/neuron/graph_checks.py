@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from ...artifacts.artifact import Artifact, ArtifactError
-from ...artifacts.schema import first_difference, shown
-from ...artifacts.tensor_file import Stored
-from ...graphs.spec import CHUNK, DECODE, GraphSpec, TensorSpec
+from ...artifact.artifact import Artifact, ArtifactError
+from ...artifact.schema import first_difference, shown
+from ...artifact.tensor_file import Stored
+from ...step.spec import CHUNK, DECODE, GraphSpec, TensorSpec
 from .copy_graphs import COPY_INPUTS, CopyGraph, copy_graphs
 from .graph_io import CACHE, CHOSEN, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, cut_dim
 from .score_graphs import ScoreGraph, chosen_state, score_graphs

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...artifacts.artifact import ArtifactError
-from ...artifacts.schema import read_object
+from ...artifact.artifact import ArtifactError
+from ...artifact.schema import read_object
 from .graph_io import GraphIO
 
 

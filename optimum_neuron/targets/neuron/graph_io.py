@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ...artifacts.schema import TEXT, choice, listed, optional, record, text, whole
-from ...graphs.spec import CHUNK, DECODE
+from ...artifact.schema import TEXT, choice, listed, optional, record, text, whole
+from ...step.spec import CHUNK, DECODE
 
 
 Role = Literal["weight", "state", "input"]

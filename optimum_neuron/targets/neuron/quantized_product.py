@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, library
 
-from ...graphs.quantized.modules import QuantizedProduct, dequantized_product
-from ...graphs.quantized.weight import INT4_MIDDLE, PACKED, QuantizedWeight
+from ...step.features.codes.modules import QuantizedProduct, dequantized_product
+from ...step.features.codes.weight import INT4_MIDDLE, PACKED, QuantizedWeight
 
 
 # From `[..., rows, n]` and `[..., n, columns]` of one type to `[..., rows, columns]` float32, of which no sum is rounded before.

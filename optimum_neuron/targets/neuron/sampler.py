@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, library
 
-from ...graphs import sampling
-from ...graphs.collectives import all_gather
+from ...step.collectives import all_gather
+from ...step.sampling import sampler as sampling
 
 
 # All ranks' tensors side by side along dimension 1.
@@ -23,11 +23,11 @@ GatherColumns = Callable[[Tensor], Tensor]
 def sample(
     logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, vocab_size: int, ranks: int
 ) -> Tensor:
-    """`graphs.sampling.sample_shard` of a rank among so many.
+    """`step.sampling.sampler.sample_shard` of a rank among so many.
 
     Args:
         logits: `[rows, columns]` float32, of the rank's part of the vocabulary.
-        sampling_params, uniforms: as in `graphs.sampling.sample`.
+        sampling_params, uniforms: as in `step.sampling.sampler.sample`.
         first: int32 number, the token of the rank's first column.
         vocab_size: of all ranks.
 

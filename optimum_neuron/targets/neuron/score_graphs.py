@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import NeuronConfig
-from ...graphs.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
+from ...step.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
 from .graph_io import CHOSEN, SAMPLERS, SCORES
 
 
@@ -65,7 +65,7 @@ def _sampler(group: str, scores: TensorSpec, chosen: TensorSpec) -> ScoreGraph:
 
 
 def _logprobs(scores: TensorSpec, count: int) -> ScoreGraph:
-    """As `graphs.logprobs.Logprobs`; without the most likely tokens where none is wanted: no device takes empty tensors."""
+    """As `step.sampling.logprobs.Logprobs`; without the most likely tokens where none is wanted: no device takes empty tensors."""
     rows = scores.shape[0]
     outputs = [TensorSpec(f"{DECODE}.logprobs", (rows,), "float32"), TensorSpec(f"{DECODE}.ranks", (rows,), "int32")]
     if count:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...artifacts.artifact import GRAPHS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
-from ...artifacts.tensor_file import stored_tensors
-from ...artifacts.weights import (
+from ...artifact.artifact import GRAPHS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from ...artifact.tensor_file import stored_tensors
+from ...artifact.weights import (
     allocate_states,
     check_memory,
     named_tensors,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...graphs.quantized.weight import pack_int4
+from ...step.features.codes.weight import pack_int4
 
 
 @dataclass(frozen=True)

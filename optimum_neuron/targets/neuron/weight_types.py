@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...checkpoints.rounding import FP8_LARGEST_ON
+from ...checkpoints.quantize.rounding import FP8_LARGEST_ON
 from ...config import TARGETS_WITHOUT_FP8
-from ...graphs.quantized.expert_weights import quantized_weights
-from ...graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear
-from ...graphs.quantized.weight import QuantizedWeight
+from ...step.features.codes.expert_weights import quantized_weights
+from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
+from ...step.features.codes.weight import QuantizedWeight
 
 
 def check_weight_types(model: nn.Module, target: str) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmark.generate import formats
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_set, instruction_sets
+from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_set, instruction_sets
 
 
 def test_a_ratio_is_of_one_round_and_a_slower_format_is_marked() -> None:

@@ -17,11 +17,11 @@ from benchmark.quality import __main__ as quality
 from benchmark.quality.figures import Counts
 from benchmark.quality.text import MODULES, calibration_text, documentation, read_texts
 from benchmark.quality.variants import variant_options
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.measurements import MEASUREMENTS_NAME, quality_follows_from, read_measurements
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.measurements import MEASUREMENTS_NAME, quality_follows_from, read_measurements
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
-from optimum_neuron.hub.card import write_card
+from optimum_neuron.export.recipe import export_model
+from optimum_neuron.tools.hub.card import write_card
 
 
 class Letters:

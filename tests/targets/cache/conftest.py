@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hub_server import LoopbackHub, connected_hub
 
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
 from optimum_neuron.targets.cache.store import CompileCache
 

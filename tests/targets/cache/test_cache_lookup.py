@@ -30,12 +30,13 @@ from transformers import (
 )
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.spec import GraphSpec, graph_specs
+from optimum_neuron.kernels.build import library
+from optimum_neuron.step.spec import GraphSpec, graph_specs
 from optimum_neuron.targets.cache.entries import list_entries
 from optimum_neuron.targets.cache.hub import sync
 from optimum_neuron.targets.cache.lookup import lookup
 from optimum_neuron.targets.cache.verify import verify
-from optimum_neuron.targets.cpu import compiler, library
+from optimum_neuron.targets.cpu import compiler
 
 
 TIED = LlamaConfig(**TINY_SIZES, tie_word_embeddings=True)

@@ -18,7 +18,7 @@ import pytest
 from cached import KEY, OTHER, flip, store
 from helpers import folder_bytes
 
-from optimum_neuron.artifacts.user_cache import cache_folder
+from optimum_neuron.artifact.user_cache import cache_folder
 from optimum_neuron.targets.cache import entries as entries_module
 from optimum_neuron.targets.cache import store as store_module
 from optimum_neuron.targets.cache.prune import prune

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
+from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
 
 
 SHORT = "short"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from optimum_neuron.targets.cpu import host
+from optimum_neuron.kernels.build import host
 
 
 _HEADER = Path(__file__).with_name("emulated_amx.h")

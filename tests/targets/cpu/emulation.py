@@ -16,8 +16,8 @@ from typing import IO
 
 import pytest
 
-from optimum_neuron.targets.cpu import host, library
-from optimum_neuron.targets.cpu.plan.program import Buffer
+from optimum_neuron.kernels.build import host, library
+from optimum_neuron.kernels.plan.program import Buffer
 
 
 _COMPILER, _EMULATOR, _ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"

@@ -21,15 +21,15 @@ import time
 from pathlib import Path
 
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[2] / "helpers")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch  # noqa: E402
 from plan_fuzzing import ASAN_OPTIONS, MODELS, fuzz, make_artifacts, sanitized, sanitizer, say  # noqa: E402
 
-from optimum_neuron.targets.cpu import library  # noqa: E402
-from optimum_neuron.targets.cpu.host import instruction_set  # noqa: E402
+from optimum_neuron.kernels.build import library  # noqa: E402
+from optimum_neuron.kernels.build.host import instruction_set  # noqa: E402
 
 
 def _work(options: argparse.Namespace) -> int:

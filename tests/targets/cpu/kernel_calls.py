@@ -19,17 +19,12 @@ from emulation import EMULATED, EmulatedLibrary, emulator
 from filelock import FileLock
 from torch import Tensor, nn
 
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
-from optimum_neuron.graphs.quantized.weight import QuantizedWeight
-from optimum_neuron.graphs.spec import TensorSpec
-from optimum_neuron.targets.cpu import library
-from optimum_neuron.targets.cpu.executable import BoundPlan
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE, instruction_sets
-from optimum_neuron.targets.cpu.memory import allocate_arena
-from optimum_neuron.targets.cpu.plan.encode import encode
-from optimum_neuron.targets.cpu.plan.live import leave_out_dead
-from optimum_neuron.targets.cpu.plan.lower import lower
-from optimum_neuron.targets.cpu.plan.program import (
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.kernels.build import library
+from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_sets
+from optimum_neuron.kernels.lower.lower import lower
+from optimum_neuron.kernels.plan.live import leave_out_dead
+from optimum_neuron.kernels.plan.program import (
     Attend,
     Buffer,
     Codes,
@@ -48,7 +43,12 @@ from optimum_neuron.targets.cpu.plan.program import (
     WriteCache,
     WriteCodes,
 )
-from optimum_neuron.targets.cpu.plan.short_scales import are_short
+from optimum_neuron.kernels.run.encode import encode
+from optimum_neuron.kernels.run.memory import allocate_arena
+from optimum_neuron.kernels.run.short_scales import are_short
+from optimum_neuron.step.features.codes.weight import QuantizedWeight
+from optimum_neuron.step.spec import TensorSpec
+from optimum_neuron.targets.cpu.executable import BoundPlan
 
 
 NAMES = tuple(each.name for each in instruction_sets())

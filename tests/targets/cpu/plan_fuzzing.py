@@ -26,10 +26,11 @@ from tampering import read_json, write
 from tiny import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.artifacts import weights
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.targets.cpu import loader, native_build, plan_file
-from optimum_neuron.targets.cpu.host import InstructionSet
+from optimum_neuron.artifact import weights
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.kernels.build import native_build
+from optimum_neuron.kernels.build.host import InstructionSet
+from optimum_neuron.targets.cpu import loader, plan_file
 
 
 HANG = 60  # seconds of one change

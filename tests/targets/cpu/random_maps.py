@@ -14,10 +14,10 @@ import torch
 from kernel_calls import Tensors, guarded
 from torch import Tensor
 
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import OPS, Item, Map
+from optimum_neuron.kernels.run.encode import encode
 from optimum_neuron.targets import cpu
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.encode import encode
-from optimum_neuron.targets.cpu.plan.program import OPS, Item, Map
 
 
 NATIVE = Path(cpu.__file__).parent / "native"

@@ -19,9 +19,10 @@ from test_rounded_kernels import FORMS as ROUNDED_FORMS
 from test_rounded_kernels import rounded
 from torch.nn.functional import gelu, linear, silu
 
-from optimum_neuron.targets.cpu import library, loader
+from optimum_neuron.kernels.build import library
+from optimum_neuron.kernels.plan.program import Plan
+from optimum_neuron.targets.cpu import loader
 from optimum_neuron.targets.cpu.executable import BoundPlan
-from optimum_neuron.targets.cpu.plan.program import Plan
 
 
 pytestmark = [

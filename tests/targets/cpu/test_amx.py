@@ -22,7 +22,7 @@ from kernel_calls import ROUNDING, Kernels, load_kernels, random, same_bits
 from torch import Tensor
 from torch.nn.functional import linear
 
-from optimum_neuron.targets.cpu import host, library, native_build
+from optimum_neuron.kernels.build import host, library, native_build
 
 
 BF16 = torch.bfloat16

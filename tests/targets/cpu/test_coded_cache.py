@@ -10,7 +10,7 @@ import torch
 from coded_reference import reference
 from helpers import artifact_runner, decode_tokens, export_tiny, generate, prefill_pieces, random_tokens
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 
 
 @pytest.mark.slow

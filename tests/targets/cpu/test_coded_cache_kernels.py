@@ -10,8 +10,8 @@ from kernel_calls import Kernels, RefusedError, guarded, int32, random, same_bit
 from test_kernels import ATTEND_ERROR
 from torch import Tensor
 
-from optimum_neuron.graphs.coded_states import CodedStates, round_states
-from optimum_neuron.targets.cpu.plan.access import PlanError
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.step.features.codes.coded_states import CodedStates, round_states
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -14,7 +14,7 @@ from kernel_calls import Kernels, int32, random, same_bits, with_dtypes
 from test_kernels import ATTEND_ERROR, make_cache
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.plan.access import PlanError
+from optimum_neuron.kernels.plan.access import PlanError
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -13,12 +13,13 @@ import pytest
 import torch
 from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
 
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.kernels.build import library, native_build
+from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.cache.store import CompileCache
-from optimum_neuron.targets.cpu import compiler, library, native_build
+from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
-from optimum_neuron.targets.cpu.host import instruction_set
 from optimum_neuron.targets.processes import Processes
 
 
@@ -242,6 +243,6 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.slow
 def test_a_forked_process_computes_with_threads_of_its_own(cpu_artifact: Callable[[str], Path]) -> None:
-    process = python_process(FORKS, cpu_artifact("llama"), Path(__file__).parents[2])
+    process = python_process(FORKS, cpu_artifact("llama"), Path(__file__).parents[2] / "helpers")
     output, errors = process.communicate(timeout=200)
     assert output.split() == ["3"], errors

@@ -25,9 +25,9 @@ from kernel_calls import (
 from random_steps import steps_of
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.operators import NAMESPACE
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Convolve, Map
+from optimum_neuron.kernels.operators import NAMESPACE
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Convolve, Map
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -8,8 +8,8 @@ import torch
 from helpers import Opener, decode_rows, decode_tokens, prefill_pieces, random_tokens, read_states, same_states
 from torch import Tensor
 
-from optimum_neuron.graphs.model_spec import ModelSpec
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.model_spec import ModelSpec
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from kernel_calls import (
 )
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Experts
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Experts
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -8,7 +8,7 @@ import torch
 from kernel_calls import Kernels, Planned, same_bits
 from torch import Tensor, nn
 
-from optimum_neuron.targets.cpu.plan.program import Linears
+from optimum_neuron.kernels.plan.program import Linears
 
 
 HEADS, INPUTS, OUTPUTS = 3, 40, 24

@@ -26,13 +26,13 @@ from kernel_calls import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from optimum_neuron.graphs.attention import attend_cache
-from optimum_neuron.graphs.attention_rows import AttentionRows
-from optimum_neuron.graphs.interface import AttentionCall
-from optimum_neuron.graphs.masks import AttentionChunk
-from optimum_neuron.targets.cpu import operators
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Layer, Linears
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Layer, Linears
+from optimum_neuron.step.attention import attend_cache
+from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.interface import AttentionCall
+from optimum_neuron.step.masks import AttentionChunk
+from optimum_neuron.targets.cpu import ops
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
@@ -402,8 +402,8 @@ def test_attention_within_blocks_of_positions_is_left_to_the_reference() -> None
     query, keys, values = random(2, 4, 1, 16, dtype=torch.float32), *torch.randn(2, 3, 2, 32, 16)
     rows = AttentionRows(int32([[9], [30]]), None, 32)
     call = AttentionCall(0, query, keys, values, 0.25, AttentionChunk(8), None, None)
-    assert not operators.is_taken(call, keys, values)
-    found = operators.OPS.attend_cache(call, rows, query, keys, values)
+    assert not ops.is_taken(call, keys, values)
+    found = ops.OPS.attend_cache(call, rows, query, keys, values)
     assert torch.equal(found, attend_cache(call, rows, query, keys, values))
 
 

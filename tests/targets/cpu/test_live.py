@@ -15,9 +15,9 @@ from random_graphs import Graph
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimum_neuron.graphs.sampling import sample
-from optimum_neuron.targets.cpu.operators import OPS
-from optimum_neuron.targets.cpu.plan.program import Sample, Tokens
+from optimum_neuron.kernels.plan.program import Sample, Tokens
+from optimum_neuron.step.sampling.sampler import sample
+from optimum_neuron.targets.cpu.ops import OPS
 
 
 TOKENS = 6

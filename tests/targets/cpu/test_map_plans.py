@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kernel_calls import Kernels, Tensors, check_guards, guarded
 from random_maps import RandomMap, bits_of
 
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.encode import encode
-from optimum_neuron.targets.cpu.plan.program import Buffer, Item, Map, Operand, Tokens
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Buffer, Item, Map, Operand, Tokens
+from optimum_neuron.kernels.run.encode import encode
 
 
 BUFFERS = [Buffer("arena", "", 48), Buffer("arena", "", 12), Buffer("output", "0", 48)]

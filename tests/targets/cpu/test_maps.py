@@ -13,7 +13,7 @@ from kernel_calls import ROUNDING, Kernels, Planned, same_bits
 from torch import Tensor
 from torch.nn import functional
 
-from optimum_neuron.targets.cpu.plan.program import OPS
+from optimum_neuron.kernels.plan.program import OPS
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

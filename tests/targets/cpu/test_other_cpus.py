@@ -15,9 +15,9 @@ from helpers import Opener, artifact_runner, decode_tokens, export_tiny, generat
 from kernel_calls import NAMES, random, same_bits, with_dtypes
 from kernel_calls import load_kernels as kernels_of
 
-from optimum_neuron.modeling import NeuronModelForCausalLM
-from optimum_neuron.targets.cpu import host, library
-from optimum_neuron.targets.cpu.host import CPU_VARIABLE
+from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.kernels.build import host, library
+from optimum_neuron.kernels.build.host import CPU_VARIABLE
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_
 from tampering import MANIFEST, WEIGHTS, read_json, write
 from torch import Tensor
 
-from optimum_neuron.artifacts.artifact import ArtifactError
-from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec
-from optimum_neuron.graphs.spec import SamplingParams, graph_specs
+from optimum_neuron.artifact.artifact import ArtifactError
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Buffer, Item, Map, Operand, Plan, TorchCall
+from optimum_neuron.kernels.run.encode import encode
+from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec
+from optimum_neuron.step.spec import SamplingParams, graph_specs
 from optimum_neuron.targets.cpu import loader, plan_file
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.encode import encode
-from optimum_neuron.targets.cpu.plan.program import Buffer, Item, Map, Operand, Plan, TorchCall
 from optimum_neuron.targets.cpu.plan_file import FORMAT, Facts, OldPlanError, read_plan, write_plan
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,16 @@ from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import optimum_neuron.version
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.artifacts.quantization import write_formats
-from optimum_neuron.artifacts.tensor_file import StoredTensor, stored_tensors
-from optimum_neuron.artifacts.user_cache import CACHE_VARIABLE
-from optimum_neuron.graphs.quantized.formats import WeightFormat
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.quantization import write_formats
+from optimum_neuron.artifact.tensor_file import StoredTensor, stored_tensors
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.step.features.codes.formats import WeightFormat
 from optimum_neuron.targets import CompileJob
+from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu import plan_keys as plan_keys_module
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
-from optimum_neuron.targets.cpu.plan_keys import plan_keys
+from optimum_neuron.targets.cpu.plan_keys import imported_sources, plan_keys
 
 
 @pytest.fixture
@@ -105,9 +108,24 @@ def test_another_version_of_what_traces_makes_another_key(
     assert not set(plan_keys(job, tensors).values()) & set(before.values())
 
 
-def test_every_source_of_plans_is_there() -> None:
-    for pattern in plan_keys_module._SOURCES:
-        assert list(plan_keys_module._PACKAGE.glob(pattern)), pattern
+# The compiler alone, without the package around it, which imports the loader too.
+LOADED = """
+import importlib, sys, types
+import optimum_neuron.targets as targets
+package = types.ModuleType("optimum_neuron.targets.cpu")
+package.__path__ = [targets.__path__[0] + "/cpu"]
+sys.modules[package.__name__] = package
+importlib.import_module("optimum_neuron.targets.cpu.compiler")
+files = (getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("optimum_neuron."))
+print(*filter(None, files), sep="\\n")
+"""
+
+
+def test_sources_of_plans_are_all_modules_that_the_compiler_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    # The version is what the package itself imports: it is in no key.
+    loaded = {path for path in map(Path, done.stdout.split()) if path.name not in ("__init__.py", "version.py")}
+    assert len(loaded) > 50 and loaded <= imported_sources(Path(compiler.__file__))
 
 
 def test_weights_that_are_tied_and_weights_that_are_not_have_plans_of_their_own(tmp_path: Path) -> None:
@@ -149,7 +167,7 @@ def test_another_process_folder_and_checkpoint_make_the_same_plans_and_keys(
     monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     monkeypatch.setenv("PYTHONHASHSEED", "1234")
     monkeypatch.chdir(tmp_path)
-    process = python_process(EXPORT, tiny_checkpoint, tmp_path / "artifact", Path(__file__).parents[2])
+    process = python_process(EXPORT, tiny_checkpoint, tmp_path / "artifact", Path(__file__).parents[2] / "helpers")
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert folder_bytes(tmp_path / "artifact" / "graphs") == folder_bytes(first / "graphs")

@@ -23,14 +23,12 @@ from plan_fuzzing import MODELS, make_artifacts, sanitizer
 from plan_mutations import UNSAFE
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.memory import PlanMemory
-from optimum_neuron.targets.cpu.plan.access import ALL_SIZES, PlanError
-from optimum_neuron.targets.cpu.plan.check import check_plan
-from optimum_neuron.targets.cpu.plan.effects import accesses, operands_of, written
-from optimum_neuron.targets.cpu.plan.encode import encode
-from optimum_neuron.targets.cpu.plan.operators import INDEXED, OPERATORS, check_arguments, resolve
-from optimum_neuron.targets.cpu.plan.order import check_order
-from optimum_neuron.targets.cpu.plan.program import (
+from optimum_neuron.kernels.plan.access import ALL_SIZES, PlanError
+from optimum_neuron.kernels.plan.check import check_plan
+from optimum_neuron.kernels.plan.effects import accesses, operands_of, written
+from optimum_neuron.kernels.plan.operators import INDEXED, OPERATORS, check_arguments, resolve
+from optimum_neuron.kernels.plan.order import check_order
+from optimum_neuron.kernels.plan.program import (
     Attend,
     Buffer,
     Convolve,
@@ -48,7 +46,9 @@ from optimum_neuron.targets.cpu.plan.program import (
     WriteCache,
     WriteCodes,
 )
-from optimum_neuron.targets.cpu.torch_call import bind_call
+from optimum_neuron.kernels.run.encode import encode
+from optimum_neuron.kernels.run.memory import PlanMemory
+from optimum_neuron.kernels.run.torch_call import bind_call
 
 
 BUFFERS = (

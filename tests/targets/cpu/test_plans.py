@@ -15,8 +15,8 @@ from random_graphs import Graph
 from torch import Tensor
 from torch.nn import functional
 
-from optimum_neuron.targets.cpu.plan.arena import buffers_of
-from optimum_neuron.targets.cpu.plan.in_place import replaceable
+from optimum_neuron.kernels.lower.arena import buffers_of
+from optimum_neuron.kernels.plan.in_place import replaceable
 
 
 @examples(240)

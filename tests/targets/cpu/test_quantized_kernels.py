@@ -18,12 +18,12 @@ from kernel_calls import DTYPES, ROUNDING, Kernels, Planned, Tensors, guarded, r
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, PACKED, QuantizedWeight
-from optimum_neuron.targets.cpu.operators import OPS, expert_linear
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Codes, Experts, Layer, Linears
-from optimum_neuron.targets.cpu.plan.short_scales import are_short
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Codes, Experts, Layer, Linears
+from optimum_neuron.kernels.run.short_scales import are_short
+from optimum_neuron.step.features.codes.modules import QuantizedLinear, multiplying
+from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, QuantizedWeight
+from optimum_neuron.targets.cpu.ops import OPS, expert_linear
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

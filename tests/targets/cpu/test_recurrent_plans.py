@@ -13,7 +13,7 @@ from recurrent import CONFIGS, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.step_tensors import Chunk
 
 

@@ -10,7 +10,7 @@ import torch
 from kernel_calls import Kernels, Planned, same_bits
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.plan.program import Map
+from optimum_neuron.kernels.plan.program import Map
 
 
 TOKENS, HEADS = 5, 3

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from kernel_calls import DTYPES, Kernels, Planned, Tensors, guarded, random, same_bits, with_dtypes
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.quantized.modules import QuantizedLinear, multiplying, reference_product
-from optimum_neuron.graphs.quantized.weight import CODE_DTYPES, QuantizedWeight
-from optimum_neuron.targets.cpu.operators import OPS
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Layer, Linears
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Layer, Linears
+from optimum_neuron.step.features.codes.modules import QuantizedLinear, multiplying, reference_product
+from optimum_neuron.step.features.codes.weight import CODE_DTYPES, QuantizedWeight
+from optimum_neuron.targets.cpu.ops import OPS
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

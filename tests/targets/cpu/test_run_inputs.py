@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.kernels.plan.program import Buffer, Operand, Plan
+from optimum_neuron.kernels.run.memory import PlanMemory
+from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.cpu.live_tokens import LiveTokens
-from optimum_neuron.targets.cpu.memory import PlanMemory
-from optimum_neuron.targets.cpu.plan.program import Buffer, Operand, Plan
 
 
 VOCAB = 10

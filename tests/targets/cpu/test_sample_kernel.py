@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's kernel chooses the tokens of graphs/sampling.py, whatever the row, its parameters and the instruction set."""
+"""The sampler's kernel chooses the tokens of step/sampling/sampler.py, whatever the row, its parameters and the instruction set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_calls import Kernels
 from torch import Tensor
 
-from optimum_neuron.graphs.eager_sampling import sample_by_sorting as sample
+from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting as sample
 
 
 BELOW_ONE = 1 - 2**-24

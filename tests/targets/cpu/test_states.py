@@ -12,13 +12,13 @@ from helpers import artifact_runner, prefill_pieces, random_tokens
 from kernel_calls import Kernels, Planned
 from torch import Tensor, nn
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.graphs.spec import GREEDY
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.kernels.plan.states import steps_for_states
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_rows import PromptPart, StepRows
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.targets import Executable
-from optimum_neuron.targets.cpu.plan.states import steps_for_states
 
 
 PROMPT = random_tokens(19, seed=4)

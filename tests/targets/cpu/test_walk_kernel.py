@@ -15,9 +15,9 @@ from kernel_calls import Kernels, Planned, RefusedError, Tensors, int32, same_bi
 from random_steps import steps_of
 from torch import Tensor
 
-from optimum_neuron.targets.cpu.operators import NAMESPACE
-from optimum_neuron.targets.cpu.plan.access import PlanError
-from optimum_neuron.targets.cpu.plan.program import Walk
+from optimum_neuron.kernels.operators import NAMESPACE
+from optimum_neuron.kernels.plan.access import PlanError
+from optimum_neuron.kernels.plan.program import Walk
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

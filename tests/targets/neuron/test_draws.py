@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import tiny_config
 
-from optimum_neuron.graphs.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
-from optimum_neuron.graphs.step import example_inputs
+from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
+from optimum_neuron.step.step import example_inputs
 from optimum_neuron.targets.neuron.graph_io import SAMPLERS, GraphIO, OutputBinding
 from optimum_neuron.targets.neuron.run.draws import Draw, draws
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from helpers import tiny_config
 
-from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
-from optimum_neuron.artifacts.manifest import describe_graph
-from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec
-from optimum_neuron.graphs.spec import GraphSpec, TensorSpec, graph_specs, sampler_inputs
-from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.artifact.artifact import Artifact, ArtifactError
+from optimum_neuron.artifact.manifest import describe_graph
+from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec
+from optimum_neuron.step.spec import GraphSpec, TensorSpec, graph_specs, sampler_inputs
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graph_checks import check_graphs, check_weights, graph_names
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SAMPLERS, GraphIO

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimum_neuron.targets.neuron.certificate.parts import part, real_heads
 from optimum_neuron.targets.neuron.run.state_parts import join_states, split_state
 from optimum_neuron.targets.neuron.sharding.heads import PADDING
+from optimum_neuron.tools.certify.parts import part, real_heads
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 4, 5, 2), 1), ((3, 2, 4), 2)])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from optimum_neuron.checkpoints.rounding import round_fp8, round_int8
-from optimum_neuron.graphs.quantized.modules import QuantizedLinear
+from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int8
+from optimum_neuron.step.features.codes.modules import QuantizedLinear
 from optimum_neuron.targets.neuron.weight_types import check_weight_types
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ....graphs import kv_cache
-from ....graphs.attention import MASKED, DecodeAttention, select_columns
-from ....graphs.attention_rows import AttentionRows
-from ....graphs.coded_states import Stored
-from ....graphs.interface import AttentionCall
+from ....step import kv_cache
+from ....step.attention import MASKED, DecodeAttention, select_columns
+from ....step.attention_rows import AttentionRows
+from ....step.features.codes.coded_states import Stored
+from ....step.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
 from .node import call_kernel
 

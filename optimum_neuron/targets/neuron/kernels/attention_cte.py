@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....graphs import kv_cache
-from ....graphs.attention import MASKED, CacheAttention, select_columns
-from ....graphs.attention_rows import AttentionRows
-from ....graphs.coded_states import Stored
-from ....graphs.interface import AttentionCall
+from ....step import kv_cache
+from ....step.attention import MASKED, CacheAttention, select_columns
+from ....step.attention_rows import AttentionRows
+from ....step.features.codes.coded_states import Stored
+from ....step.interface import AttentionCall
 from .kernel import NKI, NKI_LIBRARY, Kernel, known
 from .node import call_kernel
 

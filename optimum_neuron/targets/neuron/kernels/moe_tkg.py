@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ....graphs.experts import ExpertsCall
+from ....step.features.experts.experts import ExpertsCall
 from ..expert_forms import ExpertForm
 from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
 from .node import call_kernel

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....config import NeuronConfig
-from ....graphs.ops import StepOps
+from ....step.ops import StepOps
 from ..rank.packages import package_problem
 from .attention_block_tkg import ATTENTION_BLOCK_TKG, attend_decodes
 from .attention_cte import ATTENTION_CTE, attend_chunks
-from .kernel import KERNELS as KERNELS
+from .kernel import KERNELS
 from .moe_tkg import MOE_TKG, InForm, compute_chosen
 
 

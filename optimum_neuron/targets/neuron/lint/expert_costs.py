@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from ....graphs.spec import GraphSpec
+from ....step.spec import GraphSpec
 from ..expert_forms import ExpertForm, ExpertLayer, ExpertWork, all_experts, work
 from ..graph_io import GraphIO
 from ..lowering import hlo

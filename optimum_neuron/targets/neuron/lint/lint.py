@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ....artifacts.artifact import Artifact
+from ....artifact.artifact import Artifact
 from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
 from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, read_hlo
 from ..graph_io import GraphIO

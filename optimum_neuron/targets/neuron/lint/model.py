@@ -12,10 +12,10 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from ....artifacts.quantization import write_formats
-from ....artifacts.skeleton import empty_model
+from ....artifact.quantization import write_formats
+from ....artifact.skeleton import empty_model
 from ....checkpoints.find import find_config
-from ....checkpoints.quantize import formats_of
+from ....checkpoints.quantize.quantize import formats_of
 from ....config import NeuronConfig
 from ..lowering.lower import LoweredGraph
 from ..lowering.lower_all import lower_all

@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....graphs import kv_cache
-from ....graphs.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
-from ....graphs.attention_parts import merge_attention_states
-from ....graphs.attention_rows import AttentionRows
-from ....graphs.coded_states import Stored, as_kept, numbers, weighted_sum
-from ....graphs.coded_states import raw_scores as products
-from ....graphs.interface import AttentionCall
+from ....step import kv_cache
+from ....step.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
+from ....step.attention_parts import merge_attention_states
+from ....step.attention_rows import AttentionRows
+from ....step.features.codes.coded_states import Stored, as_kept, numbers, weighted_sum
+from ....step.features.codes.coded_states import raw_scores as products
+from ....step.interface import AttentionCall
 from ..sdk.hardware import CHIPS
 
 
@@ -78,7 +78,7 @@ def own_token(call: AttentionCall, query: Tensor, key: Stored, value: Stored) ->
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    """As `graphs.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
+    """As `step.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
     rows, heads, tokens, _ = query.shape
     keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
     length, width = score_block(rows * heads, tokens, group.context_length)

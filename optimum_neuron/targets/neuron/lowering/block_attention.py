@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....graphs import kv_cache
-from ....graphs.attention import MASKED
-from ....graphs.attention_parts import join_attention_states, merge_attention_states
-from ....graphs.coded_states import Stored, as_kept
-from ....graphs.interface import AttentionCall
-from ....graphs.owned_blocks import OwnedBlocks
+from ....step import kv_cache
+from ....step.attention import MASKED
+from ....step.attention_parts import join_attention_states, merge_attention_states
+from ....step.features.codes.coded_states import Stored, as_kept
+from ....step.features.shared_blocks.owned_blocks import OwnedBlocks
+from ....step.interface import AttentionCall
 from . import attention
 from .attention import State, attend_columns, by_kv_head, by_token, own_token, with_sinks
 

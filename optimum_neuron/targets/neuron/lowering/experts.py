@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....graphs.experts import Experts, ExpertsCall, dense_experts
-from ....graphs.quantized.weight import PACKED, QuantizedWeight
+from ....step.features.codes.weight import PACKED, QuantizedWeight
+from ....step.features.experts.experts import Experts, ExpertsCall, dense_experts
 from ..expert_forms import ExpertForm, ExpertLayer, choose, resized
 from ..kernels.registry import experts_with_kernels
 from ..quantized_product import QUANTIZED_EXPERTS

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ....graphs.kv_cache import KVCache
-from ....graphs.ops import StepOps
-from ....graphs.program import export_layers_once
-from ....graphs.scores import Scores
-from ....graphs.spec import GraphSpec, TensorSpec
+from ....step.kv_cache import KVCache
+from ....step.ops import StepOps
+from ....step.program import export_layers_once
+from ....step.sampling.scores import Scores
+from ....step.spec import GraphSpec, TensorSpec
 from ..copy_graphs import COPY_INPUTS, CopyGraph
 from ..graph_io import CACHE, CHOSEN, NARROW, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, Role
 from ..score_graphs import ScoreGraph

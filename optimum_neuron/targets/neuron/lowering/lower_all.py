@@ -10,10 +10,10 @@ from torch.export import ExportedProgram
 
 from .... import progress
 from ....config import NeuronConfig
-from ....graphs.checks.inspect import check_snapshots
-from ....graphs.kv_cache import KVCache
-from ....graphs.spec import graph_specs
-from ....graphs.state_specs import state_specs
+from ....parity.inspect import check_snapshots
+from ....step.kv_cache import KVCache
+from ....step.spec import graph_specs
+from ....step.state_specs import state_specs
 from ..copy_graphs import copy_graphs
 from ..score_graphs import score_graphs
 from ..sdk.hardware import chip_of

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ....config import NeuronConfig
-from ....graphs.attention_rows import AttentionRows
-from ....graphs.coded_states import Stored
-from ....graphs.interface import AttentionCall
-from ....graphs.kv_cache import write_rounded
-from ....graphs.ops import StepOps
+from ....step.attention_rows import AttentionRows
+from ....step.features.codes.coded_states import Stored
+from ....step.interface import AttentionCall
+from ....step.kv_cache import write_rounded
+from ....step.ops import StepOps
 from ..quantized_product import quantized_linear_like
 from ..sampler import largest_of_whole
 from ..sdk.hardware import chip_of
@@ -39,7 +39,7 @@ def attend_decode(
 
 
 def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """As `graphs.kv_cache.write`: one scatter of `head_dim` values per token and head, by an index of one number; of codes another one of scales."""
+    """As `step.kv_cache.write`: one scatter of `head_dim` values per token and head, by an index of one number; of codes another one of scales."""
     write_rounded(_scatter, cache, states, rows, columns)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from ....graphs.quantized.weight import PACKED
+from ....step.features.codes.weight import PACKED
 from ..quantized_product import QUANTIZED_EXPERTS, QUANTIZED_LINEAR, STORED_PRODUCT, blocks_of
 from ..weight_layout import StoredWeight
 

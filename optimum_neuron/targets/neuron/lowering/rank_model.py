@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
-from ....artifacts.pages import never_filled
-from ....artifacts.skeleton import assign, empty_model
-from ....artifacts.weights import named_tensors
+from ....artifact.pages import never_filled
+from ....artifact.skeleton import assign, empty_model
+from ....artifact.weights import named_tensors
 from ....config import NeuronConfig
-from ....graphs.checks.inspect import inspect_model
-from ....graphs.kv_cache import KVCache
-from ....graphs.model_spec import ModelSpec
-from ....graphs.ops import StepOps
-from ....graphs.program import export_layers_once
-from ....graphs.scores import Scores
-from ....graphs.spec import graph_specs
-from ....graphs.state_specs import state_specs
+from ....parity.inspect import inspect_model
+from ....step.kv_cache import KVCache
+from ....step.model_spec import ModelSpec
+from ....step.ops import StepOps
+from ....step.program import export_layers_once
+from ....step.sampling.scores import Scores
+from ....step.spec import graph_specs
+from ....step.state_specs import state_specs
 from ..kernels.registry import with_kernels
 from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
 from ..sharding.trace import no_data

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ....graphs.chosen import ChosenTokens
-from ....graphs.logprobs import logprobs_of_shard
-from ....graphs.scores import Scores
-from ....graphs.step import example_inputs
+from ....step.sampling.chosen import ChosenTokens
+from ....step.sampling.logprobs import logprobs_of_shard
+from ....step.sampling.scores import Scores
+from ....step.step import example_inputs
 from ..sampler import gathering, of_all, sample
 from ..score_graphs import ScoreGraph
 from ..sharding import RANK_BUFFER, ShardPlan
@@ -45,7 +45,7 @@ class ScoreModule(nn.Module):
         return example_inputs(self.graph.inputs)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """As `graphs.sampling.sample`, with the slots of the rows behind, or `graphs.logprobs.logprobs`."""
+        """As `step.sampling.sampler.sample`, with the slots of the rows behind, or `step.sampling.logprobs.logprobs`."""
         logits: Tensor = getattr(self.scores, self.graph.group)
         if self.chosen is not None:
             sampling_params, uniforms, slots = inputs

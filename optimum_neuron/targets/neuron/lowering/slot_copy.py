@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ....graphs.kv_cache import KVCache
-from ....graphs.step import example_inputs
+from ....step.kv_cache import KVCache
+from ....step.step import example_inputs
 from ..copy_graphs import COPY_INPUTS, CopyGraph
 
 
 class SlotCopy(nn.Module):
-    """As `graphs.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
+    """As `step.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
 
     def __init__(self, graph: CopyGraph) -> None:
         super().__init__()

@@ -6,15 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ....graphs.kv_cache import KVCache
-from ....graphs.spec import TensorSpec
-from ....graphs.step import example_inputs
+from ....step.kv_cache import KVCache
+from ....step.spec import TensorSpec
+from ....step.step import example_inputs
 from ..copy_graphs import COPY_INPUTS, CopyGraph
 from ..graph_io import CACHE, SNAPSHOTS
 
 
 class StateCopy(nn.Module):
-    """As `graphs.slot_copies.SlotCopies.keep` and `restore`, with both rows as inputs.
+    """As `step.slot_copies.SlotCopies.keep` and `restore`, with both rows as inputs.
 
     A row is selected whole and written over the other, whatever that holds: nothing is computed with either.
     """

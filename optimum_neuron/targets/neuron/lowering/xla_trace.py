@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ....graphs import collectives
+from ....step import collectives
 from .. import quantized_product, sampler
 from ..kernels.kernel import KERNEL_CALL
 from ..kernels.node import KERNEL

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ....graphs.chosen import slots_of_rows
-from ....graphs.sampling import TEMPERATURE
-from ....graphs.spec import DECODE, SAMPLING_PARAMS, UNIFORMS
+from ....step.sampling.chosen import slots_of_rows
+from ....step.sampling.sampler import TEMPERATURE
+from ....step.spec import DECODE, SAMPLING_PARAMS, UNIFORMS
 from ..graph_io import SAMPLERS, GraphIO
 
 

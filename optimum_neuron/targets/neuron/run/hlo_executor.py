@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ....graphs.spec import LOGITS
+from ....step.spec import LOGITS
 from ..graph_files import read_hlo
 from ..graph_io import GraphIO
 from ..lowering import hlo

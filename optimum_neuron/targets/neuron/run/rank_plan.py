@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ....artifacts.tensor_file import parse_head, read_head
+from ....artifact.tensor_file import parse_head, read_head
 from ..graph_checks import check_weights
 from ..graph_io import GraphIO, InputBinding, OutputBinding
 from ..rank.plan import Graph, RankPlan, Tensor, Weight

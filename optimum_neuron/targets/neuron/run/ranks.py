@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....graphs.spec import LOGITS
+from ....step.spec import LOGITS
 from ...rank_options import IN_ENVIRONMENT, RankOptions
 from ..rank.plan import HALVES
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout

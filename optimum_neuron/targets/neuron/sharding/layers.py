@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....graphs.model_cache import keeps_convolution
+from ....step.model_cache import keeps_convolution
 from .blocks import Block
 from .heads import HeadLayout, head_layout
 from .plan import ShardedHeads, ShardPlan

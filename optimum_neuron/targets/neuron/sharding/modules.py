@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ....graphs.collectives import all_gather, all_reduce
-from ....graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear
+from ....step.collectives import all_gather, all_reduce
+from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
 from .heads import PADDING
 from .plan import RANK_BUFFER, ShardedHeads, ShardPlan
 from .rules import Section

@@ -10,10 +10,10 @@ from itertools import zip_longest
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....artifacts.weights import named_tensors
+from ....artifact.weights import named_tensors
 from ....errors import first_line
-from ....graphs.expert_modules import is_experts
-from ....graphs.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
+from ....step.features.experts.expert_modules import is_experts
+from ....step.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
 from .blocks import find_blocks
 from .layers import (
     share_attention,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....graphs.quantized.expert_weights import quantized_weights
-from ....graphs.quantized.modules import QuantizedEmbedding, QuantizedLinear
-from ....graphs.quantized.weight import PACKED, QuantizedWeight
+from ....step.features.codes.expert_weights import quantized_weights
+from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
+from ....step.features.codes.weight import PACKED, QuantizedWeight
 from .heads import PADDING
 from .plan import ShardPlan
 from .rules import Section, ShardRule

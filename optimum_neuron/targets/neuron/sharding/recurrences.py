@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ....graphs.layers_by_token import keeps_own_state
-from ....graphs.model_cache import keeps_recurrence
-from ....graphs.recurrence import ScanCall
-from ....graphs.recurrent_functions import set_recurrences
+from ....step.features.own_code.layers_by_token import keeps_own_state
+from ....step.features.recurrence.recurrence import ScanCall
+from ....step.features.recurrence.recurrent_functions import set_recurrences
+from ....step.model_cache import keeps_recurrence
 from .plan import ShardedRecurrence
 from .recurrent_runs import RandomLayer, Seen, Unlimited, whole_numbers
 from .rules import Section, ShardRule, even

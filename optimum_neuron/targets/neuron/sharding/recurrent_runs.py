@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ....graphs.masks import UnsupportedModelError
-from ....graphs.own_run import name_of
-from ....graphs.recurrence import ScanCall, ScanKind, scanning
+from ....step.features.own_code.own_run import name_of
+from ....step.features.recurrence.recurrence import ScanCall, ScanKind, scanning
+from ....step.masks import UnsupportedModelError
 from .blocks import filled, numbers
 from .trace import Trace
 

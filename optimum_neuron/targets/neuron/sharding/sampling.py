@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ....graphs.collectives import all_gather
-from ....graphs.ops import StepOps
+from ....step.collectives import all_gather
+from ....step.ops import StepOps
 from ..sampler import largest
 from .plan import RANK_BUFFER, ShardPlan
 

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ....graphs.index_keys import KeySource, ScoresOf
-from ....graphs.interface import AttentionCall
-from ....graphs.model_cache import CacheNeeds, IndexCache
-from ....graphs.slot_index import AllKeys
+from ....step.features.selected_keys.index_keys import KeySource, ScoresOf
+from ....step.features.selected_keys.slot_index import AllKeys
+from ....step.interface import AttentionCall
+from ....step.model_cache import CacheNeeds, IndexCache
 from .reductions import Reduction, Reductions
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....artifacts.weight_file import write_tensor_files
-from ....artifacts.weights import place, rank_weights_name
+from ....artifact.weight_file import write_tensor_files
+from ....artifact.weights import place, rank_weights_name
 from ..graph_io import NARROW
 from ..weight_layout import WeightLayout
 from .plan import RANK_TENSOR, ShardPlan

@@ -202,7 +202,10 @@ def test_an_ended_export_leaves_nothing_running(
         "compile_graphs([step_graph()], 'trn2', Path(sys.argv[1]))\n"
     )
     root = Path(compiler.__file__).parents[4]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parents[1])])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parents[3] / "helpers")]),
+    }
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         process = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)

@@ -16,12 +16,11 @@ from helpers import artifact_runner, export_tiny, generate, random_tokens
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.graphs.attention_rows import AttentionRows
-from optimum_neuron.graphs.experts import ExpertsCall
-from optimum_neuron.graphs.interface import AttentionCall
-from optimum_neuron.graphs.owned_blocks import OwnedBlocks
-from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.features.experts.experts import ExpertsCall
+from optimum_neuron.step.features.shared_blocks.owned_blocks import OwnedBlocks
+from optimum_neuron.step.interface import AttentionCall
 from optimum_neuron.targets.neuron.expert_forms import all_experts, gather
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention_block_tkg
@@ -32,6 +31,7 @@ from optimum_neuron.targets.neuron.lowering import attention, hlo
 from optimum_neuron.targets.neuron.lowering.experts import expert_layer, in_form
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
+from optimum_neuron.tools.certify.document import Certificate
 
 
 pytest_plugins = ("fakes.plugin",)

@@ -16,9 +16,8 @@ from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
 from torch import Tensor
 
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
 from optimum_neuron.targets.neuron.compile import native_kernels
 from optimum_neuron.targets.neuron.compile.graph_keys import graph_key
 from optimum_neuron.targets.neuron.compile.native_kernels import NATIVE_CALL, with_native_kernels
@@ -29,6 +28,7 @@ from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls, without_references
+from optimum_neuron.tools.certify.verify import verify_certificate
 
 
 pytest_plugins = ("fakes.plugin",)

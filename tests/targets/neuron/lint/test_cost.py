@@ -10,8 +10,8 @@ import torch
 from lowered import lower_function
 from torch import Tensor, nn
 
-from optimum_neuron.graphs import collectives
-from optimum_neuron.graphs.spec import TensorSpec
+from optimum_neuron.step import collectives
+from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program

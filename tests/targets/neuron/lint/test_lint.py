@@ -17,7 +17,7 @@ from lowered import lower_function, lower_model
 from torch import nn
 
 from optimum_neuron.config import HLO_TARGETS
-from optimum_neuron.graphs import collectives
+from optimum_neuron.step import collectives
 from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.lint import Finding, lint, passed_rules
 from optimum_neuron.targets.neuron.lint.operator_rules import TOPK_CALL

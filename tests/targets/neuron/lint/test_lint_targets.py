@@ -10,7 +10,7 @@ import pytest
 from helpers import export_tiny
 from transformers import LlamaConfig
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.lint import model
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact

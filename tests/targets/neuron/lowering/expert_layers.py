@@ -10,7 +10,7 @@ import torch
 from lowered import lower_function
 from torch import Tensor
 
-from optimum_neuron.graphs.experts import ExpertsCall
+from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.expert_forms import ExpertForm
 from optimum_neuron.targets.neuron.lowering.experts import in_form
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph

@@ -26,14 +26,14 @@ from lowered import lower_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.lint import lint

@@ -12,7 +12,7 @@ from helpers import tiny_config
 from lowered import lower_function
 from torch import Tensor
 
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.neuron.expert_forms import ExpertForm, ExpertLayer, all_experts, work
 from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs

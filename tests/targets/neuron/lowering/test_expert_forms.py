@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optimum_neuron.checkpoints.rounding import round_int4, round_int8
-from optimum_neuron.graphs.experts import ExpertsCall
-from optimum_neuron.graphs.quantized.expert_weights import replace_weights
+from optimum_neuron.checkpoints.quantize.rounding import round_int4, round_int8
+from optimum_neuron.step.features.codes.expert_weights import replace_weights
+from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.expert_forms import (
     MOST_PARTS,
     ExpertForm,

@@ -26,15 +26,15 @@ from helpers import (
 from lowered import lower_function, lower_model
 from torch import Tensor, nn
 
-from optimum_neuron.graphs.attention_rows import AttentionRows
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.model_spec import ModelSpec
-from optimum_neuron.graphs.ops import EAGER_OPS
-from optimum_neuron.graphs.spec import SamplingParams, graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.ops import EAGER_OPS
+from optimum_neuron.step.spec import SamplingParams, graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.graph_io import GraphIO
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -87,10 +87,10 @@ def test_bytes_depend_on_the_graph_alone(
     again = lower_model(tiny_models["llama"], tiny_config(target="hlo", mixed_step=False))
     for graph in again:
         assert graph.hlo == graphs[graph.name].hlo
-    tests = Path(__file__).parents[3]
+    helpers = Path(__file__).parents[3] / "helpers"
     monkeypatch.chdir(tmp_path)
     other_weights = shutil.copytree(tiny_checkpoint, tmp_path / "elsewhere")
-    process = python_process(LOWER, other_weights, tests, tests / "targets" / "neuron", PYTHONHASHSEED="1234")
+    process = python_process(LOWER, other_weights, helpers, PYTHONHASHSEED="1234")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert output.splitlines() == [f"{graph.name} {graph.io.hlo_sha256}" for graph in again]
@@ -230,7 +230,7 @@ def test_the_neuron_cache_write_is_the_reference_write() -> None:
     rows, columns = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([5, 0, 1, 7], dtype=torch.int32)
     states = torch.randn(4, 2, 16)
     caches = torch.zeros(2, 4, 2, 8, 16)
-    from optimum_neuron.graphs.kv_cache import write
+    from optimum_neuron.step.kv_cache import write
 
     write(caches[0], states, rows, columns)
     write_cache(caches[1], states, rows, columns)
@@ -252,7 +252,7 @@ def test_what_a_model_computes_beside_its_states_is_refused() -> None:
             self.count.add_(1)
             return x + self.count
 
-    from optimum_neuron.graphs.spec import TensorSpec
+    from optimum_neuron.step.spec import TensorSpec
     from optimum_neuron.targets.neuron.lowering.lower import lower_program
 
     program = decompose(torch.export.export(Counter(), (torch.ones(1),), strict=False))

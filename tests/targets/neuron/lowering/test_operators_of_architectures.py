@@ -10,10 +10,10 @@ import torch
 from architectures.models import graph_model
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step

@@ -12,7 +12,7 @@ from lowered import lower_function
 from quantized import ROUNDINGS, values_of
 from torch import Tensor
 
-from optimum_neuron.graphs.quantized.weight import PACKED, QuantizedWeight
+from optimum_neuron.step.features.codes.weight import PACKED, QuantizedWeight
 from optimum_neuron.targets.neuron.graph_files import HLO_SUFFIX, write_graph
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo

@@ -19,13 +19,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from optimum_neuron.artifacts.artifact import GRAPHS_FOLDER
+from optimum_neuron.artifact.artifact import GRAPHS_FOLDER
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets import CompileJob, get_target
-from optimum_neuron.targets.neuron.certificate.certify import certify
 from optimum_neuron.targets.neuron.graph_files import write_graph
 from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
@@ -36,6 +35,7 @@ from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.target import lower_and_check
+from optimum_neuron.tools.certify.certify import certify
 
 
 LLAMA_8B = {

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.checks.inspect import look_at
-from optimum_neuron.graphs.expand import expand
-from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.layer_names import NotAlikeError
-from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.repeated_layers import LayerTrace, few_layers
-from optimum_neuron.graphs.spec import graph_specs
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.graphs.step import StepModule, example_inputs
+from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.program import export_graph
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule, example_inputs
+from optimum_neuron.step.tracing.expand import expand
+from optimum_neuron.step.tracing.layer_names import NotAlikeError
+from optimum_neuron.step.tracing.repeated_layers import LayerTrace, few_layers
 from optimum_neuron.targets.neuron.lowering import lower
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step

@@ -12,7 +12,7 @@ import torch
 from helpers import tiny_config
 from lowered import lower_model
 
-from optimum_neuron.graphs.eager_sampling import sample_by_sorting
+from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting
 from optimum_neuron.targets.neuron.graph_io import SAMPLERS
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_scores

@@ -27,12 +27,9 @@ from token_functions import (
 )
 from torch import Tensor
 
-from optimum_neuron.graphs.collectives import all_reduce
-from optimum_neuron.graphs.spec import graph_specs
+from optimum_neuron.step.collectives import all_reduce
+from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.neuron import sequence_parallel
-from optimum_neuron.targets.neuron.certificate.host_ranks import Given, Module, execute
-from optimum_neuron.targets.neuron.certificate.setup import split_kinds
-from optimum_neuron.targets.neuron.certificate.trial import _smaller
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
 from optimum_neuron.targets.neuron.lowering import hlo
@@ -42,6 +39,9 @@ from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_spl
 from optimum_neuron.targets.neuron.lowering.token_regions import TokenRegions
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
 from optimum_neuron.targets.neuron.sequence_parallel import forms, splits
+from optimum_neuron.tools.certify.host_ranks import Given, Module, execute
+from optimum_neuron.tools.certify.setup import split_kinds
+from optimum_neuron.tools.certify.trial import _smaller
 
 
 SPLIT = SumsRule(chip_of("trn2"), (), split=True)

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.artifacts.weights import named_tensors
-from optimum_neuron.graphs import program as programs
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.spec import TensorSpec, graph_specs
-from optimum_neuron.graphs.step import StepModule
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.artifact.weights import named_tensors
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step import program as programs
+from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.spec import TensorSpec, graph_specs
+from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets import CompileJob, get_target
-from optimum_neuron.targets.neuron.estimate.core_sizes import core_sizes
-from optimum_neuron.targets.neuron.estimate.model_sizes import measure
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
@@ -41,6 +39,8 @@ from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable, HloProgram
 from optimum_neuron.targets.neuron.sharding import shard_plan, tied_names, whole_plan, write_sharded_weights
 from optimum_neuron.targets.neuron.weight_layout import StoredWeight, WeightLayout
+from optimum_neuron.tools.estimate.core_sizes import core_sizes
+from optimum_neuron.tools.estimate.model_sizes import measure
 
 
 MODELS = {**TINY_CONFIGS, "qwen3_moe": CONFIGS["qwen3_moe"]}

@@ -21,9 +21,7 @@ from optimum.commands import optimum_cli
 from torch import Tensor
 from traces import read_trace
 
-from optimum_neuron.acceptance import checks, copies
-from optimum_neuron.acceptance.report import REMEDIES, CheckError
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.profile import TRACE_NAME
@@ -31,6 +29,8 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
+from optimum_neuron.tools.check import checks, copies
+from optimum_neuron.tools.check.report import REMEDIES, CheckError
 
 
 pytest_plugins = ("fakes.plugin",)

@@ -13,10 +13,10 @@ from fakes.tools import Sdk, make_plan
 from helpers import artifact_runner, eager_runner, export_tiny, generate, random_tokens, tiny_config
 from recurrent import model
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
+from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
 from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lowering.lower import lower_copy
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable

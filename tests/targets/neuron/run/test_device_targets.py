@@ -18,12 +18,11 @@ from optimum.commands import optimum_cli
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
-from optimum_neuron.graphs.state_sizes import byte_count
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.inspect.memory import memory_of
 from optimum_neuron.runtime.golden import Golden
+from optimum_neuron.step.state_sizes import byte_count
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron import sequence_parallel
 from optimum_neuron.targets.neuron.run import runtimes
@@ -31,6 +30,7 @@ from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
+from optimum_neuron.tools.inspect.memory import memory_of
 
 
 pytest_plugins = ("fakes.plugin",)

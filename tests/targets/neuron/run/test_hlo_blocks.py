@@ -22,9 +22,9 @@ from helpers import (
 from tiny import TINY_SIZES
 from torch import Tensor
 
-from optimum_neuron.acceptance.checks import check_artifact
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.tools.check.checks import check_artifact
 
 
 BLOCK, TOKENS = 64, 512

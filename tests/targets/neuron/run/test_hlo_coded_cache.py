@@ -12,7 +12,7 @@ import torch
 from coded_reference import reference
 from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
 from optimum_neuron.targets.neuron.lowering import hlo
 

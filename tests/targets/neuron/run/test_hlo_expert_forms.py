@@ -13,11 +13,11 @@ from helpers import artifact_runner, export_tiny, generate, prefill_pieces, rand
 from moe import CONFIGS, make_checkpoint
 from optimum.commands import optimum_cli
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.targets.neuron.lint.expert_costs import expert_costs
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.tools.certify.document import Certificate
 
 
 # A decode row has fewer entries than there are experts, a chunk more tokens than a tile of rows.

@@ -17,17 +17,18 @@ from quantized import quantize_experts, quantize_mixed
 from quantized_files import change_config, change_weights, dequantized_model
 from torch import Tensor
 
-from optimum_neuron import NeuronModelForCausalLM, export
-from optimum_neuron.artifacts.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.artifacts.quantization import read_formats
-from optimum_neuron.artifacts.tensor_file import stored_tensors
-from optimum_neuron.artifacts.weights import rank_weights_name
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.quantization import read_formats
+from optimum_neuron.artifact.tensor_file import stored_tensors
+from optimum_neuron.artifact.weights import rank_weights_name
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export import export_model
+from optimum_neuron.export import recipe as export
+from optimum_neuron.export.recipe import export_model
 from optimum_neuron.runtime.step_tensors import Chunk
-from optimum_neuron.targets.neuron.certificate import certify_export
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
 from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.tools.certify import certify_export
 
 
 # Groups of 16: a decode step of 2 rows adds up their products, a chunk step scales the weight.

@@ -21,17 +21,17 @@ from helpers import (
 from recurrent import CONFIGS, model
 from torch import Tensor
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
-from optimum_neuron.graphs.state_specs import state_specs
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.certificate.document import Certificate
-from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.tools.certify.document import Certificate
+from optimum_neuron.tools.certify.verify import verify_certificate
 
 
 # Of a recurrence; a step of these sizes has two chunk rows of as many tokens, in windows of two blocks each.

@@ -12,12 +12,12 @@ import pytest
 from helpers import artifact_runner, eager_runner, export_tiny, generate, load_model, random_tokens, tiny_config
 from selecting import make_checkpoint
 
-from optimum_neuron.artifacts.artifact import Artifact
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
-from optimum_neuron.graphs.state_specs import state_specs
-from optimum_neuron.targets.neuron.certificate.document import Certificate
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.tools.certify.document import Certificate
 
 
 KINDS = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text")

@@ -16,26 +16,26 @@ from recurrent import SERVED, model
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from optimum_neuron.acceptance.copies import check_slot_copy, check_snapshots
-from optimum_neuron.acceptance.report import CheckError
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.request import Request
-from optimum_neuron.graphs.state_specs import slot_state_specs, snapshot_specs
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets.neuron.certificate.comparison import compare
-from optimum_neuron.targets.neuron.certificate.document import Certificate
-from optimum_neuron.targets.neuron.certificate.host_ranks import Module
-from optimum_neuron.targets.neuron.certificate.setup import Setup, make_setup
-from optimum_neuron.targets.neuron.certificate.trial import Trial
+from optimum_neuron.step.state_specs import slot_state_specs, snapshot_specs
 from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SNAPSHOTS
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower import lower_copy
 from optimum_neuron.targets.neuron.lowering.state_copy import StateCopy
+from optimum_neuron.tools.certify.comparison import compare
+from optimum_neuron.tools.certify.document import Certificate
+from optimum_neuron.tools.certify.host_ranks import Module
+from optimum_neuron.tools.certify.setup import Setup, make_setup
+from optimum_neuron.tools.certify.trial import Trial
+from optimum_neuron.tools.check.copies import check_slot_copy, check_snapshots
+from optimum_neuron.tools.check.report import CheckError
 
 
 CHUNK, PLACE = 8, 1

@@ -23,11 +23,11 @@ from helpers import (
 from helpers import tiny_config as tiny_sizes
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
-from optimum_neuron.artifacts.artifact import MANIFEST_NAME, Artifact, ArtifactError
-from optimum_neuron.graphs.spec import GREEDY, SamplingParams
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk
+from optimum_neuron.step.spec import GREEDY, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
 from optimum_neuron.targets.neuron.run import hlo_executor

@@ -10,7 +10,7 @@ import pytest
 from canaries import CANARIES, same_bits, serve_steps
 from helpers import LOWERED, artifact_runner
 
-from optimum_neuron.graphs.model_spec import ModelSpec
+from optimum_neuron.step.model_spec import ModelSpec
 
 
 @pytest.mark.parametrize("name", LOWERED)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from helpers import artifact_runner, export_tiny, random_tokens
 
-from optimum_neuron.artifacts.artifact import Artifact
-from optimum_neuron.graphs.logprobs import Logprobs, logprobs_of_shard
-from optimum_neuron.graphs.spec import CHUNK, DECODE, GREEDY, LOGPROBS
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
-from optimum_neuron.targets.neuron.certificate.document import Certificate
-from optimum_neuron.targets.neuron.certificate.verify import verify_certificate
+from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs_of_shard
+from optimum_neuron.step.spec import CHUNK, DECODE, GREEDY, LOGPROBS
 from optimum_neuron.targets.neuron.lowering import score_module
+from optimum_neuron.tools.certify.document import Certificate
+from optimum_neuron.tools.certify.verify import verify_certificate
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32

@@ -95,14 +95,13 @@ def test_ranks_go_on_behind_a_snapshot_of_their_parts_of_a_slots_state(kind: str
 
 
 def _run(checkpoint: Path, ranks: int, options: dict[str, Any]) -> None:
-    tests = Path(__file__).parents[3]
+    helpers = Path(__file__).parents[3] / "helpers"
     process = python_process(
         RANKS,
         checkpoint,
         str(ranks),
         json.dumps(options),
-        tests,
-        tests / "targets" / "neuron",
+        helpers,
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES=str(ranks),
     )

@@ -13,9 +13,9 @@ from helpers import artifact_runner, export_tiny, generate, random_tokens
 from tampered import failures
 from tampering import read_json, write
 
-from optimum_neuron.artifacts.artifact import Artifact, ArtifactError
-from optimum_neuron.targets.neuron.certificate.certify import passed_rules
+from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs
+from optimum_neuron.tools.certify.certify import passed_rules
 
 
 STEP = "graphs/token_generation_context64"

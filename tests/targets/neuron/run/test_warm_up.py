@@ -15,9 +15,9 @@ from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, random_tokens
 from torch import Tensor
 
-from optimum_neuron.graphs.spec import DECODE, SamplingParams
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.spec import DECODE, SamplingParams
 from optimum_neuron.targets.neuron.graph_io import CACHE, CHOSEN, SCORES
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable

@@ -9,11 +9,11 @@ from quantized import quantize_mixed, values_of
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from optimum_neuron.artifacts.weights import named_tensors
-from optimum_neuron.checkpoints.quantize import quantize
+from optimum_neuron.artifact.weights import named_tensors
+from optimum_neuron.checkpoints.quantize.quantize import quantize
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.graphs.interface import ATTENTION_NAME
-from optimum_neuron.graphs.quantized.modules import QuantizedLinear
+from optimum_neuron.step.features.codes.modules import QuantizedLinear
+from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 

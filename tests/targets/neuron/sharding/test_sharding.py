@@ -16,13 +16,13 @@ from sharded_ranks import CASES, load_rank, make_model, run_ranks, run_steps, wr
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optimum_neuron.artifacts.skeleton import empty_model
-from optimum_neuron.artifacts.weights import named_tensors
-from optimum_neuron.graphs import collectives
-from optimum_neuron.graphs.checks.inspect import inspect_model
-from optimum_neuron.graphs.kv_cache import KVCache
-from optimum_neuron.graphs.program import export_graph
-from optimum_neuron.graphs.state_specs import state_specs
+from optimum_neuron.artifact.skeleton import empty_model
+from optimum_neuron.artifact.weights import named_tensors
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step import collectives
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.program import export_graph
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
 from optimum_neuron.targets.neuron.sharding.heads import head_layout
 from optimum_neuron.targets.neuron.sharding.plan import ShardPlan

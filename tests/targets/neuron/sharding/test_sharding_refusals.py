@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from optimum_neuron.graphs.interface import ATTENTION_NAME
+from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optimum_neuron.artifacts.weights import named_tensors
-from optimum_neuron.graphs.ops import DEFAULT_OPS
-from optimum_neuron.graphs.sampling import sample
+from optimum_neuron.artifact.weights import named_tensors
+from optimum_neuron.step.ops import DEFAULT_OPS
+from optimum_neuron.step.sampling.sampler import sample
 from optimum_neuron.targets.neuron import sampler
 from optimum_neuron.targets.neuron.sharding import (
     RANK_TENSOR,

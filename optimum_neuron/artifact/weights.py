@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of an artifact: one safetensors file, mapped once its digest is checked; and the memory of its states."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..parity.parity import nonfinite
+from ..step.spec import TensorSpec
+from ..step.state_sizes import byte_count
+from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from .filesystem import is_local
+from .pages import copied, has_huge_pages, mapped, read_anew, zeroed
+from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
+from .verified import read_verified
+from .weight_file import write_tensor_files
+
+
+_ALIGNMENT = 64
+_SMALL = 1 << 16
+# Decoding from pages of 4 KB takes up to a fifth longer than from huge ones; the larger the weights, the less does it matter,
+# and the more does a copy cost.
+_LARGEST_COPY = 1 << 30
+_Stored = TypeVar("_Stored")
+Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...]]
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers of a model under the names that its step graphs use, tied ones under every name."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a file of weights holds of tensors, each once; and the tied names: alias to stored name.
+
+    Args:
+        tensors: as `named_tensors` gives them; of a model on the meta device, too.
+    """
+    stored: dict[Place, str] = {}
+    unique, tied = {}, {}
+    for name, tensor in tensors.items():
+        key = place(tensor)
+        if tensor.numel() and key in stored:
+            tied[name] = stored[key]
+        else:
+            stored[key] = name
+            unique[name] = tensor
+    return unique, tied
+
+
+def place(tensor: Tensor) -> Place:
+    """What tensors have in common that are one: their storage, which need have no memory, and how they lie in it."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
+    """Writes `weights/model.safetensors`; returns the tied names: alias to stored name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unique, tied = untie(tensors)
+    # Stable: within a type, tensors stand in the order of the model, in which steps read them.
+    names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
+    described = [(name, unique[name].dtype, tuple(unique[name].shape)) for name in names]
+    write_tensor_files([folder / WEIGHTS_NAME], described, lambda name, _: unique[name])
+    return tied
+
+
+def rank_weights_name(rank: int, world_size: int) -> str:
+    return WEIGHTS_NAME if world_size == 1 else f"{WEIGHTS_FOLDER}/tp{rank}.safetensors"
+
+
+def read_weights(artifact: Artifact) -> dict[str, Tensor]:
+    """All tensors of an artifact's one file of weights by name, tied names included, as views of one block of memory.
+
+    The block is the file, mapped: processes share it, and what one writes to a tensor is its own. It is a copy of a file that
+    other machines may write to, and of one of up to 1 GiB that the system would map in small pages.
+
+    Raises:
+        ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks, or one of the small ones holds
+            NaN or infinity.
+    """
+    path = artifact.file(WEIGHTS_NAME)
+    with path.open("rb") as file:
+        memory, digest = _contents(file, artifact.sha256(WEIGHTS_NAME))
+    artifact.check_digest(WEIGHTS_NAME, digest)
+    head = read_head(memory, path)
+    block = torch.frombuffer(memory, dtype=torch.uint8)[len(head) :]
+    tensors = {name: _view(block, stored) for name, stored in parse_head(head, path).items()}
+    # The export looks at all of them; to do so again would read a large file whole.
+    for name, tensor in tensors.items():
+        if tensor.nbytes <= _SMALL and (problem := nonfinite(name, tensor)):
+            raise ArtifactError(f"{path}: {problem.partition(';')[0]}; export the model again")
+    return _with_tied(tensors, artifact)
+
+
+def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
+    """All bytes of a file, and their sha256."""
+    descriptor = file.fileno()
+    size = os.fstat(descriptor).st_size
+    if size and is_local(descriptor):
+        return read_verified(descriptor, partial(_mapped_or_copied, file, size), expected)
+    memory = copied(file, size)
+    return memory, hashlib.sha256(memoryview(memory)[:size]).hexdigest()
+
+
+def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
+    read_anew(file.fileno(), size)
+    memory = mapped(file.fileno(), size)
+    return memory if size > _LARGEST_COPY or has_huge_pages(memory) else copied(file, size)
+
+
+def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
+    """Type and shape of every tensor that `read_weights` returns.
+
+    Raises:
+        ArtifactError: the file is no safetensors file, or weights are tied to what it lacks.
+    """
+    return _with_tied(stored_tensors(artifact.file(WEIGHTS_NAME)), artifact)
+
+
+def _with_tied(tensors: dict[str, _Stored], artifact: Artifact) -> dict[str, _Stored]:
+    path = artifact.path / WEIGHTS_NAME
+    for alias, stored in artifact.tied_weights.items():
+        if stored not in tensors:
+            raise ArtifactError(f"{path} lacks {stored}, which the manifest ties weights to; export the model again")
+        if alias in tensors:
+            raise ArtifactError(f"{path} holds {alias}, which the manifest ties to {stored}; export the model again")
+    return tensors | {alias: tensors[stored] for alias, stored in artifact.tied_weights.items()}
+
+
+def check_memory(specs: Sequence[TensorSpec]) -> None:
+    """Raises ValueError where states are larger than all memory of this machine."""
+    needed = byte_count(specs)
+    memory = _memory()
+    if needed > memory:
+        raise ValueError(
+            f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
+            f"with a smaller batch_size, sequence_length, kv_cache_tokens or state_snapshots"
+        )
+
+
+def check_bytes(needed: int) -> None:
+    """Raises ValueError where graphs work in more memory than this machine has."""
+    memory = _memory()
+    if not 0 <= needed <= memory:
+        raise ValueError(
+            f"a graph takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory"
+        )
+
+
+def _memory() -> int:
+    """Bytes of memory and swap, or what a process can address where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+
+
+def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Zeroed KV state tensors by name, in one block.
+
+    Raises:
+        ValueError: they are larger than all memory of this machine.
+    """
+    check_memory(specs)
+    dtypes = [getattr(torch, spec.dtype) for spec in specs]
+    sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
+    block = torch.frombuffer(zeroed(sum(sizes)), dtype=torch.uint8)[: sum(sizes)]
+    states, start = {}, 0
+    for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
+        used = math.prod(spec.shape) * dtype.itemsize
+        states[spec.name] = block[start : start + used].view(dtype).view(spec.shape)
+        start += size
+    return states
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(block: Tensor, stored: StoredTensor) -> Tensor:
+    piece = block[stored.start : stored.stop]
+    # Files of other writers may have heads of any length, and tensors in any order.
+    aligned = piece.storage_offset() % stored.dtype.itemsize == 0
+    return (piece if aligned else piece.clone()).view(stored.dtype).view(stored.shape)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain weights rounded to codes of few bits, from the weights alone, or with how large the inputs are that they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...step.features.codes.weight import INT4_MIDDLE, UNUSED_SCALE_BITS, QuantizedWeight, pack_int4
+
+
+FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it
+# Where the largest number is another one: the bits above stand for infinity and NaN there.
+FP8_LARGEST_ON = {"trn2": 240.0}
+_INT8_LARGEST, _INT4_CODES = 127, 15
+# Parts of the scale that just holds a group's largest value: a smaller one clips that, and rounds the others finer.
+_SHRUNK = tuple(1 - step / 40 for step in range(9))
+# Elements that are searched at a time: as many as stay in a core's caches.
+_PIECE = 1 << 16
+
+
+def round_int8(weight: Tensor) -> QuantizedWeight:
+    """`[..., outputs, inputs]` with a float32 scale for each output, symmetric."""
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty((*weight.shape[:-1], 1))
+    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+        largest = rows.abs().amax(-1, keepdim=True)
+        own_scale.copy_(largest / _INT8_LARGEST)
+        own_codes.copy_(_divided(rows, own_scale).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST))
+    return QuantizedWeight("int8", codes, scale)
+
+
+def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
+    """`[..., outputs, inputs]` with a float32 scale for each output.
+
+    Args:
+        largest: value of a code, at most.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((*weight.shape[:-1], 1))
+    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+        own_scale.copy_(rows.abs().amax(-1, keepdim=True) / largest)
+        own_codes.copy_(_divided(rows, own_scale).clamp_(-largest, largest))
+    return QuantizedWeight("fp8", codes, scale)
+
+
+def round_int4(
+    weight: Tensor, group_size: int, *, zero_point: bool = False, importance: Tensor | None = None
+) -> QuantizedWeight:
+    """`[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
+
+    Without zero points a scale has 5 significant bits, so that it times any code is a number of bfloat16.
+
+    Args:
+        zero_point: values of a group are spread between its least and its largest, and not around zero.
+        importance: `[inputs]`, or of a weight `[experts, outputs, inputs]` `[experts, inputs]`: by how much squared errors of an input's
+            weights count, above 0; such as the mean square of the input, by which they reach the output. Default: all alike.
+
+    Raises:
+        ValueError: groups do not divide the inputs, or a scale is larger than float16 has.
+    """
+    inputs = weight.shape[-1]
+    if inputs % group_size:
+        raise ValueError(f"groups of {group_size} do not divide {inputs} inputs")
+    groups = weight.unflatten(-1, (-1, group_size))
+    codes = torch.empty(groups.shape, dtype=torch.uint8)
+    scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
+    shift = torch.empty(scale.shape) if zero_point else None
+    counts = None if importance is None else _Counts(importance, groups.shape)
+    for values, own in _pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
+        count = None if counts is None else counts.next(len(values))
+        found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values), count)
+        # Rounded first: codes are chosen for the scale as it is stored.
+        own[1].copy_(found if zero_point else _shorter(values, found, zero, count))
+        own[0].copy_((_whole(values, own[1].float(), zero)).add_(zero))
+        if zero_point:
+            own[2].copy_(-zero * own[1].float())
+    if not scale.isfinite().all():
+        raise ValueError(f"a weight of {float(weight.abs().amax()):.3g} is too large for int4 with scales in float16")
+    packed = pack_int4(codes.flatten(-2))
+    return QuantizedWeight("int4", packed, scale.squeeze(-1), None if shift is None else shift.squeeze(-1))
+
+
+# A scale for each group, and the code that stands for 0.
+_Candidate = tuple[Tensor, Tensor]
+
+
+def _symmetric(values: Tensor) -> Iterator[_Candidate]:
+    """The largest value becomes -8, of which there is no positive, or +-7."""
+    extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+    middle = torch.full_like(extreme, INT4_MIDDLE)
+    for code in (-INT4_MIDDLE, INT4_MIDDLE - 1):
+        yield from ((extreme * (part / code), middle) for part in _SHRUNK)
+
+
+def _shifted(values: Tensor) -> Iterator[_Candidate]:
+    least, largest = values.amin(-1, keepdim=True).clamp_(max=0), values.amax(-1, keepdim=True).clamp_(min=0)
+    for part in _SHRUNK:
+        scale = (largest - least) * (part / _INT4_CODES)
+        zero = torch.where(scale > 0, -least * part / scale, 0).round_().clamp_(0, _INT4_CODES)
+        yield scale, zero
+
+
+class _Counts:
+    """By how much errors count in groups `[..., outputs, groups, inputs of a group]`, of which some are asked for after others."""
+
+    def __init__(self, importance: Tensor, shape: torch.Size) -> None:
+        self._rows = importance.float().reshape(-1, shape[-1])
+        self._outputs, self._groups = shape[-3:-1]
+        self._start = 0
+
+    def next(self, count: int) -> Tensor:
+        """`[count, inputs of a group]`"""
+        number = torch.arange(self._start, self._start + count)
+        self._start += count
+        weight = number // (self._outputs * self._groups) if len(self._rows) > self._groups else 0
+        return self._rows[weight * self._groups + number % self._groups]
+
+
+def _shorter(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    """Of the two neighbouring float16 of few bits the one of the lesser error."""
+    bits = scale.half().view(torch.int16)
+    down, up = (((bits + more) & ~UNUSED_SCALE_BITS).view(torch.float16).float() for more in (0, UNUSED_SCALE_BITS))
+    return torch.where(_error(values, up, zero, count) < _error(values, down, zero, count), up, down)
+
+
+def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
+    """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives.
+
+    Args:
+        count: by how much a value's error counts; None: all alike.
+    """
+    scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
+    least = torch.full((len(values), 1), torch.inf)
+    for candidate in candidates:
+        error = _error(values, *candidate, count)
+        better = error < least
+        least, scale, zero = (
+            torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
+        )
+    numbers = _whole(values, scale, zero)
+    weighted = numbers if count is None else numbers * count
+    squares = (weighted * numbers).sum(-1, keepdim=True)
+    return torch.where(squares > 0, (weighted * values).sum(-1, keepdim=True) / squares, 0), zero
+
+
+def _error(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    squares = _whole(values, scale, zero).mul_(scale).sub_(values).square_()
+    return (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
+
+
+def _whole(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """What codes stand for before they are scaled: whole numbers from -zero on."""
+    numbers = _divided(values, scale).round_()
+    return torch.minimum(torch.maximum(numbers, -zero, out=numbers), _INT4_CODES - zero, out=numbers)
+
+
+def _divided(values: Tensor, scale: Tensor) -> Tensor:
+    """Zero where the scale is: all values of such a group are, or are too small for it."""
+    return (values / scale).nan_to_num_(0.0, 0.0, 0.0) if bool((scale == 0).any()) else values / scale
+
+
+def _pieces(weight: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Rows of the last dimension in float32, so many at a time, with the same rows of tensors that are to be filled."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    flat = [each.view(-1, each.shape[-1]) for each in outputs]
+    count = max(1, _PIECE // weight.shape[-1])
+    for start in range(0, len(rows), count):
+        piece = slice(start, start + count)
+        yield rows[piece].float(), tuple(each[piece] for each in flat)

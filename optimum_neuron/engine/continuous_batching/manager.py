@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager of transformers' continuous batching over an engine's thread: requests in, outputs out, at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from ...runtime.process import OwnProcess
+from ..service import EngineService, Item
+from ..step import TokenEvent
+from .requests import Outcome, RequestFactory
+
+
+logger = logging.getLogger(__name__)
+
+
+class ContinuousBatchingManager:
+    """Takes requests from any thread while others run. Made by `NeuronModelForCausalLM.init_continuous_batching`.
+
+    Its methods are those of the manager in transformers. Between `start` and `stop` the model's slots are the manager's:
+    `generate` refuses to run.
+    """
+
+    def __init__(self, factory: RequestFactory, serve: Callable[[], EngineService]) -> None:
+        self._factory = factory
+        self._serve = serve
+        self._service: EngineService | None = None
+        self._numbers = itertools.count()
+        self._arrived = threading.Condition()
+        self._ready: list[GenerationOutput] = []
+        self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
+        self._configs: dict[str, GenerationConfig] = {}
+        self._open = 0
+        self._process = OwnProcess()
+
+    def start(self) -> None:
+        """Takes over the model's slots and lets requests in.
+
+        Raises:
+            RuntimeError: another manager or service runs.
+        """
+        if self._service is None:
+            self._service = self._serve()
+
+    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
+        """Lets the requests finish, unless `hard_stop`, and gives the slots back. Outputs can be read afterwards.
+
+        Args:
+            block: wait for that; otherwise the slots are given back when the last request finished.
+            timeout: seconds after which requests that still run are aborted.
+        """
+        service, self._service = self._service, None
+        if service is None or not self._process.is_here:
+            return
+        closing = threading.Thread(target=self._close, args=(service, hard_stop), daemon=True)
+        closing.start()
+        if block:
+            closing.join(timeout)
+            if closing.is_alive():
+                logger.warning("requests were aborted: they did not finish in %s s", timeout)
+                service.close()
+                closing.join()
+
+    def _close(self, service: EngineService, hard_stop: bool) -> None:
+        service.close(finish=not hard_stop)
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._service is not None and self._service.stopped is None
+
+    @property
+    def background_thread_status(self) -> SimpleNamespace:
+        """Its `fatal_error` is what ended the engine; None where it runs, or was stopped."""
+        return SimpleNamespace(fatal_error=None if self._service is None else self._service.failure)
+
+    def configure(self, request_id: str, generation_config: GenerationConfig) -> None:
+        """Gives a request that is not added yet a way of its own to choose tokens."""
+        self._configs[request_id] = generation_config
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
+        """Has the running event loop call a function with each output of a request, those included that are there."""
+        loop = asyncio.get_running_loop()
+        with self._arrived:
+            self._handlers[request_id] = lambda output: loop.call_soon_threadsafe(callback, output)
+            while (index := self._find(request_id)) is not None:
+                self._hand_over(self._ready.pop(index))
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | Sequence[int] | None = None,
+        **processor_options: Any,
+    ) -> str:
+        """Queues a prompt and returns its id.
+
+        Args:
+            streaming: deliver an output per token; otherwise only the finished one.
+
+        Raises:
+            RuntimeError: the manager is not started, or this process was forked from the one where it is.
+            TypeError: `processor_options`; they would need processors of each request's own.
+        """
+        if processor_options:
+            raise TypeError(
+                f"{', '.join(processor_options)}: all requests of a manager share its generation_config; set it there"
+            )
+        self._process.check()
+        service = self._service
+        if service is None:
+            raise RuntimeError("the manager is not running; call start() first")
+        request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
+        logprobs = self._factory.batching.return_logprobs
+        outcome = Outcome(request_id, input_ids, timed=record_timestamps, logprobs=logprobs)
+        with self._arrived:
+            self._open += 1
+        try:
+            ids = [eos_token_id] if isinstance(eos_token_id, int | float) else eos_token_id
+            eos = None if ids is None else frozenset(token for token in ids if token >= 0)
+            config = self._configs.pop(request_id, None)
+            factory = self._factory if config is None else self._factory.of(config)
+            request = factory.make(request_id, input_ids, max_new_tokens, eos)
+            service.subscribe(request, partial(self._deliver, outcome, streaming))
+        except Exception as error:
+            logger.error("%s", error)
+            outcome.fail(str(error))
+            self._put(outcome.output)
+        return request_id
+
+    def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Queues prompts; the options are those of `add_request`."""
+        return [self.add_request(prompt, **options) for prompt in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request soon; its output has an error."""
+        if self._service is not None:
+            self._service.abort(request_id)
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next output, of one request where that is named; None after `timeout` seconds, or where none can come.
+
+        Raises:
+            RuntimeError: this process was forked from the one where the manager is.
+        """
+        self._process.check()
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: self._find(request_id) is not None or not (self.is_running() or self._open), timeout
+            )
+            index = self._find(request_id)
+            return None if index is None else self._ready.pop(index)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs as they come, until the manager is stopped and all are read."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """The outputs of one request, until it is finished."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished() or output.error is not None:
+                return
+
+    def _find(self, request_id: str | None) -> int | None:
+        wanted = (index for index, output in enumerate(self._ready) if request_id in (None, output.request_id))
+        return next(wanted, None)
+
+    def _deliver(self, outcome: Outcome, streaming: bool, item: Item) -> None:
+        """Called by the engine's thread."""
+        if isinstance(item, TokenEvent):
+            if not outcome.add(item):
+                if streaming:
+                    snapshot = copy(outcome.output)
+                    snapshot.generated_tokens = list(snapshot.generated_tokens)
+                    self._put(snapshot, ended=False)
+                return
+        else:
+            outcome.fail("the request was cancelled" if isinstance(item, str) else str(item))
+        self._put(outcome.output)
+
+    def _put(self, output: GenerationOutput, *, ended: bool = True) -> None:
+        with self._arrived:
+            self._hand_over(output)
+            self._open -= ended
+            self._arrived.notify_all()
+
+    def _hand_over(self, output: GenerationOutput) -> None:
+        """Give an output to the request's handler, or keep it for `get_result`."""
+        over = output.is_finished() or output.error is not None
+        handler = self._handlers.pop(output.request_id, None) if over else self._handlers.get(output.request_id)
+        (handler or self._ready.append)(output)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between transformers' continuous-batching configs and outputs and the engine's requests and tokens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, StopStringCriteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ...artifact.artifact import Artifact
+from ...config import NeuronConfig
+from ...runtime.arguments import check_options
+from ...runtime.defaults import OF_GENERATE, processors_of, stop_strings
+from ...runtime.lengths import most_new_tokens
+from ...runtime.limits import refuse_unsupported
+from ...runtime.token_choice import OnDeviceChoice, choose_how
+from ...runtime.token_ids import check_whole_numbers
+from ...step.spec import GREEDY, SamplingParams
+from ..policy import Policy, SchedulerOptions
+from ..request import FinishReason, Request
+from ..step import Event, RequestFailure
+
+
+logger = logging.getLogger(__name__)
+
+# Fields of transformers' config that mean something here; the others size memory and CUDA graphs that do not exist.
+_HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "return_logprobs", "seed"}
+_POLICIES: dict[str, Policy] = {"fifo": "auto", "prefill_first": "prefill_first"}
+
+
+class ServedModel(Protocol):
+    """What of a `NeuronModelForCausalLM` its requests are made by."""
+
+    artifact: Artifact
+    config: Any
+    generation_config: GenerationConfig
+    neuron_config: NeuronConfig
+    lengths_are_defaults: bool
+
+    def settled(self, given: GenerationConfig | None = None) -> GenerationConfig: ...
+    def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None: ...
+    def own_tokenizer(self) -> Any: ...
+
+
+def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int]:
+    """Tokens that end a text: those of a generation config, else of the model's own.
+
+    One that cannot be chosen ends nothing, and is left out: -1 is a custom for none, and configs of cut-down models name others.
+    """
+    eos = config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    ids = [eos] if isinstance(eos, int) else list(eos or ())
+    return frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
+
+
+class RequestFactory:
+    """Makes engine requests from transformers' configs: one way for all requests of a batch or a manager.
+
+    Args:
+        cuts_text: whether the caller ends texts at stop strings itself, as it cuts them there. Else requests end as in `generate`.
+
+    Attributes:
+        stop_strings: texts that end an answer, by the configs.
+
+    Raises:
+        ValueError: a config asks for what the engine or the artifact cannot do; nothing is ignored silently.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        generation_config: GenerationConfig | None,
+        batching_config: ContinuousBatchingConfig | None,
+        *,
+        cuts_text: bool = False,
+    ) -> None:
+        given = copy.copy(generation_config)
+        if isinstance(given, GenerationConfig):
+            given.use_cache = None  # transformers serve says False: the manager's cache is not the model's
+        check_options(given, model.generation_config, {})
+        if not isinstance(batching_config, ContinuousBatchingConfig | None):
+            kind = type(batching_config).__name__
+            raise TypeError(f"continuous_batching_config is a {kind}; give a transformers ContinuousBatchingConfig")
+        self.model = model
+        self.config = model.settled(given)
+        self.batching = batching_config or ContinuousBatchingConfig()
+        for name in OF_GENERATE:
+            asked = getattr(self.config, name, None)
+            if asked and asked != getattr(model.generation_config, name, None):
+                raise ValueError(
+                    f"{name}={asked!r} is not supported by continuous batching; leave it out, or use generate()"
+                )
+        refuse_unsupported(self.config, model.artifact.model.vocab_size)
+        self.stop_strings = stop_strings(self.config)
+        checks = self.stop_strings and not cuts_text
+        self._stops = StopStringCriteria(model.own_tokenizer(), list(self.stop_strings)) if checks else None
+        _warn_of_meaningless(self.batching)
+        self.eos_token_ids = end_token_ids(self.config, model)
+        self.make("", [0], None)  # what no request could have is refused before the first
+
+    def of(self, generation_config: GenerationConfig) -> RequestFactory:
+        """A factory for one request of the same manager."""
+        return RequestFactory(self.model, generation_config, self.batching)
+
+    def options(self) -> SchedulerOptions:
+        """The scheduler's options."""
+        kind = self.batching.scheduler_type
+        if kind not in _POLICIES:
+            raise ValueError(f"scheduler_type={kind!r} is not known; choose one of {', '.join(_POLICIES)}")
+        return SchedulerOptions(
+            policy=_POLICIES[kind],
+            max_step_tokens=self.batching.max_batch_tokens,
+            prefix_reuse=self.batching.allow_block_sharing,
+        )
+
+    def new_tokens(self, prompt: int) -> int | None:
+        """How many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
+        return self.model.new_tokens(self.config, prompt)
+
+    def make(
+        self,
+        request_id: str,
+        input_ids: Sequence[int] | np.ndarray,
+        max_new_tokens: int | None,
+        eos_token_ids: frozenset[int] | None = None,
+        *,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        seed: int | None = None,
+        logprobs: bool = False,
+    ) -> Request:
+        """A request with this factory's way to choose tokens.
+
+        Args:
+            sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
+            seed: makes sampling repeatable.
+            logprobs: whether the graphs return log-probabilities of its tokens, before any processor.
+
+        Raises:
+            ValueError, TypeError: no request can be made of them.
+        """
+        model, config, prompt = self.model, copy.copy(self.config), np.asarray(input_ids)
+        if sampling:  # what generate() narrows on its own is for requests that say nothing
+            config.top_k = model.generation_config.top_k
+        for name, value in sampling.items():
+            setattr(config, name, value)
+        if max_new_tokens is None:
+            max_new_tokens = self.new_tokens(prompt.size)
+        elif model.lengths_are_defaults:
+            max_new_tokens = min(max_new_tokens, max(most_new_tokens(prompt.size, model.neuron_config), 1))
+        check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
+        eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        config.eos_token_id = sorted(eos_token_ids) or None
+        # Some processors count up to where this request ends.
+        most = most_new_tokens(prompt.size, model.neuron_config) if max_new_tokens is None else max_new_tokens
+        config.max_length = prompt.size + most
+        processors = processors_of(model, config, prompt)
+        do_sample = bool(config.do_sample)
+        told = self.batching.return_logprobs and _graphs_tell(processors, model.neuron_config, do_sample)
+        choice = choose_how(
+            processors,
+            model.neuron_config,
+            do_sample=do_sample,
+            keep_scores=self.batching.return_logprobs and not told,
+            keep_logits=False,
+        )
+        on_device = isinstance(choice, OnDeviceChoice)
+        ends = None
+        if self._stops is not None or config.max_time is not None:
+            ends = partial(_ending, prompt, self._stops, config.max_time)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            sampling=choice.sampling if on_device else _sampling(config),
+            seed=seed,
+            processors=None if on_device else processors,
+            do_sample=do_sample,
+            logprobs=told or logprobs,
+            ends=ends,
+        )
+
+
+def _ending(
+    prompt: np.ndarray, stops: StopStringCriteria | None, longest: float | None, tokens: Sequence[int], seconds: float
+) -> FinishReason | None:
+    """Why a text ends with its last token, by transformers' own criteria; None where it does not."""
+    if stops is not None and bool(stops(torch.from_numpy(np.append(prompt, tokens).astype(np.int64))[None], None)):
+        return "stop"
+    return "length" if longest is not None and seconds > longest else None
+
+
+def _sampling(config: GenerationConfig) -> SamplingParams:
+    """The parameters of a request with tokens that the host chooses, for the record."""
+    if not config.do_sample:
+        return GREEDY
+    return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)
+
+
+def _graphs_tell(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:
+    """Whether the graphs can tell the log-probabilities that are asked for: of scores, which then are the logits themselves."""
+    if config.top_logprobs is None:
+        return False
+    choice = choose_how(processors, config, do_sample=do_sample, keep_scores=False, keep_logits=False)
+    return isinstance(choice, OnDeviceChoice) and choice.sampling in (GREEDY, SamplingParams(temperature=1.0))
+
+
+def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:
+    plain = ContinuousBatchingConfig()
+    set_names = [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in _HONOURED and getattr(config, field.name) != getattr(plain, field.name)
+    ]
+    if set_names:
+        logger.warning("%s: no meaning for compiled graphs, which got their cache at export", ", ".join(set_names))
+
+
+class Outcome:
+    """A request's output as it grows, in transformers' form."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], *, timed: bool, logprobs: bool) -> None:
+        self._with_logprobs = logprobs
+        timestamps: list[float] | None = [] if timed else None
+        prompt = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+        ids = list(prompt) if isinstance(prompt, Iterable) else []  # of any other the request will tell
+        self.output = GenerationOutput(request_id=request_id, prompt_ids=ids, timestamps=timestamps)
+
+    def add(self, event: Event) -> bool:
+        """Takes a token, or why there will be none; returns whether the request ended with it."""
+        if isinstance(event, RequestFailure):
+            logger.error("%s", event.error)
+            self.fail(str(event.error))
+            return True
+        now, output = time.perf_counter(), self.output
+        if not output.generated_tokens:
+            output.status, output.lifespan = RequestStatus.DECODING, (now, -1)
+        output.generated_tokens.append(event.token_id)
+        if event.logprob is not None and self._with_logprobs:
+            output.logprobs.append(event.logprob)
+        if output.timestamps is not None:
+            output.timestamps.append(now)
+        if event.finish_reason is not None:
+            output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+        return event.finish_reason is not None
+
+    def fail(self, reason: str) -> None:
+        """Ends with an error."""
+        self.output.error, self.output.status = reason, RequestStatus.FAILED
+        self.output.lifespan = (self.output.lifespan[0], time.perf_counter())

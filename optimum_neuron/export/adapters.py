@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT adapters, merged into a checkpoint's weights before they are exported."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.digest import file_sha256
+from ..checkpoints.files import TOKENIZER_FILES, check_documents, read_object, read_shapes
+from ..checkpoints.find import ADAPTER_CONFIG as CONFIG_NAME
+from ..checkpoints.hub import download
+from ..checkpoints.language_model import text_prompt
+from ..errors import first_line
+
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLED_NAME = "adapter_model.bin"
+# Logits of the merged model against those of the model with its adapter beside it, as a part of their range, in float32.
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter on the local disk; made by `find_adapters`.
+
+    Attributes:
+        source: what the user named, kept for the record.
+        peft_type: PEFT's name of the method, as LORA.
+        base: the name of the model that it was trained on, where it tells.
+    """
+
+    folder: Path
+    source: str
+    peft_type: str
+    base: str | None
+
+    def warn_of_other_base(self, checkpoint: Checkpoint) -> None:
+        """The names may differ where the models do not; what does not fit at all is refused by `merge`."""
+        if self.base is not None and Path(self.base).name != Path(checkpoint.source).name:
+            logger.warning(
+                "adapter %s was trained on %s, and is merged into %s; make sure that these are the same model",
+                self.source,
+                self.base,
+                checkpoint.source,
+            )
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest tells of it."""
+        digests = {name: file_sha256(self.folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+        return {"source": self.source, "peft_type": self.peft_type, "sha256": digests}
+
+    def merge(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model with the adapter's changes in its weights; `model` is float32, has attention of its own, and is used up.
+
+        Raises:
+            ValueError: the adapter does not fit the model, or what it computes cannot be written as weights.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what PEFT warns of is checked here
+            return self._merge(model)
+
+    def _merge(self, model: PreTrainedModel) -> PreTrainedModel:
+        from peft import PeftModel
+
+        self._resize_embeddings(model)
+        ties = Ties.of(model)
+        try:
+            adapted = PeftModel.from_pretrained(model, str(self.folder), autocast_adapter_dtype=False).eval()
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"adapter {self.source} does not fit {type(model).__name__}: {first_line(error)}"
+            ) from error
+        self._check_loaded(adapted, type(model).__name__)
+        ties.cut(adapted.get_base_model())
+        prompt = text_prompt(model.config)
+        with torch.inference_mode():
+            expected = adapted(input_ids=prompt, use_cache=False).logits
+        try:
+            merged = adapted.merge_and_unload(safe_merge=True)
+        except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"adapter {self.source} ({self.peft_type}) cannot be merged: {first_line(error)}"
+            ) from error
+        self._check_merged(merged, prompt, expected)
+        ties.restore(merged)
+        return merged
+
+    def _resize_embeddings(self, model: PreTrainedModel) -> None:
+        """Adapters trained with new tokens bring embeddings and head with as many rows."""
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        name, head_name = (
+            next((name for name, module in model.named_modules() if module is wanted), "")
+            for wanted in (embeddings, head)
+        )
+        shapes = {key: shape for key, (shape, _) in read_shapes(self.folder / WEIGHTS_NAME).items()}
+        rows = {shape[0] for key, shape in shapes.items() if key.endswith(f"{name}.weight") and "lora" not in key}
+        if not rows or rows == {embeddings.weight.shape[0]}:
+            return
+        tied = head is None or head.weight is embeddings.weight
+        if not tied and not any(key.endswith(f"{head_name}.weight") for key in shapes):
+            raise ValueError(
+                f"adapter {self.source} changes the number of embeddings to {max(rows)} and holds no head of this size; save it "
+                f"with save_embedding_layers=True"
+            )
+        model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+    def _check_loaded(self, adapted: Any, name: str) -> None:
+        """PEFT only warns of tensors that it did not find a place for, and of those that it made up."""
+        from peft import get_peft_model_state_dict
+        from peft.utils.save_and_load import load_peft_weights
+
+        held = load_peft_weights(str(self.folder), device="cpu").keys()
+        own = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+        homeless = sorted(held - own - get_peft_model_state_dict(adapted, save_embedding_layers=True).keys())
+        lacking = sorted(own - held)
+        if homeless:
+            raise ValueError(
+                f"adapter {self.source} does not fit {name}, which has no place for {homeless[0]} ({len(homeless)} of its "
+                f"{len(held)} tensors); export the model that it was trained on, {self.base}"
+            )
+        if lacking:
+            raise ValueError(
+                f"adapter {self.source} lacks {lacking[0]} ({len(lacking)} tensors); download or save it again"
+            )
+
+    def _check_merged(self, model: PreTrainedModel, prompt: Tensor, expected: Tensor) -> None:
+        left = next(
+            (name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None
+        )
+        if left is not None:
+            raise ValueError(
+                f"adapter {self.source} ({self.peft_type}) cannot be merged: {left} stays apart from the weights"
+            )
+        with torch.inference_mode():
+            logits = model(input_ids=prompt, use_cache=False).logits
+        difference = float((logits - expected).abs().max() / (expected.max() - expected.min()).clamp(min=1e-30))
+        if not difference <= _TOLERANCE:
+            raise ValueError(
+                f"adapter {self.source} ({self.peft_type}) cannot be merged: the merged model's logits differ by "
+                f"{difference:.1g} of their range from those with the adapter apart from the weights"
+            )
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Names of a model's parameters that are one tensor. Merging into one of them must not change the others."""
+
+    groups: tuple[tuple[str, ...], ...]
+    shared: frozenset[int]
+    told: tuple[bool, ...]  # by the configs
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Ties:
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        tied = {key: tuple(group) for key, group in names.items() if len(group) > 1}
+        told = tuple(getattr(config, "tie_word_embeddings", False) for config in _configs(model))
+        return cls(tuple(tied.values()), frozenset(tied), told)
+
+    def cut(self, model: nn.Module) -> None:
+        """Gives each name a tensor of its own, in a model that adapters were put into."""
+        seen = set()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in self.shared and parameter is not None:
+                    if id(parameter) in seen:
+                        module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                    seen.add(id(parameter))
+
+    def restore(self, model: PreTrainedModel) -> None:
+        """Ties again what is still equal, and has the config tell whether that is all."""
+        equal = True
+        for group in self.groups:
+            first, *others = (model.get_parameter(name) for name in group)
+            if not all(torch.equal(first, other) for other in others):
+                equal = False
+                continue
+            for name in group[1:]:
+                owner, _, member = name.rpartition(".")
+                model.get_submodule(owner)._parameters[member] = first
+        for config, told in zip(_configs(model), self.told, strict=True):
+            config.tie_word_embeddings = told and equal
+
+
+def _configs(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.config, model.config.get_text_config(decoder=True)
+
+
+def find_adapters(
+    adapter: str | Path | Sequence[str | Path] | None, *, token: str | bool | None, **hub: Any
+) -> tuple[PeftAdapter, ...]:
+    """Resolves folders and Hub ids of adapters; before any weights are loaded.
+
+    Args:
+        hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
+
+    Raises:
+        ValueError: an adapter is of a kind that cannot be merged, or is pickled.
+        FileNotFoundError: nothing of that name exists, or it is no adapter.
+        RuntimeError: PEFT is not installed.
+    """
+    if adapter is None:
+        return ()
+    names = [adapter] if isinstance(adapter, (str, Path)) else list(adapter)
+    try:
+        if names:
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            "merging an adapter needs PEFT, which is not installed; pip install 'optimum-neuron-runtime[peft]'"
+        ) from error
+    return tuple(_find(str(name), token=token, **hub) for name in names)
+
+
+def _find(name: str, *, token: str | bool | None, **hub: Any) -> PeftAdapter:
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        folder = download(name, [CONFIG_NAME, WEIGHTS_NAME, *TOKENIZER_FILES], revision=None, token=token, **hub)
+    if not (folder / CONFIG_NAME).is_file():
+        raise FileNotFoundError(f"{name} holds no {CONFIG_NAME}; name the folder or Hub id of a PEFT adapter")
+    if not (folder / WEIGHTS_NAME).is_file():
+        if (folder / PICKLED_NAME).is_file():
+            raise ValueError(
+                f"adapter {name} holds its weights as {PICKLED_NAME}, a format that may run code; save it again by PEFT, as "
+                f"{WEIGHTS_NAME}"
+            )
+        raise FileNotFoundError(f"adapter {name} holds no {WEIGHTS_NAME}")
+    check_documents(folder)
+    _check_rank(folder)
+    config = _read_config(folder, name)
+    return PeftAdapter(folder, name, config.peft_type.value, config.base_model_name_or_path)
+
+
+def _check_rank(folder: Path) -> None:
+    """PEFT makes matrices of the ranks that the config names before it looks at the weights."""
+    config = read_object(folder / CONFIG_NAME)
+    shapes = [shape for shape, _ in read_shapes(folder / WEIGHTS_NAME).values()]
+    patterns = config.get("rank_pattern")
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    largest = max((size for shape in shapes for size in shape), default=0)
+    above = next((rank for rank in ranks if isinstance(rank, int) and rank > largest), None)
+    if above is not None:
+        raise ValueError(
+            f"{folder / CONFIG_NAME} names the rank {above}, and no tensor of {WEIGHTS_NAME} has more than {largest} rows or "
+            f"columns; save the adapter again"
+        )
+
+
+def _read_config(folder: Path, name: str) -> Any:
+    from peft import PeftConfig
+
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # PEFT checks little of what it reads
+        raise ValueError(
+            f"{folder / CONFIG_NAME} is no configuration that the installed PEFT knows ({first_line(error)}); save the adapter "
+            f"again, or install a newer PEFT"
+        ) from error
+    if config.peft_type is None:
+        raise ValueError(f"{folder / CONFIG_NAME} names no peft_type; save the adapter again")
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ValueError(
+            f"adapter {name} ({config.peft_type.value}) adds to the context instead of changing weights, so it cannot be merged; "
+            f"train an adapter that changes weights, as LoRA"
+        )
+    return config

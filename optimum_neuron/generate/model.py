@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeuronModelForCausalLM: from a folder or Hub id to a model that runs, and back to a folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import CommitInfo
+from transformers import GenerationConfig
+from transformers.utils import PushToHubMixin
+
+from .. import progress
+from ..artifact.artifact import Artifact, is_graph_file
+from ..artifact.find import find_artifact
+from ..artifact.measurements import MEASUREMENTS_NAME
+from ..artifact.skeleton import read_config, read_generation_config
+from ..artifact.writer import copy_artifact, write_artifact
+from ..checkpoints.card_facts import CARD_NAME
+from ..config import NeuronConfig
+from ..engine.continuous_batching.surface import ContinuousBatching
+from ..engine.engine import Engine
+from ..runtime.defaults import in_vocabulary, usable
+from ..runtime.limits import refuse_other_options
+from ..runtime.process import OwnProcess
+from ..runtime.profile import Profile
+from ..runtime.threads import end_idle_workers
+from ..runtime.traced_runner import open_runner
+from ..targets import Executable, get_target
+from ..targets.rank_options import RankOptions
+from .auto import load_artifacts_by
+from .forward import Forward
+from .generation import Generation
+from .keywords import own_options
+from .module import make_known
+
+
+class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubMixin):
+    """A causal language model whose step graphs were compiled ahead of time.
+
+    Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to
+    `neuron_config.sequence_length` tokens, padded on either side. Calls from several threads run one after another.
+
+    Attributes:
+        config: the checkpoint's transformers config.
+        generation_config: defaults of `generate`.
+        neuron_config: sizes and options of the graphs.
+        runner: the slots and graphs, with counters.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        executable: Executable,
+        config: Any,
+        generation_config: GenerationConfig,
+        *,
+        deterministic: bool = False,
+        trust_remote_code: bool = False,
+        profile: Profile | None = None,
+    ) -> None:
+        self.artifact = artifact
+        self.config = config
+        self.generation_config = generation_config
+        self.neuron_config: NeuronConfig = artifact.config
+        self.device = torch.device("cpu")
+        self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
+        self.runner = open_runner(artifact, executable, deterministic=deterministic, profile=profile)
+        self._trust_remote_code = trust_remote_code
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
+        self._served = False  # a service has the slots
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | Path,
+        *,
+        export: bool | None = None,
+        config: NeuronConfig | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+        adapter: str | Path | Sequence[str | Path] | None = None,
+        dequantize: bool = False,
+        quantization_calibration: str | Path | None = None,
+        deterministic: bool = False,
+        rank_python: str | Path | None = None,
+        rank_timeout: float | None = None,
+        profile: Profile | None = None,
+        **options: Any,
+    ) -> NeuronModelForCausalLM:
+        """Loads an artifact, or exports a checkpoint first.
+
+        Args:
+            model_id: an artifact (folder or Hub id) or, with `export=True`, a checkpoint (folder, Hub id or .gguf file).
+            export: True exports, False never does; None exports where `model_id` holds no artifact.
+            config: sizes and options of an export; `options` may name them one by one instead.
+            revision, token, cache_dir, force_download, local_files_only: as in transformers.
+            trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
+                artifact are compiled again on this machine.
+            adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
+            dequantize: for an export of a quantized checkpoint, have plain weights in the place of its codes.
+            quantization_calibration: for an export with `quantization="int4"`, a text in UTF-8 to round weights on.
+            deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
+                whatever else is served, also where graphs of different shapes round differently (the cpu target's do
+                not, as a rule); every step then costs as much as the largest.
+            rank_python: for a Neuron device, the interpreter that holds its ranks, of an environment with numpy and a
+                runtime; None for what OPTIMUM_NEURON_RANK_PYTHON names, or this one. NEURON.md tells what goes together.
+            rank_timeout: for a Neuron device, the seconds that one step may take; None for what NEURON_RT_EXEC_TIMEOUT
+                says, or 600.
+            profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
+                profile; its context has to be open.
+            options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
+                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are logged once.
+
+        Raises:
+            TypeError: an option that NeuronConfig does not know.
+            ValueError: options that contradict each other, or that differ from the artifact's.
+            FileNotFoundError: `model_id` names nothing.
+            ArtifactError: the artifact is corrupt.
+        """
+        options = own_options(options)
+        if not isinstance(config, NeuronConfig | None):
+            raise TypeError(
+                f"config is a NeuronConfig, not a {type(config).__name__}: the model brings its own; leave it out"
+            )
+        if config is not None and options:
+            raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
+        ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
+        wanted = NeuronConfig.from_dict(options) if config is None else config
+        hub: dict[str, Any] = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+        }
+        found = find_artifact(model_id, export=export, native_code=trust_remote_code, **hub)
+        if found is None:
+            return cls._export(
+                model_id,
+                wanted,
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+                dequantize=dequantize,
+                quantization_calibration=quantization_calibration,
+                deterministic=deterministic,
+                ranks=ranks,
+                profile=profile,
+                **hub,
+            )
+        artifact, from_hub = found
+        if adapter is not None:
+            raise ValueError(
+                f"adapter={adapter!r} can be merged by an export only, and {model_id} is an artifact; export its checkpoint "
+                f"with the adapter"
+            )
+        if dequantize:
+            raise ValueError(
+                f"dequantize=True is for an export, and {model_id} is an artifact; export its checkpoint with it"
+            )
+        if quantization_calibration is not None:
+            raise ValueError(
+                f"quantization_calibration={str(quantization_calibration)!r} is for an export, and {model_id} is an artifact; export its "
+                f"checkpoint with it"
+            )
+        refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
+        return cls._load(
+            artifact,
+            trust_native_code=trust_remote_code or not from_hub,
+            trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
+            ranks=ranks,
+            profile=profile,
+        )
+
+    @classmethod
+    def _export(
+        cls,
+        model_id: str | Path,
+        config: NeuronConfig,
+        *,
+        trust_remote_code: bool,
+        deterministic: bool,
+        ranks: RankOptions,
+        profile: Profile | None,
+        **options: Any,
+    ) -> NeuronModelForCausalLM:
+        from ..export.recipe import export_model
+
+        folder = Path(tempfile.mkdtemp(prefix="optimum-neuron-"))
+        try:
+            path = export_model(
+                model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **options
+            )
+            model = cls._load(
+                Artifact.open(path),
+                trust_native_code=True,
+                trust_remote_code=trust_remote_code,
+                deterministic=deterministic,
+                ranks=ranks,
+                profile=profile,
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(model, _remove, folder, model.runner.process)
+        return model
+
+    @classmethod
+    def _load(
+        cls,
+        artifact: Artifact,
+        *,
+        trust_native_code: bool,
+        trust_remote_code: bool,
+        deterministic: bool,
+        ranks: RankOptions,
+        profile: Profile | None,
+    ) -> NeuronModelForCausalLM:
+        # Before transformers reads, or with trust_remote_code runs, any of these files.
+        artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
+        config = read_config(artifact.path, trust_remote_code=trust_remote_code)
+        generation_config = _defaults(artifact, config)
+        if profile is not None:
+            ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
+        with progress.stage("Loading the artifact"):
+            executable = get_target(artifact.target).load(
+                artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
+            )
+        return cls(
+            artifact,
+            executable,
+            config,
+            generation_config,
+            deterministic=deterministic,
+            trust_remote_code=trust_remote_code,
+            profile=profile,
+        )
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
+
+        `kwargs` are those of `push_to_hub`; `max_shard_size` and `safe_serialization` are accepted and have no meaning
+        for compiled graphs.
+
+        Raises:
+            FileExistsError: the folder holds something else.
+        """
+        for unused in ("max_shard_size", "safe_serialization"):
+            kwargs.pop(unused, None)
+        if kwargs and not push_to_hub:
+            raise TypeError(f"save_pretrained got {', '.join(sorted(kwargs))}, which only push_to_hub=True takes")
+        save_directory = Path(save_directory)
+        if save_directory.resolve() != self.artifact.path.resolve():
+            manifest = {key: value for key, value in self.artifact.manifest.items() if key != "files"}
+            with write_artifact(save_directory, overwrite=True) as writer:
+                copy_artifact(self.artifact, writer.path)
+                self.generation_config.to_json_file(writer.path / "generation_config.json")
+                writer.commit(manifest)
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", save_directory.name)
+            self.push_to_hub(repo_id, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = None,
+        tags: list[str] | None = None,
+        base_model: str | None = None,
+    ) -> CommitInfo:
+        """Uploads the artifact to a repository of the Hub, with the present `generation_config` and a model card; see `hub.push`.
+
+        Args:
+            private: whether the repository is; default: as it is, or where it is made here, as its owner has chosen.
+            revision: the branch, which is made where there is none.
+            create_pr: ask for the files to be taken over, in place of a commit to the branch.
+            max_shard_size: accepted as in transformers; compiled graphs have no shards.
+            tags: of the card, beside its own.
+            base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
+
+        Raises:
+            ArtifactError: a file was changed after the export.
+            ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
+        """
+        from ..tools.hub.push import push_artifact
+
+        with self._as_it_is() as artifact:
+            return push_artifact(
+                artifact,
+                repo_id,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                base_model=base_model,
+                tags=tags,
+            )
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[Artifact]:
+        """The artifact, or a copy of it where `generation_config` was changed since it was read."""
+        if _defaults(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
+            yield self.artifact
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / self.artifact.path.resolve().name
+            self.save_pretrained(folder)
+            for beside in (CARD_NAME, MEASUREMENTS_NAME):
+                if (self.artifact.path / beside).is_file():
+                    shutil.copyfile(self.artifact.path / beside, folder / beside)
+            yield Artifact.open(folder)
+
+    @contextmanager
+    def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:
+        """The slots for one call: calls from several threads run one after another, a manager excludes them."""
+        self.runner.process.check()  # before the lock, which another thread may have held in the fork's moment
+        with self._lock:
+            if self._served:
+                raise RuntimeError(
+                    "the model's slots are in use by a running service or continuous-batching manager; send the request to "
+                    "it, or close it first"
+                )
+            if not keep_engine:
+                self._engine = None  # its knowledge of the slots' contents is void
+            try:
+                yield
+            finally:
+                end_idle_workers()  # the next call, or a service, may be another thread's
+
+
+def _defaults(artifact: Artifact, config: Any) -> GenerationConfig:
+    return in_vocabulary(usable(read_generation_config(artifact, config), artifact.config)[0], artifact.model)
+
+
+def _remove(folder: Path, process: OwnProcess) -> None:
+    """Removes a folder at the end of the process that made it, and not at that of one that was forked from it."""
+    if process.is_here:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+make_known(NeuronModelForCausalLM.__name__)
+load_artifacts_by(NeuronModelForCausalLM.from_pretrained)

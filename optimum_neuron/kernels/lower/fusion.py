@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of elementwise operators and reductions that become one Map.
+
+Operators join a group while their results have its shape, or that of its rows once there is a reduction. What the group
+reads is in memory before it begins, so a group can be emitted at any time; it is when somebody else needs what it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..plan.program import Item, Map, Operand
+from ..plan.values import Memory, Stored, operand
+
+
+# Beyond this, a group's registers would leave the caches.
+_MAX_ITEMS = 160
+_ROUNDING = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What registers can hold; int64 is read as int32, for who knows that it fits.
+REGISTER_DTYPES = (*_FLOATS, torch.int32, torch.bool)
+
+
+def squeezed(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    return dtype in _FLOATS
+
+
+@dataclass(eq=False)
+class Pending:
+    """A register of a group that has yet to be emitted.
+
+    Attributes:
+        rows: whether it has one element per row of the group.
+        home: where it will be stored, if it will.
+        nodes: whose value it is: views that change no element's place share it.
+    """
+
+    group: Group
+    register: int
+    rows: bool
+    dtype: torch.dtype
+    home: Memory | None = None
+    nodes: list[Node] = field(default_factory=list)
+
+
+class Group:
+    """A Map under way, in static single assignment; `close` assigns registers."""
+
+    def __init__(self, domain: tuple[int, ...]) -> None:
+        self.domain = domain
+        self.inner: int | None = None  # how many of the last dimensions are reduced
+        self.closed = False
+        self.pending: list[Pending] = []
+        self.written: set[Memory] = set()
+        self.read: set[Memory] = set()
+        self._items: list[Item] = []
+        self._count = 0
+        self._loads: dict[tuple[int, torch.dtype, int, tuple[int, ...], bool], int] = {}
+        self._spread: dict[int, int] = {}
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """The shape of its rows."""
+        return self.domain[: len(self.domain) - (self.inner or 0)]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._items) >= _MAX_ITEMS
+
+    def can_reduce(self, inner: int) -> bool:
+        return inner > 0 and self.inner in (None, inner)
+
+    def takes_rows(self, own: torch.Size, shape: torch.Size) -> bool:
+        """Whether a tensor of one element per row, of shape `own`, meets the group's own elements in `shape` row by row."""
+        padded = (1,) * (len(shape) - len(own)) + tuple(own)
+        meeting = [size for size, whole in zip(padded, shape, strict=True) if whole != 1]
+        return tuple(meeting) == self.outer + (1,) * (self.inner or 0)
+
+    def load(self, value: Stored, shape: torch.Size, *, rows: bool) -> int:
+        """A register with a tensor in memory, broadcast to `shape`."""
+        fewer = value.layout.dim() > len(shape)  # without its dimensions of size 1
+        layout = value.layout.view(shape) if fewer else value.layout.expand(shape)
+        sizes = [size for size in shape if size != 1]
+        strides = [stride for size, stride in zip(shape, layout.stride(), strict=True) if size != 1]
+        key = (value.memory.index, layout.dtype, int(layout.storage_offset()), tuple(strides), rows)
+        if key not in self._loads:
+            access = operand(value.memory, layout)
+            access = Operand(access.buffer, access.dtype, access.offset, tuple(sizes), tuple(strides))
+            self._loads[key] = self._append("load", access=access, rows=rows)
+            self.read.add(value.memory)
+        return self._loads[key]
+
+    def store(self, register: int, memory: Memory, layout: Tensor, *, rows: bool) -> None:
+        """Writes a register to a tensor of the group's shape, or that of its rows."""
+        full = operand(memory, layout)
+        kept = [i for i, size in enumerate(layout.shape) if size != 1]
+        access = Operand(
+            full.buffer,
+            full.dtype,
+            full.offset,
+            tuple(full.shape[i] for i in kept),
+            tuple(full.strides[i] for i in kept),
+        )
+        self._items.append(Item("store", -1, (register,), (False,), rows, access))
+        self.written.add(memory)
+
+    def compute(
+        self, op: str, operands: Sequence[int | float], constants: Sequence[bool] = (), *, rows: bool = False
+    ) -> int:
+        return self._append(op, tuple(operands), tuple(constants) or (False,) * len(operands), rows=rows)
+
+    def reduce(self, op: str, register: int, inner: int) -> int:
+        self.inner = inner
+        return self.compute(op, (register,), rows=True)
+
+    def rotate(self, register: int) -> int:
+        """Each row's second half negated, and then its first."""
+        self.inner = 1
+        return self.compute("rotate_half", (register,))
+
+    def spread(self, register: int) -> int:
+        """A register of rows as one of all elements."""
+        if register not in self._spread:
+            self._spread[register] = self.compute("spread", (register,))
+        return self._spread[register]
+
+    def rounded(self, register: int, dtype: torch.dtype, *, rows: bool) -> int:
+        """What is left of float32 numbers in another type."""
+        return self.compute(_ROUNDING[dtype], (register,), rows=rows) if dtype in _ROUNDING else register
+
+    def add(self, register: int, dtype: torch.dtype, *, rows: bool) -> Pending:
+        value = Pending(self, register, rows, dtype)
+        self.pending.append(value)
+        return value
+
+    def _append(
+        self,
+        op: str,
+        operands: tuple[int | float, ...] = (),
+        constants: tuple[bool, ...] = (),
+        *,
+        rows: bool,
+        access: Operand | None = None,
+    ) -> int:
+        register = self._count
+        self._count += 1
+        self._items.append(Item(op, register, operands, constants, rows, access))
+        return register
+
+    def close(self) -> Map | None:
+        """The Map; None where nothing that it computes is needed, or has elements."""
+        self.closed = True
+        items = _live(self._items)
+        if not items or 0 in self.domain:
+            return None
+        inner = self.inner or 0
+        rows = math.prod(self.outer) if inner else 1
+        registers, assigned = _assign_registers(items)
+        return Map(rows, math.prod(self.domain) // rows, registers, assigned)
+
+
+def _registers_of(item: Item) -> list[int]:
+    return [
+        int(value)
+        for value, constant in zip(item.operands, item.constants, strict=True)
+        if not constant and value is not None
+    ]
+
+
+def _live(items: list[Item]) -> list[Item]:
+    """Those on which a store depends."""
+    needed: set[int] = set()
+    live = []
+    for item in reversed(items):
+        if item.op == "store" or item.to in needed:
+            live.append(item)
+            needed.update(_registers_of(item))
+    return live[::-1]
+
+
+def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
+    """Gives registers that are not read any more to others. One that an item reads is never the one that it writes."""
+    last_use = {register: index for index, item in enumerate(items) for register in _registers_of(item)}
+    free: list[int] = []
+    place: dict[int, int] = {}
+    count, assigned = 0, []
+    for index, item in enumerate(items):
+        operands = tuple(
+            value if constant else place[int(value)]  # type: ignore[arg-type]
+            for value, constant in zip(item.operands, item.constants, strict=True)
+        )
+        target = -1
+        if item.op != "store":
+            if free:
+                target = free.pop()
+            else:
+                target, count = count, count + 1
+            place[item.to] = target
+        assigned.append(Item(item.op, target, operands, item.constants, item.rows, item.access))
+        for register in {*_registers_of(item)}:
+            if last_use[register] == index:
+                free.append(place[register])
+    return count, tuple(assigned)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that stay calls of torch's operators, and which operators an artifact's plan may name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..plan.access import PlanError
+from ..plan.operators import OPERATORS, check_arguments
+from ..plan.program import Operand, TorchCall
+from ..plan.values import dtype_name, operand
+from .builder import PlanBuilder, arguments
+from .pointwise import CONVERSIONS, aten
+
+
+# Arguments that say where a result lies: in a plan, its operands tell.
+_PLACEMENT = ("device", "pin_memory", "layout")
+
+
+def writes(node: Node) -> bool:
+    """Whether a node writes to one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
+    """A node as a call of torch's operator, whose results are copied to buffers of the plan.
+
+    Raises:
+        PlanError: no plan may call the operator.
+    """
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target not in CONVERSIONS:  # which become one operator of the list
+        name = str(node.target)
+        if name not in OPERATORS:
+            raise PlanError(
+                f"it calls {name}, which is not in the closed list of operators that an artifact of the cpu target may call "
+                f"(kernels/plan/operators.py); export with target='eager'"
+            )
+        check_arguments(name, *map_arg((list(arguments(node)), dict(node.kwargs)), builder.fake))
+    if writes(node):
+        builder.close_all()
+        target = builder.stored(arguments(node)[0])
+        builder.emit(_call(builder, node, ()))
+        builder.values[node] = target
+        return
+    fakes = node.meta["val"]
+    results = [fakes] if isinstance(fakes, Tensor) else list(fakes)
+    for source in node.all_input_nodes:
+        builder.stored(source)
+    outputs = [builder.allocate(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in results]
+    places = tuple(None if each is None else operand(each.memory, each.layout) for each in outputs)
+    builder.emit(_call(builder, node, places))
+    builder.values[node] = outputs[0] if isinstance(fakes, Tensor) else outputs
+
+
+def copy_by_torch(builder: PlanBuilder, node: Node) -> None:
+    """Makes a node's value a copy of its own, in any type."""
+    value = builder.stored(node)
+    output = builder.allocate(value.layout.shape, value.layout.dtype)
+    source = {"tensor": operand(value.memory, value.layout)}
+    builder.emit(TorchCall(str(aten.clone.default), [source], {}, (operand(output.memory, output.layout),)))
+    builder.values[node] = output
+
+
+def _call(builder: PlanBuilder, node: Node, outputs: tuple[Operand | None, ...]) -> TorchCall:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target in CONVERSIONS:  # whatever else it says of where to
+        dtype = {"dtype": dtype_name(builder.fake(node).dtype)}
+        return TorchCall(str(aten.to.dtype), [_argument(builder, arguments(node)[0]), dtype], {}, outputs)
+    return TorchCall(
+        str(node.target),
+        [_argument(builder, each) for each in arguments(node)],
+        {name: _argument(builder, each) for name, each in node.kwargs.items() if name not in _PLACEMENT},
+        outputs,
+    )
+
+
+def _argument(builder: PlanBuilder, value: Any) -> Any:
+    if isinstance(value, Node):
+        stored = builder.stored(value)
+        return {"tensor": operand(stored.memory, stored.layout)}
+    if isinstance(value, list | tuple):
+        return [_argument(builder, each) for each in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return {"number": str(value)}
+    if isinstance(value, torch.memory_format | torch.layout | torch.device):
+        return None
+    return value

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Map as the words that native/plan.cpp reads. What its operators read and write, registers too, is checked here, and only here.
+
+A register holds whole rows or one element of each, as the last item that wrote it leaves it; an operator reads as many elements
+of a register as it takes, whatever the register has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ..plan.access import TYPES, check_operand, float_bits, require
+from ..plan.program import OPS, REDUCTIONS, Buffer, Item, Map
+
+
+_LOADED = TYPES | {"int8": 6}  # codes that were looked up
+_MAX_DIMS = 8
+# Elements times operators, so that nothing that native/map.cpp makes of them leaves 64 bits, nor its tasks the 40 of native/pool.cpp.
+_MAX_WORK = 1 << 48
+_MOVES = ("load", "store")  # what has an access
+_OF_TWO = frozenset(OPS[OPS.index("add") : OPS.index("where")])
+_OPERANDS = {"load": 0, "where": 3}  # of others that are not of two, one
+_MODES = {(False, False): 0, (False, True): 1, (True, False): 2, (True, True): 3}
+_EXTENT = {False: "whole rows", True: "an element of each row"}
+
+
+def encode_map(step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
+    """The words of a Map.
+
+    Raises:
+        PlanError: an operator would read or write outside of its buffers or registers, or what no operator has written.
+    """
+    work = step.rows * step.columns * len(step.items)
+    require(step.rows > 0 and step.columns > 0 and work > 0, "it has a map without elements")
+    require(work <= _MAX_WORK, f"it has a map of {work} elements and operators")
+    fits = 0 < step.registers <= len(step.items)
+    require(fits, f"it has a map of {step.registers} registers and {len(step.items)} operators")
+    whole = step.tokens is None or step.rows % step.tokens.count == 0 or not step.needs_rows
+    require(whole, "it has a map whose tokens share rows")
+    yield from (step.rows, step.columns, step.needs_rows, step.registers, len(step.items))
+    registers: dict[int, bool] = {}
+    for item in step.items:
+        yield from _item(item, step, registers)
+        if item.access is not None:
+            yield from _access(item, step, buffers)
+        if item.op != "store":
+            registers[item.to] = item.rows
+
+
+def map_tokens(step: Map) -> int:
+    """How many tokens a Map computes by itself; 0 where its accesses do not tell."""
+    shapes = {item.access.shape[:1] for item in step.items if item.access is not None}
+    return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else 0
+
+
+def _item(item: Item, step: Map, registers: dict[int, bool]) -> Iterator[int]:
+    """The words of an item but for its access.
+
+    Args:
+        registers: those that are written, and whether each holds an element of each row.
+    """
+    _check_form(item, step)
+    takes, leaves = _extents(item)
+    require(item.rows == leaves, f"it has {item.op!r} that gives {_EXTENT[item.rows]} instead of {_EXTENT[leaves]}")
+    places, constants = [0, 0, 0], [0, 0]
+    for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
+        if is_constant:
+            constants[index] = _constant(item.op, value)
+            continue
+        require(isinstance(value, int) and value in registers, "it reads a register before it is written")
+        assert isinstance(value, int)
+        require(value != item.to, "it overwrites an operand")
+        holds = registers[value]
+        require(holds == takes, f"it has {item.op!r} of {_EXTENT[holds]} instead of {_EXTENT[takes]}")
+        places[index] = value
+    first, second, *_ = *item.constants, False, False
+    yield from (OPS.index(item.op), _MODES[first, second], item.rows, item.to, *places, *constants)
+
+
+def _check_form(item: Item, step: Map) -> None:
+    """Whether an item has what its operator asks for, whatever its registers hold."""
+    require(item.op in OPS, f"it has an operator {item.op!r}")
+    require(item.op != "rotate_half" or step.columns % 2 == 0, "it has rows without halves")
+    exists = item.to == -1 if item.op == "store" else 0 <= item.to < step.registers
+    require(exists, "it has no such register")
+    require((item.access is not None) == (item.op in _MOVES), f"it has {item.op!r} with an access, or without its own")
+    count = 2 if item.op in _OF_TWO else _OPERANDS.get(item.op, 1)
+    fits = len(item.operands) == len(item.constants) == count
+    require(fits, f"it has {item.op!r} of {len(item.operands)} operands, where {count} belong")
+    fixed = [index for index, is_constant in enumerate(item.constants) if is_constant]
+    require(not fixed or (count > 1 and fixed[-1] < 2), "it has a constant where a register belongs")
+    require(count == 0 or len(fixed) < count, "it has an operator without operands")
+
+
+def _extents(item: Item) -> tuple[bool, bool]:
+    """Whether an operator takes, and whether it gives, an element of each row rather than whole ones."""
+    if item.op in REDUCTIONS:
+        return False, True
+    if item.op in ("spread", "rotate_half"):
+        return item.op == "spread", False
+    return item.rows, item.rows
+
+
+def _constant(op: str, value: int | float | None) -> int:
+    """The bits of a constant: of an int32 or a float32."""
+    of_integers = (op.startswith("i") and op != "isnan") or op == "where"
+    return value & 0xFFFFFFFF if of_integers and isinstance(value, int) else float_bits(value)
+
+
+def _access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
+    access = item.access
+    assert access is not None
+    check_operand(access, buffers)
+    types = _LOADED if item.op == "load" else TYPES
+    require(access.dtype in types, "it has an operand that no kernel takes")
+    count = step.rows if item.rows else step.rows * step.columns
+    require(math.prod(access.shape) == count, "it has an access of another size")
+    dims = _collapse(access.shape, access.strides)
+    require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
+    yield from (access.buffer, types[access.dtype], access.offset, len(dims))
+    for size, stride in dims:
+        yield from (size, stride)
+
+
+def _collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides with as few dimensions as visit the same elements in the same order."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return dims or [(1, 1)]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized weight: codes of 4 or 8 bits, and what a group of them is multiplied by; what it stands for, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....config import ACTIVATIONS
+
+
+# Values of e2m1 by their code: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, table 5.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = (*_E2M1, *(-value for value in _E2M1))
+# What the codes of a weight are, and the type that holds them. Two codes of 4 bits share a byte, the first one in its low half.
+CODE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
+PACKED = ("int4", "fp4")
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Kinds of codes that activations may be rounded for.
+MEET_CODED = ("int8", "int4")
+# Without a shift, codes of int4 stand for -8 to 7.
+INT4_MIDDLE = 8
+# Bits of float16 that are 0 in a scale of 5 significant bits, a short one. A code of int4 has 3 where it is no power of two, so that such a
+# scale times a code has no more than the 8 of bfloat16.
+UNUSED_SCALE_BITS = 63
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[..., outputs, inputs]`: value = code * scale + shift, in float32, the group's scale and shift.
+
+    Attributes:
+        kind: "int8", "int4", "fp8" (e4m3) or "fp4" (e2m1).
+        codes: `[..., outputs, inputs]`, or of 4 bits `[..., outputs, inputs / 2]`; of the type in `CODE_DTYPES`. A code of int4 is
+            0 to 15, and stands for itself less 8 where there is no shift.
+        scale: `[..., outputs, groups]` in one of `SCALE_DTYPES`; as many inputs share one as there are in a group.
+        shift: float32 as `scale`, where values are not symmetric: less a zero point times the scale, or what GGUF calls a minimum; of
+            int4 and int8 alone.
+        activations: what is multiplied with it is rounded to before, one of `ACTIVATIONS` (activations.py): of int4 and int8 alone. None:
+            nothing.
+
+    Raises:
+        ValueError: types or shapes do not agree, or activations are rounded to what does not meet such codes.
+    """
+
+    kind: str
+    codes: Tensor
+    scale: Tensor
+    shift: Tensor | None = None
+    activations: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != CODE_DTYPES[self.kind] or self.scale.dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"codes of {self.kind} are {self.codes.dtype} and scales {self.scale.dtype}; they are to be "
+                f"{CODE_DTYPES[self.kind]}, and one of {', '.join(map(str, SCALE_DTYPES))}"
+            )
+        groups = self.scale.shape[-1] if self.scale.dim() == self.codes.dim() else 0
+        if not groups or self.scale.shape[:-1] != self.codes.shape[:-1] or self.inputs % groups:
+            raise ValueError(
+                f"scales {list(self.scale.shape)} do not fit codes {list(self.codes.shape)} of {self.kind}: they have one for each "
+                f"group of an output's {self.inputs} inputs"
+            )
+        if self.shift is not None:
+            whole = self.kind in ("int8", "int4")
+            if not whole or self.shift.dtype != torch.float32 or self.shift.shape != self.scale.shape:
+                raise ValueError(
+                    f"a shift {list(self.shift.shape)} of {self.shift.dtype} does not fit {self.kind} with scales "
+                    f"{list(self.scale.shape)}: whole numbers have one in float32 for each scale"
+                )
+
+        if self.activations is not None and (self.activations not in ACTIVATIONS or self.kind not in MEET_CODED):
+            raise ValueError(
+                f"activations of {self.activations} do not meet codes of {self.kind}: those of {', '.join(ACTIVATIONS)} meet "
+                f"{' and '.join(MEET_CODED)}"
+            )
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[-1] * (2 if self.kind in PACKED else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale: all, or a part of them."""
+        return self.inputs // self.scale.shape[-1]
+
+    def part(self, index: int) -> QuantizedWeight:
+        """One of several weights, as of an expert."""
+        shift = None if self.shift is None else self.shift[index]
+        return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift, self.activations)
+
+    def values(self) -> Tensor:
+        """Codes as numbers `[..., outputs, inputs]` float32, not yet scaled."""
+        if self.kind not in PACKED:
+            return self.codes.float()
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
+        if self.kind == "fp4":
+            return torch.tensor(FP4_VALUES, device=codes.device)[codes.int()]
+        return codes.float() if self.shift is not None else codes.float().sub_(INT4_MIDDLE)
+
+    def dequantize(self) -> Tensor:
+        """`[..., outputs, inputs]` float32. Exact but for one rounding where a shift is added."""
+        grouped = self.values().unflatten(-1, (-1, self.group_size))
+        grouped.mul_(self.scale.float()[..., None])  # in place: of a head of many tokens a second copy is gigabytes
+        return (grouped if self.shift is None else grouped.add_(self.shift[..., None])).flatten(-2)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 `[..., inputs]`, in any type of whole numbers, two to a byte: `[..., inputs / 2]` uint8."""
+    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)

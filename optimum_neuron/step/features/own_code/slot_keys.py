@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model gets that attends in code of its own: the keys and values of all slots in a row, and a mask over them.
+
+Its code multiplies all tokens by all columns, so that each token's own are told by the mask alone. A slot of a cache of blocks is
+gathered from its blocks, in their order: what a token sees is then at the same place wherever its blocks lie, and has the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import kv_cache
+from ...attention import MASKED, MASKED_HALF, select_columns
+from ...attention_rows import AttentionRows
+from ...masks import CausalMask
+
+
+@dataclass(frozen=True)
+class SlotKeys:
+    """All slots of one step.
+
+    Attributes:
+        groups: the row groups, in the order of their tokens in the step.
+        columns: of each slot that the step reads.
+        last: `[slots]`, the last column that a slot has tokens of the step in; -1 of a slot that has none.
+        tables: `[slots, columns / block_length]`, the blocks of each slot that has tokens in the step, and any of the others; None
+            where slot i is block i.
+    """
+
+    groups: list[AttentionRows]
+    columns: int
+    last: Tensor
+    tables: Tensor | None
+
+    @classmethod
+    def of(cls, groups: list[AttentionRows], slots: int, *, has_blocks: bool) -> SlotKeys:
+        """Those of a step; rows of a cache of blocks have tables of them."""
+        last, tables = torch.full((slots,), -1, dtype=torch.int32), torch.zeros((slots, 1), dtype=torch.int32)
+        for group in groups:
+            position = group.position_ids.amax(1)
+            if group.slots is None:
+                last, tables = position, tables if group.blocks is None else group.blocks
+                continue
+            # What an idle row names is of a step before.
+            own = (group.slots == torch.arange(slots, dtype=torch.int32)[:, None]) & (position >= 0)
+            last = torch.maximum(last, torch.where(own, position, -1).amax(1))
+            if group.blocks is not None and has_blocks:
+                found = torch.where(own[:, :, None], group.blocks, -1).amax(1)
+                tables = torch.where(found >= 0, found, tables)
+        return cls(groups, groups[0].context_length, last, tables if has_blocks else None)
+
+    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Each `[1, kv_heads, slots * columns, dim]`, from a layer's whole cache.
+
+        No column may hold what is not finite: zeros stand for a token that is not, also for those that see it, and for all that
+        nobody in the step sees.
+        """
+        slots = len(self.last)
+        read = [kv_cache.read(each, self.tables, slots, self.columns) for each in (keys, values)]
+        kept = (torch.arange(self.columns, dtype=torch.int32) <= self.last[:, None]) & (kv_cache.broken(read[0]) == 0)
+        keys, values = (select_columns(each, kept).transpose(0, 1).flatten(1, 2)[None] for each in read)
+        return keys, values
+
+    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor:
+        """`[1, 1, tokens, slots * columns]`, to be added to the scores of all slots."""
+        window = mask.visible_window()
+        slots = torch.arange(len(self.last), dtype=torch.int32)
+        rows = []
+        for group in self.groups:
+            own = slots if group.slots is None else group.slots
+            visible = group.visible(window, 0, self.columns)[:, :, None] & (own[:, None] == slots)[:, None, :, None]
+            rows.append(visible.flatten(2).flatten(0, 1))
+        fill = MASKED_HALF if dtype == torch.float16 else MASKED
+        return torch.where(torch.cat(rows), 0.0, fill).to(dtype)[None, None]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers: a state per slot, updated by a scan over tokens."""

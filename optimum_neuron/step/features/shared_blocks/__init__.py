@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key/value blocks that several slots share."""

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step attends, writes its cache, multiplies quantized weights, convolves, computes experts and chooses tokens on the cpu target:
+by the operators of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.operators import NAMESPACE
+from ...step.attention import attend_cache
+from ...step.attention_rows import AttentionRows
+from ...step.features.codes.coded_states import Stored
+from ...step.features.codes.weight import PACKED, QuantizedWeight
+from ...step.features.experts.experts import ExpertsCall, dense_experts
+from ...step.features.recurrence.recurrence import ScanCall, ScanRows, ScanState
+from ...step.interface import AttentionCall
+from ...step.kv_cache import write_rounded
+from ...step.masks import AttentionChunk
+from ...step.ops import StepOps
+
+
+HEAD_DIM_STEP, HEAD_DIM_LIMIT = 16, 256
+# Columns that the attention kernel takes at a time, of a bias by column too.
+COLUMN_BLOCK = 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
+    """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
+    dim = keys.shape[-1]
+    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
+    return plain and call.query.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
+
+
+def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
+    """A drop-in for `attend_cache` that reads slots and blocks in place and stops at each token's own position."""
+    window = call.sliding_window
+    if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
+        return attend_cache(call, group, query, keys, values)
+    sinks = None if call.sinks is None else call.sinks.float()
+    (codes, key_scale), (value_codes, value_scale) = _parts(keys), _parts(values)
+    output: Tensor = getattr(torch.ops, NAMESPACE).attend(
+        query,
+        codes,
+        value_codes,
+        group.blocks,
+        group.position_ids,
+        call.scaling,
+        window or 0,
+        call.softcap or 0.0,
+        sinks,
+        None if call.column_bias is None else _in_blocks(call.column_bias, group, codes),
+        key_scale,
+        value_scale,
+    )
+    return output
+
+
+def _parts(states: Stored) -> tuple[Tensor, Tensor | None]:
+    return (states, None) if isinstance(states, Tensor) else (states.codes, states.scale)
+
+
+def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
+    """A table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
+    per_row = group.blocks.shape[1] if group.blocks is not None and group.blocks.dim() == 2 else 1
+    width = -(-keys.shape[2] * per_row // COLUMN_BLOCK) * COLUMN_BLOCK
+    table = column_bias[:, :width].float()
+    return nn.functional.pad(table, (0, width - table.shape[1])).contiguous()
+
+
+def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    """A drop-in for `kv_cache.write`."""
+    operators = getattr(torch.ops, NAMESPACE)
+    if isinstance(cache, Tensor):
+        operators.write_cache(cache, states, blocks, columns)
+    elif states.dtype in DTYPES:
+        operators.write_codes(cache.codes, cache.scale, states, blocks, columns)
+    else:
+        write_rounded(operators.write_cache, cache, states, blocks, columns)
+
+
+def _grouped_experts(call: ExpertsCall) -> Tensor:
+    """A drop-in for `dense_experts` that reads and computes the experts in use alone.
+
+    What a token gets depends on it and its experts only, to the bit.
+    """
+    if call.layer.is_transposed or call.dtype not in DTYPES:
+        return dense_experts(call)
+    index = call.index.to(torch.int64)
+    up = expert_linear(call.hidden_states.to(call.dtype), index, call.up_weight, call.up_bias)
+    return call.weighted_sum(call.normalize(expert_linear(call.activate(up), index, call.down_weight, call.down_bias)))
+
+
+def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """The linear layers of experts.
+
+    Args:
+        x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
+        index: `[tokens, k]` int64; from `experts` on: nowhere.
+        weight: `[experts, outputs, inputs]`.
+        bias: `[experts, outputs]`.
+
+    Returns:
+        `[tokens, k, outputs]`, zero where a token goes nowhere.
+
+    Raises:
+        ValueError: as `_quantized_linear`.
+    """
+    operators = getattr(torch.ops, NAMESPACE)
+    if isinstance(weight, Tensor):
+        plain: Tensor = operators.expert_linear(x, index, weight, bias)
+        return plain
+    check_quantized(weight, x.dtype)
+    parts = weight.kind, weight.codes, weight.scale, weight.shift
+    output: Tensor = operators.quantized_expert_linear(x, index, *parts, bias, weight.activations)
+    return output
+
+
+def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """A drop-in for `reference_product` that reads codes, and keeps no dequantized weight.
+
+    Raises:
+        ValueError: the kernels take no such weight, or no such input.
+    """
+    check_quantized(weight, x.dtype)
+    operator = getattr(torch.ops, NAMESPACE).quantized_linear
+    output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias, weight.activations)
+    return output
+
+
+def check_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    """Raises ValueError where the kernels take no such weight, or no input of this type."""
+    if weight.kind in PACKED and weight.group_size % 2:
+        raise ValueError(
+            f"a quantized weight of {weight.kind} has {weight.group_size} inputs to a scale, and target='cpu' takes two codes of a "
+            f"byte with one scale; quantize it with groups of an even size, or export with target='eager'"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"a quantized weight meets {dtype}, and target='cpu' multiplies {', '.join(map(str, DTYPES))}"
+        )
+
+
+def _convolve(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    """A drop-in for the convolution of `SlotConvolutions` that reads a slot's own inputs, and no other slot's."""
+    taps = weight.float().t().contiguous()
+    own_bias = None if bias is None else bias.float()
+    outputs: Tensor = getattr(torch.ops, NAMESPACE).convolve(inputs, taps, own_bias, state, slots, positions)
+    return outputs
+
+
+def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
+    """A drop-in for the scans of StepOps that takes each slot's state on token by token, in place."""
+    decay = call.decay if call.rates is not None else call.decay.exp()
+    outputs: Tensor = getattr(torch.ops, NAMESPACE).walk(
+        call.query,
+        call.key,
+        call.value,
+        decay if decay.dim() == 3 else decay[..., None],
+        call.beta,
+        call.rates,
+        state.current,
+        rows.slots,
+        rows.positions,
+    )
+    return outputs
+
+
+def _output_rows(rows: Tensor) -> Tensor:
+    """Tells a plan which tokens reach the model's head: what no other token's rows need can be left out."""
+    marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
+    return marked
+
+
+def _sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """A drop-in for `sample` that chooses the same tokens, and reads a greedy row's logits once."""
+    tokens: Tensor = getattr(torch.ops, NAMESPACE).sample(logits, sampling_params, uniforms)
+    return tokens
+
+
+OPS = StepOps(
+    attend_cache=_attend,
+    write_cache=_write_cache,
+    reads_visible=is_taken,
+    quantized_linear=_quantized_linear,
+    convolve=_convolve,
+    experts=_grouped_experts,
+    delta_rule=_walk,
+    state_space_scan=_walk,
+    selective_scan=_walk,
+    sample=_sample,
+    output_rows=_output_rows,
+)

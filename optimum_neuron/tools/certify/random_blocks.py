@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of recorded steps have their blocks: anywhere, anew in each step, and some of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...step.features.shared_blocks.block_owners import BlockOwners, fill_owners
+from ...step.spec import BLOCK_TABLE, CHUNK, DECODE, WRITE_BLOCKS, GraphSpec
+
+
+def gathered(spec: GraphSpec) -> GraphSpec:
+    """The step of a graph as the reference runs it: rows gather the blocks of their tables, of any number."""
+    if spec.kv_block_size is None:
+        return spec
+    return replace(spec, blocks_in_place=0, shared_blocks=0, context_length=spec.sequence_length)
+
+
+class RandomBlocks:
+    """Gives the rows of one step blocks.
+
+    Every block of the cache holds numbers before the first step, so that a row may find its text in any of them.
+
+    Attributes:
+        tables: `[slots, row_blocks]` int32; behind a row's last block, block 0.
+        positions: of decode rows, by slot; lower than asked for where blocks are few, and without those that found none.
+    """
+
+    def __init__(self, spec: GraphSpec, random: np.random.Generator) -> None:
+        assert spec.kv_block_size is not None
+        self._spec, self._length = spec, spec.kv_block_size
+        self.tables = np.zeros((spec.batch_size, spec.sequence_length // self._length), np.int32)
+        self.positions: dict[int, int] = {}
+        self._free = [int(block) for block in random.permutation(spec.kv_blocks)]
+
+    def give_chunks(self, ends: Mapping[int, int]) -> None:
+        """Gives slots blocks for so many tokens each, wherever they lie."""
+        for slot, end in ends.items():
+            needed = -(-end // self._length)
+            self.tables[slot, :needed] = [self._free.pop() for _ in range(needed)]
+
+    def room(self) -> int:
+        """Return the number of tokens for which blocks are left."""
+        return len(self._free) * self._length
+
+    def give_decodes(self, positions: Mapping[int, int]) -> None:
+        """Gives decode rows blocks that the graph reads; the second row has full ones of the first, where that may be."""
+        free = [block for block in self._free if block < (self._spec.blocks_in_place or self._spec.kv_blocks)]
+        waiting = len(positions)
+        first: int | None = None
+        for number, (slot, position) in enumerate(positions.items()):
+            waiting -= 1
+            shared = 0
+            if number == 1 and first is not None:
+                shared = min(self._spec.shared_blocks, self.positions[first] // self._length, position // self._length)
+                self.tables[slot, :shared] = self.tables[first, :shared]
+            own = min(position // self._length + 1 - shared, max(len(free) - waiting, 1), len(free))
+            if own < 1:
+                self.tables[slot] = 0
+                continue
+            self.tables[slot, shared : shared + own] = [free.pop() for _ in range(own)]
+            self.positions[slot] = min(position, (shared + own) * self._length - 1)
+            first = slot if number == 0 else first
+
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        """Block and column of a token."""
+        return int(self.tables[slot, position // self._length]), position % self._length
+
+    def write(self, inputs: Mapping[str, Tensor], spec: GraphSpec) -> None:
+        """Sets what a graph is told of blocks, of the inputs of `spec`, which have their positions."""
+        if spec.has_decode:
+            positions = inputs[f"{DECODE}.position_ids"].numpy()
+            if spec.owner_sizes is None:
+                inputs[f"{DECODE}.{BLOCK_TABLE}"].copy_(torch.from_numpy(self.tables))
+            else:
+                told = {name: inputs[f"{DECODE}.{name}"].numpy() for name in spec.owner_sizes.shapes()}
+                assert told.keys() <= set(BlockOwners._fields)
+                fill_owners(told, spec.owner_sizes, self.tables, -(-positions[:, 0].clip(0) // self._length))
+            blocks = np.take_along_axis(self.tables, positions.clip(0) // self._length, axis=1)
+            inputs[f"{DECODE}.{WRITE_BLOCKS}"].copy_(torch.from_numpy(blocks))
+        if spec.has_chunk:
+            positions = inputs[f"{CHUNK}.position_ids"].numpy()
+            tables = self.tables[inputs[f"{CHUNK}.seq_ids"].numpy()]
+            table = inputs[f"{CHUNK}.{BLOCK_TABLE}"]
+            table.copy_(torch.from_numpy(tables[:, : table.shape[1]]))
+            blocks = np.take_along_axis(tables, positions.clip(0) // self._length, axis=1)
+            inputs[f"{CHUNK}.{WRITE_BLOCKS}"].copy_(torch.from_numpy(blocks))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the eager step makes of recorded steps, how far rounding moves it, and which tokens rounding may choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parity.parity import shaken
+from ...step.kv_cache import KVCache
+from ...step.model_spec import ModelSpec
+from ...step.ops import EAGER_OPS
+from ...step.spec import GraphSpec, SamplingParams, TensorSpec
+from ...step.state_sizes import BY_TOKEN
+from ...step.step import StepModule
+from ...targets.eager import EagerExecutable
+from ...targets.neuron.graph_io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
+from .code_steps import write_moved
+from .random_blocks import gathered
+from .recording import Step, drawn, history
+
+
+_TOKENS = ".tokens"
+_TEMPERATURE = SamplingParams._fields.index("temperature")
+# Where a uniform number may lie, as parts of how far rounding moves it.
+_PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A call of the sampler: logits `[rows, vocab]`, and what else it is given."""
+
+    logits: Tensor
+    others: tuple[Any, ...]
+
+    def greedy(self) -> Choice:
+        """The same at temperature 0."""
+        params, *rest = self.others
+        return Choice(self.logits, (torch.zeros_like(params), *rest))
+
+    def accepted(self, row: int, bound: float) -> tuple[int, ...]:
+        """The tokens that a row's sampler may choose where each logit is off by up to `bound`.
+
+        Greedy, whoever is so near to the largest. Sampled, whatever the row's own number finds when it is moved by as much
+        as such logits move a probability.
+        """
+        params, uniforms, *rest = self.others
+        logits, own = self.logits[row : row + 1], params[row : row + 1]
+        temperature = float(own[0, _TEMPERATURE])
+        if temperature == 0:
+            near = (logits[0] >= logits[0].max() - 2 * bound).nonzero().flatten()
+            return tuple(near.tolist())
+        shift = min(4 * bound / temperature, 1.0)
+        places = (uniforms[row : row + 1] + shift * torch.tensor(_PLACES)).clamp(0, 1 - 2**-24)
+        drawn = [int(EAGER_OPS.sample(logits, own, place[None], *rest)) for place in places]
+        return tuple(sorted(set(drawn)))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What steps make.
+
+    Attributes:
+        logits: by number of the step and name of the output, `[rows, vocab]`.
+        choices: the same of the outputs that are tokens.
+        states: at the end, by name; snapshots are among them.
+        trash: by name of a state, how many of its last rows take padding.
+    """
+
+    logits: dict[tuple[int, str], Tensor]
+    choices: dict[tuple[int, str], Choice]
+    states: dict[str, Tensor]
+    trash: dict[str, int]
+
+
+@torch.no_grad()
+def run_reference(
+    model: torch.nn.Module,
+    states: Sequence[TensorSpec],
+    graphs: Sequence[GraphSpec],
+    spec: ModelSpec,
+    steps: Sequence[Step],
+    scales: Mapping[str, int],
+    *,
+    shake: bool = False,
+) -> Reference:
+    """Runs the eager target over a history of its own.
+
+    Args:
+        states: all that lie beside weights, snapshots of states among them.
+        shake: whether all modules' results are off by a unit in their last place, and of keys and values that are codes one of each head
+            by one code.
+    """
+    cache = KVCache(each for each in states if each.name.startswith(CACHE))
+    places = {each.name: each for each in states if each.name.startswith(SNAPSHOTS)}
+    snapshots = {name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for name, each in places.items()}
+    calls: list[Choice] = []
+
+    def sample(logits: Tensor, *others: Any) -> Tensor:
+        calls.append(Choice(logits.clone(), others))
+        return EAGER_OPS.sample(logits, *others)
+
+    ops = replace(EAGER_OPS, sample=sample, write_cache=write_moved if shake else EAGER_OPS.write_cache)
+    modules = {each.name: StepModule(model, cache, gathered(each), ops).eval() for each in graphs}
+    executable = EagerExecutable(
+        modules, cache, {name.removeprefix(SNAPSHOTS): each for name, each in snapshots.items()}
+    )
+    for name, state in history(states, scales):
+        if name in snapshots:
+            snapshots[name].copy_(state)
+        else:
+            executable.write_state(name, state)
+    logits: dict[tuple[int, str], Tensor] = {}
+    choices: dict[tuple[int, str], Choice] = {}
+    with shaken(model, 0) if shake else nullcontext():
+        for number, step in enumerate(steps):
+            if step.graph in COPIES:
+                _copy(executable, step)
+                continue
+            calls.clear()
+            given = step.inputs if step.by_table is None else step.by_table
+            results = executable.run(step.graph, list(given.values()))
+            sampled = iter(calls)
+            for output, result in zip(modules[step.graph].spec.outputs(spec.vocab_size), results, strict=True):
+                if output.name.endswith(_TOKENS):
+                    # The step chooses the largest of each row, and a sampler of its own draws.
+                    choice = next(sampled)
+                    choices[number, output.name] = choice.greedy()
+                    choices[number, drawn(output.name)] = choice
+                else:
+                    logits[number, output.name] = result.clone()
+    found = snapshots | {each.name: executable.read_state(each.name) for each in states if each.name not in snapshots}
+    return Reference(logits, choices, found, {each.name: _trash(each, graphs[0]) for each in states})
+
+
+def _copy(executable: EagerExecutable, step: Step) -> None:
+    source, destination, length = (int(each) for each in step.inputs.values())
+    if step.graph == COPY_SLOT:
+        executable.copy_slot(source, destination, length)
+    elif length and step.graph == KEEP_STATE:
+        executable.keep_state(source, destination)
+    elif length:
+        executable.restore_state(source, destination)
+
+
+def _trash(state: TensorSpec, graph: GraphSpec) -> int:
+    """Blocks of keys and values behind those that rows may have; rows of another state behind the slots; of snapshots none."""
+    if state.name.startswith(SNAPSHOTS):
+        return 0
+    has_blocks = graph.kv_block_size is not None and state.name.startswith(BY_TOKEN)
+    return state.shape[0] - (graph.kv_blocks if has_blocks else graph.batch_size)
+
+
+@torch.no_grad()
+def state_scales(
+    model: torch.nn.Module,
+    states: Sequence[TensorSpec],
+    graphs: Sequence[GraphSpec],
+    spec: ModelSpec,
+    steps: Sequence[Step],
+) -> dict[str, int]:
+    """Of each state, the power of two that the largest number that this model writes is about."""
+    first = next(step for step in steps if step.graph not in COPIES)
+    nothing = {each.name: -126 for each in states}
+    found = run_reference(model, states, graphs, spec, [first], nothing)
+    live = {name: state[: len(state) - found.trash[name]].float() for name, state in found.states.items()}
+    largest = {name: float(state.abs().max()) for name, state in live.items()}
+    # What nothing was written to in that step, as an anchor, gets the smallest.
+    return {name: max(-20, min(20, round(math.log2(size or 2.0**-20)))) for name, size in largest.items()}

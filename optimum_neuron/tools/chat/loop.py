@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a line that the user writes to an answer on the screen, until the user leaves."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NamedTuple
+
+from ...cli import console
+from ...engine.service import EngineStoppedError
+from .session import ChatSession
+
+
+QUOTES = '"""'
+HELP = '''\
+/help              list these
+/clear, /reset     begin a new conversation, with the same system message
+/system [TEXT]     set the system message; without TEXT there is none
+/set [NAME VALUE]  change max-new-tokens, temperature, top-k, top-p or seed; without both, list them
+/exit, /quit       leave
+
+Write """ before and after a message of several lines, or one that begins with a slash.
+Ctrl-C ends an answer, which stays in the history as far as it came. Ctrl-D leaves.'''
+# Characters that move a cursor or change colors are shown as one that does neither.
+_HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+class Entry(NamedTuple):
+    """A message or command of the user. In quotes it is a message whatever it begins with."""
+
+    text: str
+    is_quoted: bool = False
+
+
+class Terminal:
+    """Lines from stdin, answers to stdout, and all else to stderr.
+
+    Attributes:
+        is_interactive: whether a person types, who sees prompts and may try again; else lines come from a file or a program.
+    """
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty()
+        self._edits = self.is_interactive and sys.stdout.isatty()
+        if self._edits:
+            with suppress(ImportError):  # as on Windows
+                importlib.import_module("readline")  # gives input() a history and editing
+        self._shown = console(stderr=True)
+        self._ended_line = True
+
+    def read(self) -> Entry:
+        """Return the next message or command.
+
+        Raises:
+            EOFError: there is no more.
+            ValueError: a message in quotes has no end.
+        """
+        text = self._line("> ").strip()
+        if not text.startswith(QUOTES):
+            return Entry(text)
+        text = text.removeprefix(QUOTES)
+        while not text.endswith(QUOTES):
+            try:
+                text += "\n" + self._line(". ").rstrip()
+            except EOFError:
+                raise ValueError(f"the message that {QUOTES} begins has no end; write {QUOTES} after it") from None
+        return Entry(text.removesuffix(QUOTES).strip(), is_quoted=True)
+
+    def _line(self, prompt: str) -> str:
+        if self._edits:
+            return input(prompt)
+        self._prompt(prompt)
+        return input()
+
+    def _prompt(self, text: str) -> None:
+        if self.is_interactive:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def newline(self) -> None:
+        """Leave the line of a prompt."""
+        self._prompt("\n")
+
+    @contextmanager
+    def interrupts(self, end: Callable[[], None]) -> Iterator[None]:
+        """Have Ctrl-C call `end`; the next one raises KeyboardInterrupt, as the first does where no person types."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, before)
+            end()
+
+        if self.is_interactive:
+            signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def show(self, piece: str) -> None:
+        """Show the next part of an answer."""
+        if piece:
+            self._ended_line = piece.endswith("\n")
+            sys.stdout.write(piece.translate(_HARMLESS) if sys.stdout.isatty() else piece)
+            sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """End the line of an answer, and write something else after it."""
+        if not self._ended_line:
+            self.show("\n")
+        self._shown.print(text, style="dim", soft_wrap=True)
+
+
+def chat(session: ChatSession, terminal: Terminal) -> None:
+    """Answer messages and obey commands until the user leaves.
+
+    Raises:
+        ValueError, OSError, RuntimeError: a line is wrong, and no person can write another.
+        EngineStoppedError: nothing can be computed any more.
+    """
+    leaves = False
+    while not leaves:
+        try:
+            entry = terminal.read()
+            leaves = bool(entry.text) and _obey(session, terminal, entry)
+        except EOFError:
+            leaves = True
+            terminal.newline()
+        except KeyboardInterrupt:
+            if not terminal.is_interactive:
+                raise
+            terminal.newline()
+        except (ValueError, OSError, RuntimeError) as error:
+            if not terminal.is_interactive or isinstance(error, EngineStoppedError | BrokenPipeError):
+                raise
+            terminal.note(f"error: {' '.join(str(error).split())}")
+
+
+def _obey(session: ChatSession, terminal: Terminal, entry: Entry) -> bool:
+    """Answer a message or do what a command says; return whether the user leaves."""
+    name, _, argument = entry.text.partition(" ")
+    argument = argument.strip()
+    with terminal.interrupts(session.interrupt):
+        match name, argument:
+            case _ if entry.is_quoted or not name.startswith("/"):
+                terminal.note(str(session.send(entry.text, terminal.show)))
+            case "/help", "":
+                terminal.note(HELP)
+            case "/clear" | "/reset", "":
+                session.messages = []
+                terminal.note("a new conversation" + (", with the same system message" if session.system else ""))
+            case "/system", _:
+                session.system = argument or None
+                terminal.note("the system message is set" if argument else "there is no system message now")
+            case "/set", _:
+                if argument:
+                    session.change_settings(session.settings.with_value(argument))
+                terminal.note(str(session.settings))
+            case "/exit" | "/quit", "":
+                return True
+            case _:
+                raise ValueError(
+                    f"{entry.text} is no command; /help lists them, and {QUOTES} before and after it make it a message"
+                )
+    return False

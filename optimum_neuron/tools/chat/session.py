@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation whose history stays in the cache: a turn computes what is new in it. Knows no terminal."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...engine.continuous_batching.requests import RequestFactory
+from ...engine.request import FinishReason, Request
+from ...engine.service import EngineService
+from ...engine.stream import TokenStream
+from ...errors import first_line
+from ...generate import NeuronModelForCausalLM
+from ...runtime.lengths import most_new_tokens
+from ..serve.detokenizer import Detokenizer
+from ..serve.stop_strings import StopStrings
+from .settings import DEFAULT_NEW_TOKENS, Settings
+
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer, and its cost.
+
+    Attributes:
+        text: the answer, as far as it came.
+        computed, reused: tokens of the conversation that were computed for it, and those that the cache had already.
+        generated: tokens of the answer, its end token included.
+        ttft_seconds: time to the first of them; None where none came.
+        decode_seconds: time from the first to the last.
+        room: tokens that still fit the conversation.
+        ending: the reason of its end.
+    """
+
+    text: str
+    computed: int
+    reused: int
+    generated: int
+    ttft_seconds: float | None
+    decode_seconds: float
+    room: int
+    ending: FinishReason | None
+
+    def __str__(self) -> str:
+        """Return the counts and speeds in one line."""
+        if self.ttft_seconds is None:
+            return f"not answered, so your message is not kept; {self.computed:,} tokens of it were computed"
+        later = self.generated - 1
+        speed = f" at {later / self.decode_seconds:,.1f} tok/s" if later and self.decode_seconds else ""
+        ending = {"abort": ", interrupted", "length": ", cut at max-new-tokens: /set max-new-tokens"}
+        if not self.room:
+            ending["length"] = ", the conversation is full: /clear starts again"
+        return (
+            f"{self.computed:,} tokens computed, {self.reused:,} reused, TTFT {self.ttft_seconds * 1000:,.0f} ms, "
+            f"{self.generated:,} new tokens{speed}, room for {self.room:,} more{ending.get(self.ending or '', '')}"
+        )
+
+
+class ChatSession:
+    """Messages, and a service that keeps the computed history of them.
+
+    A turn renders the whole conversation by the chat template. The engine reuses the longest prefix that its cache holds; of a
+    model with recurrent state, that up to its last snapshot.
+
+    Args:
+        model: a model that is loaded, and that `service` alone serves.
+        tokenizer: a tokenizer with a chat template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the artifact cannot choose tokens as the settings ask.
+
+    Attributes:
+        system: the system message.
+        messages: those of the user and their answers; an interrupted answer is kept as far as it came.
+        settings: the choice of tokens of the next answers.
+    """
+
+    def __init__(
+        self,
+        model: NeuronModelForCausalLM,
+        service: EngineService,
+        tokenizer: Any,
+        settings: Settings | None = None,
+        system: str | None = None,
+    ) -> None:
+        check_template(tokenizer)
+        self._model, self._service, self._tokenizer = model, service, tokenizer
+        self._numbers = itertools.count()
+        self._stream: TokenStream | None = None
+        self._interrupted = False
+        self.system = system
+        self.messages: list[Message] = []
+        self.change_settings(settings or Settings())
+
+    def change_settings(self, settings: Settings) -> None:
+        """Choose the tokens of the next answers by other settings; a seed starts again.
+
+        Raises:
+            ValueError: the artifact cannot choose tokens so. Nothing is changed.
+        """
+        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None, cuts_text=True)
+        self._seeds = None if settings.seed is None else itertools.count(settings.seed)
+        self.settings = settings
+
+    @property
+    def kept(self) -> str:
+        """A sentence about how much of the history a turn computes again."""
+        kept = self._model.runner.kept
+        if not kept.needed:
+            return "each turn computes only what is new"
+        if kept.places:
+            return "each turn computes what follows the last snapshot of this model's state"
+        return "each turn computes the whole conversation: export with --state-snapshots to keep this model's state"
+
+    def send(self, text: str, show: Callable[[str], None]) -> Turn:
+        """Answer a message. A message without any answer is not kept.
+
+        Args:
+            show: gets the text of the answer, piece by piece.
+
+        Raises:
+            ValueError: the conversation does not fit, or the chat template refuses it.
+            RuntimeError: the answer cannot be computed. The conversation is unchanged after both.
+        """
+        self._interrupted = False
+        messages = [*self.messages, {"role": "user", "content": text}]
+        request = self._request(self._render(messages))
+        statistics = self._service.engine.statistics
+        before = statistics.prompt_tokens, statistics.prefix_hit_tokens
+        detokenizer, stops = Detokenizer(self._tokenizer), StopStrings(self._factory.stop_strings)
+        pieces, times = [""], []
+        start = time.perf_counter()
+        with self._service.submit(request) as self._stream:
+            if self._interrupted:
+                self._stream.abort()
+            for token in self._stream:
+                times.append(time.perf_counter())
+                if self._stream.finish_reason != "stop":
+                    pieces.append(stops.push(detokenizer.push(token)))
+                    show(pieces[-1])
+                if stops.found is not None:
+                    break
+            ending = self._stream.finish_reason if stops.found is None else "stop"
+        if stops.found is None:
+            pieces.append(stops.push(detokenizer.finish()))
+            pieces[-1] += stops.finish() if stops.found is None else ""
+            show(pieces[-1])
+        answer = "".join(pieces)
+        if times:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return Turn(
+            text=answer,
+            computed=statistics.prompt_tokens - before[0],
+            reused=statistics.prefix_hit_tokens - before[1],
+            generated=len(times),
+            ttft_seconds=times[0] - start if times else None,
+            decode_seconds=times[-1] - times[0] if times else 0.0,
+            room=max(0, self._model.neuron_config.sequence_length - len(request.prompt_token_ids) - len(times)),
+            ending=ending,
+        )
+
+    def interrupt(self) -> None:
+        """End the present answer; the handler of a signal may call this."""
+        self._interrupted = True
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        turns = list(messages) if self.system is None else [{"role": "system", "content": self.system}, *messages]
+        try:
+            "".join(each["content"] for each in turns).encode()  # no tokenizer takes bytes that are no UTF-8
+            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        except UnicodeEncodeError:
+            raise ValueError("the message has bytes that are no UTF-8; write it again") from None
+        except Exception as error:  # a template is a program
+            raise ValueError(
+                f"the chat template refuses these messages ({first_line(error)}); change the system message by /system, or start "
+                f"again by /clear"
+            ) from error
+        return ids
+
+    def _request(self, ids: list[int]) -> Request:
+        sizes = self._model.neuron_config
+        room = most_new_tokens(len(ids), sizes)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(ids):,} tokens with this message, and a slot holds sequence_length="
+                f"{sizes.sequence_length:,}; start again by /clear, or export with a longer "
+                f"--sequence-length"
+            )
+        longest = self.settings.max_new_tokens or self._factory.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
+        seed = None if self._seeds is None else next(self._seeds)
+        return self._factory.make(f"turn-{next(self._numbers)}", ids, min(room, longest), seed=seed)
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise ValueError where a tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path} has no chat template, which makes one text of a conversation; put a chat_template.jinja "
+            f"next to its tokenizer.json before the export, or continue texts by `optimum-cli neuron generate --no-chat-template`"
+        )

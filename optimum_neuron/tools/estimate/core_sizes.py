@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one core holds and computes of a model that several cores share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
+from ...targets.neuron.expert_forms import ExpertLayer
+from ...targets.neuron.sharding import ShardPlan, shard_plan
+from ...targets.neuron.sharding.plan import ShardedRecurrence
+from .layer_kinds import LayerKinds, whole_model
+from .model_sizes import Kind, ModelSizes, Weight
+
+
+# Each rank's own number, int32, is a weight.
+_RANK_BYTES = 4
+# Of a number of a recurrence's state, float32 in every model.
+_SCALE_BYTES = 4  # of a head's codes
+_STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts on a core, of all layers that are alike.
+
+    Attributes:
+        layer: one layer's.
+        layers: how many have such.
+        bytes: of all that belongs to them, all layers together.
+    """
+
+    layer: ExpertLayer
+    layers: int
+    bytes: int
+
+    @property
+    def params(self) -> int:
+        """That tokens are multiplied with, all layers together."""
+        return self.layers * self.layer.experts * self.layer.expert_params
+
+    def touched(self, tokens: int) -> float:
+        """The expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
+        return 1 - (1 - self.layer.per_token / self.layer.experts) ** tokens
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Attention layers on a core that are alike."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def token_elements(self) -> int:
+        return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSizes:
+    """What one core of a tensor parallel group has of a model.
+
+    Attributes:
+        weight_bytes: all weights and constant buffers.
+        table_bytes: of these, embedding tables, of which a step reads a few rows.
+        linear_params, head_params: parameters that each token of a step, and each row of its logits, is multiplied with.
+        block_width: elements per token that the projections of the widest block read and write, experts aside.
+        spec: the model's, with the core's own kv heads.
+        local_vocab: columns of the core's share of the head.
+        cache_has_codes: keys and values are read as codes of a byte, with a scale for each head of a token.
+    """
+
+    weight_bytes: int
+    table_bytes: int
+    linear_params: int
+    head_params: int
+    experts: tuple[Experts, ...]
+    attention: tuple[AttentionSizes, ...]
+    block_width: int
+    spec: ModelSpec
+    local_vocab: int
+    hidden_size: int
+    keeps_logits: bool
+    dtype: str
+    itemsize: int
+    cache_has_codes: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, of all attention layers."""
+        elements = sum(layer.token_elements for layer in self.attention)
+        scales = sum(2 * layer.layers * layer.kv_heads for layer in self.attention)
+        return elements + _SCALE_BYTES * scales if self.cache_has_codes else elements * self.itemsize
+
+    @property
+    def heads(self) -> int:
+        return sum(layer.layers * layer.heads for layer in self.attention)
+
+    @property
+    def depth(self) -> int:
+        return self.spec.depth
+
+    @property
+    def state_bytes(self) -> int:
+        """What a step reads and writes of a slot, whatever its length: inputs of convolutions, and states as they are now."""
+        states = sum(each.heads * each.key_dim * each.value_dim for each in self.spec.recurrences)
+        inputs = sum(each.past * each.channels for each in self.spec.convolutions)
+        return _STATE_BYTES * states + self.itemsize * inputs
+
+
+def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
+    """Return what each core has of a model, or raise ValueError where as many cannot share it."""
+    shapes, spec, heads = _shares(sizes, tensor_parallel_size)
+    local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
+    params: dict[Kind, int] = defaultdict(int)
+    sizes_of: dict[Kind, int] = defaultdict(int)
+    for weight in local:
+        size = math.prod(weight.shape) * weight.itemsize
+        params[weight.kind] += weight.count
+        sizes_of[weight.kind] += size
+        sizes_of["table"] += size * weight.also_table
+    alike = Counter(
+        (count, layer.kv_heads, layer.key_dim, layer.value_dim)
+        for layer, count in zip(spec.layers, heads, strict=True)
+    )
+    return CoreSizes(
+        weight_bytes=sum(sizes_of.values()) + (_RANK_BYTES if tensor_parallel_size > 1 else 0),
+        table_bytes=sizes_of["table"],
+        linear_params=params["linear"],
+        head_params=params["head"],
+        experts=tuple(_experts(local, sizes)),
+        attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
+        block_width=_block_width(local),
+        spec=spec,
+        local_vocab=params["head"] // sizes.hidden_size or sizes.spec.vocab_size,
+        hidden_size=sizes.hidden_size,
+        keeps_logits=sizes.keeps_logits,
+        dtype=sizes.dtype,
+        itemsize=getattr(torch, sizes.dtype).itemsize,
+    )
+
+
+def _experts(weights: list[Weight], sizes: ModelSizes) -> Iterator[Experts]:
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if weight.kind == "experts":
+            blocks[weight.block].append(weight)
+    alike: dict[ExpertLayer, list[int]] = defaultdict(list)
+    for block in blocks.values():
+        alike[_expert_layer(block, sizes)].append(sum(math.prod(w.shape) * w.itemsize for w in block))
+    for layer, bytes_of in alike.items():
+        yield Experts(layer, len(bytes_of), sum(bytes_of))
+
+
+def _expert_layer(block: list[Weight], sizes: ModelSizes) -> ExpertLayer:
+    """A layer by its weights, which lie either way around; the others are biases."""
+    weights = [w for w in block if len(w.shape) == 3 and w.values]
+    params = {w.name.removesuffix("_codes"): w.count // w.experts for w in weights}
+    down = sum(size for name, size in params.items() if name.endswith("down_proj"))
+    has_codes = any(w.name.endswith("_codes") for w in weights)
+    return ExpertLayer(
+        experts=block[0].experts,
+        per_token=block[0].per_token,
+        hidden=sizes.hidden_size,
+        up=(sum(params.values()) - down) // sizes.hidden_size,
+        down=down // sizes.hidden_size,
+        dtype=sizes.dtype,
+        itemsize=getattr(torch, sizes.dtype).itemsize if has_codes else block[0].itemsize,
+        code_bits=8 // weights[0].values if has_codes else 0,
+    )
+
+
+def _block_width(weights: list[Weight]) -> int:
+    widths: dict[str, int] = defaultdict(int)
+    for weight in weights:
+        if weight.kind == "linear":
+            widths[weight.block] += sum(weight.shape) + (weight.values - 1) * weight.shape[-1]
+    return max(widths.values(), default=0)
+
+
+def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], ModelSpec, list[int]]:
+    """By tensor its shape on each core; what layers keep there; and by attention layer the core's query heads."""
+    if cores == 1:
+        return {weight.name: weight.shape for weight in sizes.weights}, sizes.spec, list(sizes.heads)
+    kinds, plan = _plan(sizes, cores)
+    layouts = {
+        module.layer_idx: plan.attention[short].layout
+        for name, module in sizes.model.named_modules()
+        if (short := kinds.short_name(name)) in plan.attention
+    }
+    layers, heads = list[LayerCache](), list[int]()
+    for layer, count in zip(sizes.spec.layers, sizes.heads, strict=True):
+        layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
+        layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
+        heads.append(layout.local_query if layout else count)
+    convolutions = {
+        module.layer_idx for name, module in sizes.model.named_modules() if kinds.short_name(name) in plan.convolutions
+    }
+    recurrent = {
+        module.layer_idx: short
+        for name, module in sizes.model.named_modules()
+        if (short := kinds.short_name(name)) in plan.recurrences
+    }
+    spec = replace(
+        sizes.spec,
+        layers=tuple(layers),
+        convolutions=tuple(
+            replace(state, channels=_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
+            for state in sizes.spec.convolutions
+        ),
+        recurrences=tuple(
+            _heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
+            for state in sizes.spec.recurrences
+        ),
+    )
+    return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
+
+
+def _channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
+    """Return how many channels of a convolution each core has: those beside its heads of a recurrence, or an equal share."""
+    own = None if layer is None else plan.channels(layer, state.index, 0)
+    if own is not None:
+        return len(own)
+    return state.channels // plan.world_size if state.layer_idx in shared else state.channels
+
+
+def _heads(shared: ShardedRecurrence, state: RecurrentState) -> RecurrentState:
+    return replace(state, heads=len(shared.heads_of(0)), width=len(shared.inputs_of(0)))
+
+
+def _plan(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:
+    """By one layer of each kind, which takes a tenth of the time; by the whole model, if need be to hear its refusal."""
+    try:
+        return sizes.kinds, shard_plan(sizes.kinds.model, cores)
+    except ValueError:
+        return whole_model(sizes.model), shard_plan(sizes.model, cores)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights and layers of a model by its config alone: no weight exists, not even in memory."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ...errors import first_line
+from ...parity.inspect import inspect_model
+from ...parity.rope_length import keep_frequencies
+from ...step.features.codes.expert_weights import plain_weights, quantized_weights
+from ...step.features.codes.formats import WeightFormat, make_room
+from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
+from ...step.features.codes.weight import PACKED
+from ...step.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
+from ...step.model_spec import ModelSpec
+from .layer_kinds import LayerKinds, one_of_each_kind
+
+
+Kind = Literal["table", "head", "linear", "experts", "other"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One stored tensor of a model; tied names count once.
+
+    Attributes:
+        kind: a table is read by rows, a head computes logits, a linear weight sees every token, experts see some.
+        block: the module whose weights work on the same tokens one after the other.
+        experts, per_token: of a weight of routed experts: how many there are, and how many see a token.
+        also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
+        values: numbers of the model in one of the tensor: two in a byte of codes of 4 bits, none in a scale.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    kind: Kind
+    block: str
+    experts: int = 1
+    per_token: int = 1
+    also_table: bool = False
+    values: int = 1
+
+    @property
+    def count(self) -> int:
+        """Numbers of the model in it."""
+        return math.prod(self.shape) * self.values
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A whole model: what its config decides.
+
+    Attributes:
+        spec: as an export finds it.
+        heads: query heads by attention layer, in the order of `spec.layers`.
+        keeps_logits: whether logits are computed for the chosen tokens only.
+        longest: the model's `max_position_embeddings`, if it has such a limit.
+        parameters: numbers of the plain model.
+        model: without data, with quantized weights where graphs take such.
+        kinds: one layer of each kind.
+    """
+
+    name: str
+    dtype: str
+    weights: tuple[Weight, ...]
+    spec: ModelSpec
+    heads: tuple[int, ...]
+    hidden_size: int
+    keeps_logits: bool
+    longest: int | None
+    parameters: int
+    model: PreTrainedModel
+    kinds: LayerKinds
+
+    @property
+    def has_experts(self) -> bool:
+        return any(weight.per_token < weight.experts for weight in self.weights)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that see a token: of routed experts, those that it is routed to."""
+        unused = sum(w.count * (w.experts - w.per_token) // w.experts for w in self.weights)
+        return self.parameters - unused
+
+
+def measure(
+    model_config: PreTrainedConfig,
+    name: str,
+    dtype: str,
+    *,
+    trust_remote_code: bool,
+    formats: Callable[[PreTrainedModel], Mapping[str, WeightFormat]] = lambda model: {},
+) -> ModelSizes:
+    """Builds the model without memory and runs one token through it.
+
+    Args:
+        model_config: is changed, as transformers does.
+        dtype: torch's name of the type of weights and cache.
+        formats: which weights of the plain model are quantized, and how.
+
+    Raises:
+        ValueError: the model cannot be exported; the reason is named.
+    """
+    wanted = getattr(torch, dtype)
+    with FakeTensorMode(), torch.device("cpu"):
+        try:
+            options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code}
+            model = with_attention(
+                lambda name: AutoModelForCausalLM.from_config(model_config, attn_implementation=name, **options),
+                ATTENTION_NAME,
+            ).eval()
+        except Exception as error:  # whatever a model's code comes to by wrong numbers
+            raise ValueError(
+                f"{name}: no {model_config.model_type} model can be built by its config ({first_line(error)}); correct it"
+            ) from error
+        keep_frequencies(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        hidden_size = model.get_input_embeddings().weight.shape[1]
+        make_room(model, formats(model))
+        probe, spec = _probe(model)
+    text_config = model_config.get_text_config(decoder=True)
+    return ModelSizes(
+        name=name,
+        dtype=dtype,
+        weights=tuple(_weights(model, wanted, probe.per_token)),
+        spec=spec,
+        heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.layers),
+        hidden_size=hidden_size,
+        keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+        longest=getattr(text_config, "max_position_embeddings", None),
+        parameters=parameters,
+        model=model,
+        kinds=one_of_each_kind(model),
+    )
+
+
+def _probe(model: PreTrainedModel) -> tuple[_Probe, ModelSpec]:
+    probe = _Probe(model)
+    try:
+        return probe, inspect_model(model)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{type(model).__name__} decides by the values of tensors what it computes, and so cannot be a graph of fixed "
+            f"shapes: {first_line(error)}"
+        ) from error
+    finally:
+        probe.remove()
+
+
+class _Probe:
+    """Notes, while the model runs, what its layers are called with: query heads, and how many experts see a token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.heads: list[int] = []
+        self.per_token: dict[nn.Module, int] = {}
+        self.recorder: AttentionBackend | None = None
+        self._hooks = [model.register_forward_pre_hook(self._wrap_backend, with_kwargs=True)]
+        for module in model.modules():
+            if _expert_count(module):
+                self._hooks.append(module.register_forward_pre_hook(self._note_routes, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Copies of the model would drag this along."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        assert self.recorder is not None
+        self.heads.append(call.query.shape[1])
+        return self.recorder.attend(call)
+
+    def _wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if "attention_backend" not in kwargs:  # the model takes none: its config tells the heads
+            return args, kwargs
+        self.recorder = kwargs["attention_backend"]
+        return args, kwargs | {"attention_backend": self}
+
+    def _note_routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Experts get the indices of each token's experts; those that get none run for every token."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                self.per_token[module] = value.shape[-1]
+
+
+def _expert_count(module: nn.Module) -> int:
+    """Routed experts whose weights a module stacks along the first dimension; 0 for other modules."""
+    stacked = [*plain_weights(module).values(), *(each.codes for each in quantized_weights(module).values())]
+    return stacked[0].shape[0] if stacked and not isinstance(module, nn.modules.conv._ConvNd) else 0
+
+
+def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.Module, int]) -> Iterator[Weight]:
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
+    stored = model.state_dict(keep_vars=True).keys()
+    output = model.get_output_embeddings()
+    head = getattr(output, "codes" if isinstance(output, QuantizedLinear) else "weight", None)
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        count = _expert_count(module)
+        for name, tensor in (
+            *module.named_parameters(path, recurse=False),
+            *module.named_buffers(path, recurse=False),
+        ):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            # transformers loads some weights of half-precision checkpoints in float32.
+            in_full = name in stored and any(pattern.search(name) for pattern in kept)
+            kind = _kind(module, tensor, head, count)
+            routed = kind == "experts"
+            yield Weight(
+                name=f"model.{name}",
+                shape=tuple(tensor.shape),
+                itemsize=4 if in_full else tensor.dtype.itemsize,
+                kind=kind,
+                block=path if count else path.rpartition(".")[0],
+                experts=count if routed else 1,
+                per_token=per_token.get(module, count) if routed else 1,
+                also_table=kind == "head" and isinstance(module, nn.Embedding),
+                values=_values(module, tensor),
+            )
+
+
+def _values(module: nn.Module, tensor: Tensor) -> int:
+    weights = list(quantized_weights(module).values())
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        weights.append(module.quantized_weight)
+    for weight in weights:
+        if tensor is weight.codes:
+            return 2 if weight.kind in PACKED else 1
+        if tensor is weight.scale or tensor is weight.shift:
+            return 0
+    return 1
+
+
+def _kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) -> Kind:
+    if tensor is head:
+        return "head"
+    if isinstance(module, nn.Embedding) and tensor is module.weight:
+        return "table"
+    if isinstance(module, QuantizedEmbedding):
+        return "table"
+    if isinstance(module, QuantizedLinear) and tensor is module.codes:
+        return "linear"
+    if experts and tensor.dim() > 0 and tensor.shape[0] == experts:
+        return "experts"
+    return "linear" if isinstance(tensor, nn.Parameter) and tensor.dim() > 1 else "other"

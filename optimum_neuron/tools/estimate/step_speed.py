@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the steps of a model take on a group of cores: the time that nothing beats, and the one that is expected.
+
+The first is a roofline: no step is faster than its bytes at full bandwidth or its products at full rate. The second has the
+shares of both that published runs reached, and a latency per layer: see sdk/step_times.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...step.spec import GraphSpec
+from ...targets.neuron.expert_forms import choose, work
+from ...targets.neuron.sdk.hardware import Chip
+from ...targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
+from .step_needs import SCORE_BYTES
+
+
+if TYPE_CHECKING:
+    from .core_sizes import CoreSizes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step of one graph, in seconds.
+
+    Attributes:
+        tokens: that the step advances, all rows in use.
+        peak_s: at the chip's peaks.
+        expected_s: as published runs tell.
+        low_s, high_s: where four of five models lie that no run of the fit had; never below the peak.
+        bound: what the peak time is spent on, "memory" or "compute".
+    """
+
+    tokens: int
+    peak_s: float
+    expected_s: float
+    low_s: float
+    high_s: float
+    bound: str
+
+    @property
+    def peak_rate(self) -> float:
+        """Tokens per second that nothing exceeds."""
+        return self.tokens / self.peak_s
+
+    @property
+    def expected_rate(self) -> float:
+        """Tokens per second as published runs tell."""
+        return self.tokens / self.expected_s
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens per second at `high_s` and at `low_s`."""
+        return self.tokens / self.high_s, self.tokens / self.low_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one core of a group does in a step, each in seconds at the chip's peak, but for the latencies.
+
+    Attributes:
+        weights, cache: reading them, and writing the states of recurrences and convolutions.
+        products: of weights and what they are multiplied with.
+        scores: reading and writing attention's float32 scores once.
+        latencies: layers, each counted once and once more for every doubling of the group.
+    """
+
+    weights: float
+    cache: float
+    products: float
+    scores: float
+    latencies: float
+
+    @property
+    def seconds(self) -> float:
+        """What the step is expected to take, by the constants that were fitted to published runs."""
+        return (
+            self.weights / STEP_TIMES.weights
+            + self.cache / STEP_TIMES.cache
+            + self.products / STEP_TIMES.flops
+            + self.scores / STEP_TIMES.scores
+            + self.latencies * STEP_TIMES.layer_s
+        )
+
+
+def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, chip: Chip, cores: int) -> StepWork:
+    """The work of a step of `rows` rows of `length` tokens, with experts in the form that graphs of the chip have.
+
+    Args:
+        context_length: columns of the cache that a row's attention reads, of all rows on average.
+        cores: of the group.
+    """
+    scores = rows * length * context_length * sizes.heads * SCORE_BYTES
+    moved, routed = expert_work(sizes, rows * length, chip)
+    products = flops(sizes, rows, length, 0) + routed
+    return StepWork(
+        weights=(weight_bytes_read(sizes, 0) + moved) / chip.core_bandwidth,
+        cache=cache_bytes_moved(sizes, rows, context_length) / chip.core_bandwidth,
+        products=products / chip.core_flops(sizes.dtype),
+        scores=scores / chip.core_bandwidth,
+        latencies=sizes.depth * (1 + math.log2(cores)),
+    )
+
+
+def graph_work(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> StepWork:
+    """The work of a graph's step, whatever of its rows and columns is in use: weights are read once for all its rows."""
+    parts = [step_work(sizes, *rows, chip, cores) for rows in _rows(graph)]
+    return StepWork(
+        weights=max(part.weights for part in parts),
+        cache=sum(part.cache for part in parts),
+        products=sum(part.products for part in parts),
+        scores=sum(part.scores for part in parts),
+        latencies=max(part.latencies for part in parts),
+    )
+
+
+def _rows(graph: GraphSpec) -> list[tuple[int, int, float]]:
+    """Rows of each group, the tokens of a row, and the columns that one reads on average: of blocks in place, its share of them."""
+    groups: list[tuple[int, int, float]] = []
+    if graph.has_decode:
+        columns = (graph.kv_block_size or 0) * graph.blocks_in_place or graph.batch_size * graph.context_length
+        groups.append((graph.batch_size, 1, columns / graph.batch_size))
+    if graph.has_chunk:
+        groups.append((graph.ctx_batch_size, graph.chunk_size, graph.context_length))
+    return groups
+
+
+def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
+    """The time of one step of decode rows or of chunk rows, when every core of the group works on its part.
+
+    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
+    least time that the chip's peaks allow for any routing.
+    """
+    ((rows, length, context),) = _rows(graph)
+    accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
+    reading = weight_bytes_read(sizes, rows * length) + cache_bytes_moved(sizes, rows, context)
+    products = flops(sizes, rows, length, context) + routed_flops(sizes, rows * length)
+    peak = chip.core_seconds(reading, {sizes.dtype: products})
+    expected = graph_work(sizes, graph, chip, cores).seconds
+    return Speed(
+        tokens=rows * length,
+        peak_s=peak,
+        expected_s=expected,
+        low_s=max(peak, expected * accuracy.low),
+        high_s=expected * accuracy.high,
+        bound="memory" if peak == chip.core_seconds(reading, {}) else "compute",
+    )
+
+
+def weight_bytes_read(sizes: CoreSizes, tokens: int) -> float:
+    """Bytes of weights that a step reads: all but embedding tables; of routed experts those that tokens are expected to use."""
+    unused = sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
+    return sizes.weight_bytes - sizes.table_bytes - unused
+
+
+def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
+    """Bytes that routed experts read and write in the form that graphs of a chip have, and their operations."""
+    done = [(e.layers, work(e.layer, tokens, choose(e.layer, tokens, chip), chip)) for e in sizes.experts]
+    return sum(layers * each.moved for layers, each in done), sum(layers * each.flops for layers, each in done)
+
+
+def cache_bytes_moved(sizes: CoreSizes, rows: int, context_length: float) -> float:
+    """Bytes that a step reads of keys and values, the graph's context, whatever of it is in use; and its rows' states, read and written."""
+    return rows * (context_length * sizes.token_bytes + 2 * sizes.state_bytes)
+
+
+def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:
+    """Floating point operations of a step's matrix products without routed experts: two per parameter and token.
+
+    Args:
+        length: tokens of a row; one token scores its own key apart from its context.
+    """
+    seen = sum(
+        layer.layers
+        * layer.heads
+        * ((layer.key_dim + layer.value_dim) * context_length + layer.key_dim * (length == 1))
+        for layer in sizes.attention
+    )
+    head = sizes.head_params * (rows if sizes.keeps_logits else rows * length)
+    return 2 * (rows * length * (sizes.linear_params + seen) + head)
+
+
+def routed_flops(sizes: CoreSizes, tokens: int) -> float:
+    """Operations of the experts that tokens are routed to."""
+    return 2 * tokens * sum(e.params * e.layer.per_token / e.layer.experts for e in sizes.experts)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model card of an artifact: card.md, filled in. Text of an artifact stands in code, where none of it has another meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from ...artifact.artifact import Artifact
+from ...artifact.filesystem import replace_file
+from ...artifact.measurements import Measurements, identity, read_measurements, with_bench, with_quality
+from ...checkpoints.card_facts import CARD_NAME
+from ..inspect.collect import collect
+from ..inspect.facts import Facts
+from ..inspect.units import bytes_text
+
+
+LIBRARY = "optimum-neuron-runtime"
+_TAGS = ("neuron", "optimum", "text-generation")
+_MARK = "<!-- made by optimum-neuron-runtime from the artifact; sha256 of what stands above: "
+_MARK_END = " -->\n"
+_LONGEST = 200
+
+
+def make_card(
+    facts: Facts, *, repo_id: str | None = None, base_model: str | None = None, tags: Sequence[str] | None = None
+) -> str:
+    """Return the card as Markdown, with a last line that proves it unchanged.
+
+    Args:
+        repo_id: the repository of the card; None for a folder.
+        base_model: Hub id of the checkpoint; default: the repository that the export read.
+        tags: further tags.
+
+    Raises:
+        ValueError: `base_model` is no name of a Hub repository.
+    """
+    try:
+        validate_repo_id(base_model or "org/name")
+    except HFValidationError as error:
+        raise ValueError(
+            f"base_model={base_model!r} is no name of a Hub repository; name it as in org/name"
+        ) from error
+    base = base_model or facts.origin.get("repo")
+    bounds = facts.certificate.comparisons if facts.certificate else ()
+    environment = Environment(finalize=_shown, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {
+        "block": _block,
+        "bytes": lambda size: Markup(bytes_text(size) if size else "-"),
+        "form": lambda value, form: Markup(format(value, form)),
+        "quote": lambda text: Markup(shlex.quote(text)),
+    }
+    template = environment.from_string(files(__package__).joinpath("card.md").read_text(encoding="utf-8"))
+    body = template.render(
+        facts=facts,
+        name=repo_id or facts.name,
+        base=base,
+        library=LIBRARY,
+        cores=facts.options["tensor_parallel_size"],
+        versions={**facts.exported_with, **facts.compiled_with},
+        nearest=max((each.difference / (each.bound or 1) for each in bounds), default=0.0),
+    )
+    return with_mark(f"---\n{_metadata(facts, base, tags or ())}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", body))
+
+
+def _metadata(facts: Facts, base: str | None, tags: Sequence[str]) -> str:
+    options, own = facts.options, [facts.target, facts.options["dtype"]]
+    if facts.quantized:
+        own.append((options["quantization"] or "checkpoint").replace("checkpoint", facts.quantized[0].kind))
+    if options["activations"]:
+        own.append(f"{options['activations']}-activations")
+    data: dict[str, Any] = {
+        "library_name": LIBRARY,
+        "pipeline_tag": "text-generation",
+        **{name: facts.origin.get(name) for name in ("license", "license_name", "license_link", "language")},
+        "base_model": base,
+        "base_model_relation": "quantized" if base and facts.quantized else None,
+        "tags": list(dict.fromkeys([*_TAGS, *own, *tags])),
+    }
+    return ModelCardData(**data).to_yaml()
+
+
+def _shown(value: object) -> object:
+    """Return numbers and Markdown as they are, and any other text as code within a line or a cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, Markup | int):
+        return value if isinstance(value, Markup) else f"{value:,}"
+    text = "".join(letter for letter in str(value) if letter.isprintable())
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    if not text.strip():
+        return "-"
+    fence = "`" * (_longest_run(text) + 1)
+    padding = " " if text[0] in "` " or text[-1] in "` " else ""
+    # A cell ends at a bar, also in code; an escaped one would keep its backslash elsewhere.
+    return f"{fence}{padding}{text.replace('|', '│')}{padding}{fence}"
+
+
+def _block(text: str, language: str) -> Markup:
+    printed = "\n".join("".join(filter(str.isprintable, line)) for line in text.strip().split("\n"))
+    fence = "`" * max(3, _longest_run(printed) + 1)
+    return Markup(f"{fence}{language}\n{printed}\n{fence}")
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def with_mark(text: str) -> str:
+    return f"{text}\n{_MARK}{_digest(text)}{_MARK_END}"
+
+
+def is_made(card: str) -> bool:
+    """Return whether a card was made here and not changed since: only such a card may be replaced unasked."""
+    text, mark, rest = card.replace("\r\n", "\n").rpartition(_MARK)
+    return bool(mark) and rest == _digest(text.removesuffix("\n")) + _MARK_END
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def own_words(path: Path) -> str | None:
+    """Return a README.md that a person wrote or changed, if there is one; raise ValueError where it is no text."""
+    if not path.is_file():
+        return None
+    try:
+        card = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text; correct or remove it") from error
+    return None if is_made(card) else card
+
+
+def write_card(
+    artifact: Artifact,
+    *,
+    bench: Path | None = None,
+    quality: Path | None = None,
+    base_model: str | None = None,
+    tags: Sequence[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write README.md into the artifact's folder, and with `bench` or `quality` measurements.json before it; each whole or not at all.
+
+    Args:
+        bench, quality: files of measurements, as `artifacts.measurements` reads them.
+        base_model, tags: as in `make_card`.
+        overwrite: also replace a README.md that a person wrote or changed.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        FileExistsError: a person wrote the README.md that is there; nothing is written.
+        ArtifactError: a file was changed after the export, or recorded measurements are of another artifact.
+        ValueError: a file of measurements is none, or of another artifact.
+    """
+    path = artifact.path / CARD_NAME
+    if not overwrite and own_words(path) is not None:
+        raise FileExistsError(
+            f"{path} was written or changed by somebody; pass --overwrite (overwrite=True) to replace it, or move it"
+        )
+    recorded = read_measurements(artifact)
+    measured = recorded or Measurements(identity(artifact))
+    if bench is not None:
+        measured = with_bench(measured, bench, artifact)
+    if quality is not None:
+        measured = with_quality(measured, quality, artifact)
+    card = make_card(collect(artifact, measured), base_model=base_model, tags=tags)
+    if measured != recorded and (measured.speeds or measured.quality):
+        measured.write(artifact.path)
+    replace_file(path, card)
+    return path

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An artifact to a repository of the Hub: all of its files and its card in one commit, so that no reader sees a mixture of two."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+
+from ... import progress
+from ...artifact.artifact import MANIFEST_NAME, OWNED_FOLDERS, Artifact
+from ...artifact.measurements import MEASUREMENTS_NAME, read_measurements
+from ...checkpoints.card_facts import CARD_NAME
+from ...checkpoints.hub_errors import patiently, told
+from ...errors import first_line
+from ..inspect.collect import collect
+from .card import make_card, own_words
+
+
+logger = logging.getLogger(__name__)
+
+_PULL_REQUEST = "refs/pr/"
+
+
+def push_artifact(
+    artifact: Artifact,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    base_model: str | None = None,
+    tags: Sequence[str] | None = None,
+) -> CommitInfo:
+    """Upload an artifact; make the repository and the branch where they are missing.
+
+    The next push does not upload again what an interrupted one has uploaded, and the commit at the end shows all of it at once.
+    It removes the graphs and weights of an earlier artifact. A README.md that a person wrote or changed, in the folder or
+    else in the repository, stays, with the `tags` that it lacks.
+
+    Args:
+        repo_id: the repository, as org/name.
+        private: whether the repository is; default: as it is, or as its owner has chosen for new ones.
+        token, revision, create_pr, commit_message, commit_description: as in transformers' push_to_hub.
+        base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
+        tags: of the card, with its own.
+
+    Raises:
+        ArtifactError: a file was changed after the export, or measurements are of another artifact.
+        ValueError: the repository exists, and not as `private` says; or as `hub_errors.told` says.
+        FileNotFoundError, RuntimeError: as `hub_errors.told` says.
+    """
+    written = own_words(artifact.path / CARD_NAME)
+    made = make_card(collect(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
+    with progress.stage("Hashing files"):
+        additions = _additions(artifact)
+    api = HfApi(token=token)
+
+    def push() -> CommitInfo:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        _check_private(api, repo, private)
+        if revision is not None and not create_pr and not revision.startswith(_PULL_REQUEST):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(repo, revision=revision))
+        own = written
+        if own is None and CARD_NAME in there:
+            own = own_words(Path(api.hf_hub_download(repo, CARD_NAME, revision=revision)))
+            if own is not None:
+                logger.warning("%s has a README.md that a person wrote or changed; it stays, and none is made", repo)
+        stale = sorted(there - {each.path_in_repo for each in additions})
+        return api.create_commit(
+            repo,
+            [
+                *additions,
+                CommitOperationAdd(CARD_NAME, (made if own is None else with_tags(own, tags or ())).encode()),
+                *(CommitOperationDelete(name) for name in stale if name.partition("/")[0] in OWNED_FOLDERS),
+            ],
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+    with told(repo_id, revision or "main"), progress.stage(f"Uploading to {repo_id}"):
+        return patiently(push)
+
+
+def _additions(artifact: Artifact) -> list[CommitOperationAdd]:
+    """Return all files of an artifact; the digests of the upload are compared with the manifest's."""
+    names = [*artifact.manifest["files"], MANIFEST_NAME]
+    if read_measurements(artifact) is not None:
+        names.append(MEASUREMENTS_NAME)
+    additions = [CommitOperationAdd(name, artifact.path / name) for name in names]
+    for each in additions:
+        if each.path_in_repo in artifact.manifest["files"]:
+            artifact.check_digest(each.path_in_repo, each.upload_info.sha256.hex())
+    return additions
+
+
+def _check_private(api: HfApi, repo: str, private: bool | None) -> None:
+    """Refuse another visibility than that of a repository that exists: the Hub ignores it."""
+    found = None if private is None else api.repo_info(repo).private
+    if found is not None and found != private:
+        state, other = ("private", "public") if found else ("public", "private")
+        raise ValueError(
+            f"{repo} is there already, and is {state}, not {other}; name another repository, or change it on the Hub"
+        )
+
+
+def with_tags(card: str, tags: Sequence[str]) -> str:
+    """Return a card whose metadata has further tags; the same text where it has them all.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
+    if not tags:
+        return card
+    try:
+        parsed = ModelCard(card.removeprefix("\ufeff"), ignore_metadata_errors=True)
+    except Exception as error:  # of a YAML parser
+        raise ValueError(
+            f"the metadata of {CARD_NAME} cannot be read, to add tags to: {first_line(error)}; correct it"
+        ) from error
+    own = parsed.data.get("tags") or []
+    missing = [tag for tag in tags if tag not in own]
+    parsed.data["tags"] = [*own, *missing]
+    return str(parsed) if missing else card

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an artifact is, as tables for a terminal: its options, sizes and versions, its graphs, and what was measured. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...artifact.artifact import Artifact
+from ...artifact.measurements import Measurements
+from ...cli import graph_table
+from ...config import HLO_TARGETS
+from ...step.state_sizes import StateSizes, byte_count
+from ..certify import NOT_CERTIFIED, is_certified
+from .facts import rounding_of
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def print_artifact(artifact: Artifact, measured: Measurements | None, terminal: Console) -> None:
+    """Nothing is loaded, and no file but the manifest is read."""
+    terminal.print(_facts(artifact))
+    if artifact.config.activations is not None:
+        terminal.print(rounding_of(artifact.config.activations), soft_wrap=True)
+    terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
+    if measured is not None and measured.speeds:
+        terminal.print(_speeds(measured.speeds))
+
+
+def _facts(artifact: Artifact) -> Table:
+    from rich.table import Table
+
+    facts = Table("option", "value", title=str(artifact.path), title_justify="left")
+    for name, value in artifact.config.to_dict().items():
+        facts.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    facts.add_section()
+    kept = StateSizes.of(artifact.states())
+    facts.add_row("cache per token", f"{kept.per_token:,} bytes")
+    facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
+    for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):
+        if stored := byte_count(specs):
+            facts.add_row(name, f"{stored:,} bytes, {len(specs)} tensors")
+    facts.add_section()
+    if artifact.target in HLO_TARGETS:
+        facts.add_row("certified", "yes; --verify repeats it" if is_certified(artifact) else NOT_CERTIFIED)
+    for name, version in artifact.manifest["versions"].items():
+        facts.add_row(f"exported with {name}", version)
+    data = artifact.manifest["target_data"]
+    if "lnc" in data:  # compiled for a device
+        for name, version in data.get("versions", {}).items():
+            facts.add_row(f"compiled with {name}", version)
+        facts.add_row("logical NeuronCore", f"{data.get('lnc')} physical")
+    return facts
+
+
+def _speeds(speeds: Iterable[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("measured", "with", title="speeds", title_justify="left")
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    for each in speeds:
+        conditions = ", ".join(f"{name} {value}" for name, value in each.get("conditions", {}).items())
+        table.add_row(each["name"], conditions, f"{each['value']:,.4g}", each["unit"])
+    return table

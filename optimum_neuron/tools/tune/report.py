@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells what a search found: a sentence, tables of 80 columns, commands to copy, and a JSON document for programs. Computes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...config import NeuronConfig
+from .answers import METRICS, PERCENTILES
+from .candidates import export_command, serve_command
+from .search import Result
+from .slo import REMEDIES, told
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .tune import Report
+
+SHOWN = 8
+_NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "whole answer", "queue": "queue"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The best candidate, those behind it, what users get, where the figures come from, and commands."""
+    console.print(headline(report), style="bold")
+    console.print(trace_line(report))
+    console.print("", _candidates_table(report), "", _times_table(report), sep="\n")
+    console.print(facts(report.search.best))
+    console.print()
+    for sentence in notes(report):
+        console.print(sentence)
+    console.print()
+    for command in commands(report):
+        console.print(command, soft_wrap=True)
+
+
+def headline(report: Report) -> str:
+    """Whether anything meets the limits, and what comes nearest otherwise."""
+    best = report.search.best
+    if not report.slo.limits:
+        return f"Best by throughput: {best.candidate}."
+    limits = " and ".join(str(limit) for limit in report.slo.limits)
+    if best.meets:
+        return f"{best.candidate} meets {limits}, of which it takes {best.worst:.0%}."
+    missed = " and ".join(
+        f"{told(limit.seconds * share)} for the {limit}, {share:.2f} times as much"
+        for limit, share in best.used.items()
+        if share > 1
+    )
+    remedies = " or ".join(REMEDIES[limit.metric] for limit, share in best.used.items() if share > 1)
+    who = "It misses the limits" if report.grid is None else "Nothing meets all limits. The nearest"
+    return f"{who}: {best.candidate} takes {missed}; try {remedies}."
+
+
+def trace_line(report: Report) -> str:
+    requests = report.trace.requests
+    prompts = sum(request.prompt_tokens for request in requests) / len(requests)
+    new = sum(request.new_tokens for request in requests) / len(requests)
+    seconds = report.trace.seconds
+    rate = f", {len(requests) / seconds:,.2f} a second" if seconds else ", all at once"
+    shared = "; some prompts start alike" if report.trace.shares_prefixes else ""
+    return (
+        f"{Path(report.trace.name).name}: {len(requests):,} requests in {told(seconds)}{rate}, on average {prompts:,.0f} prompt and "
+        f"{new:,.0f} new tokens{shared}."
+    )
+
+
+def _candidates_table(report: Report) -> Table:
+    from rich.table import Table
+
+    how = "measured on this CPU" if report.measured else "predicted, not measured on a device"
+    title = f"Simulated by the engine's scheduler; step times {how}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for header in ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", ""):
+        table.add_column(header, justify="left" if header in ("policy", "") else "right", no_wrap=True)
+    for result in report.search.results[:SHOWN]:
+        sizes, times = result.candidate.config, result.figures.times
+        table.add_row(
+            str(sizes.batch_size),
+            _chunk(sizes),
+            ",".join(map(str, sizes.context_buckets)),
+            result.candidate.policy,
+            told(times["ttft"][99]),
+            told(times["itl"][99]),
+            f"{result.figures.tok_s:,.1f}",
+            f"{result.attainment:.0%}",
+            f"{result.compile_minutes:,.1f}",
+            "meets" if result.meets else f"x {result.worst:.2f}",
+        )
+    return table
+
+
+def _chunk(sizes: NeuronConfig) -> str:
+    rows = "" if sizes.ctx_batch_size == 1 else f"{sizes.ctx_batch_size}x"
+    return f"{rows}{sizes.prefill_chunk_size}"
+
+
+def _times_table(report: Report) -> Table:
+    from rich.table import Table
+
+    best = report.search.best
+    table = Table(title="What users get of the first", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for percentile in PERCENTILES:
+        table.add_column(f"p{percentile}", justify="right")
+    for metric in METRICS:
+        table.add_row(_NAMES[metric], *(told(best.figures.times[metric][percentile]) for percentile in PERCENTILES))
+    return table
+
+
+def facts(result: Result) -> str:
+    return (
+        f"{result.figures.tok_s:,.1f} tokens and {result.figures.req_s:,.2f} requests a second, {result.goodput:,.2f} of them within all "
+        f"limits; {result.padded:.0%} of prompt tokens are padding, {result.rows_used:.0%} of decode rows are used, steps run for "
+        f"{result.busy:.0%} of the time. {result.graphs} graphs compile in {result.compile_minutes:,.1f} minutes and need "
+        f"{result.memory / 2**30:,.1f} GiB."
+    )
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Where times come from, and what was not compared."""
+    yield from report.about
+    why = Counter(_kind(pruned.why) for pruned in report.search.pruned)
+    simulated = len(report.search.results)
+    if report.grid is not None:
+        left = "".join(f", {count} {reason}" for reason, count in why.items())
+        impossible = f", {len(report.refused)} contradict themselves" if report.refused else ""
+        yield f"{simulated} candidates were simulated{left}{impossible}."
+    yield "'kept' is the share of requests that each keep all limits for themselves, 'min' the minutes of compiling."
+
+
+def _kind(why: str) -> str:
+    if "memory" in why:
+        return "need too much memory"
+    return "take too long to compile" if "to compile" in why else "have steps too slow for a limit"
+
+
+def commands(report: Report) -> Iterator[str]:
+    """What exports and serves the best candidate."""
+    best = report.search.best
+    if report.grid is None:
+        yield serve_command(report.model, best.longest_queue)
+        return
+    output = f"{Path(report.model).name.removesuffix('.gguf').lower()}-{best.candidate.config.target}/"
+    yield export_command(report.model, best.candidate.config, output, report.export_words)
+    yield serve_command(output, best.longest_queue)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Everything, in seconds, bytes and minutes."""
+    return {
+        "model": report.model,
+        "trace": {"name": report.trace.name, "requests": len(report.trace.requests), "seconds": report.trace.seconds},
+        "slo": [asdict(limit) for limit in report.slo.limits],
+        "step_times": "measured" if report.measured else "predicted",
+        "about": list(report.about),
+        "meets": report.search.best.meets,
+        "headline": headline(report),
+        "commands": list(commands(report)),
+        "compile_budget_minutes": report.compile_budget,
+        "candidates": [_result(result) for result in report.search.results],
+        "left_out": [{"config": each.candidate.config.to_dict(), "why": each.why} for each in report.search.pruned],
+        "refused": list(report.refused),
+    }
+
+
+def _result(result: Result) -> dict[str, Any]:
+    shown = {name: value for name, value in vars(result).items() if name not in ("candidate", "figures", "used")}
+    return {
+        "config": result.candidate.config.to_dict(),
+        "policy": result.candidate.policy,
+        "meets": result.meets,
+        "used": {f"{limit.metric}.p{limit.percentile:g}": share for limit, share in result.used.items()},
+        "goodput": result.goodput,
+        **result.figures.to_dict(),
+        **shown,
+    }

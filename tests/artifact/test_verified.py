@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are hashed once per file, and whoever writes to a file has it hashed again; without a cache, each load hashes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimum_neuron.artifact import verified, weights
+from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact, ArtifactError
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.artifact.weights import read_weights, write_weights
+
+
+SETTLED_NS = 20_000_000  # in place of seconds, and above the tick of the system's clock
+TENSORS = {"model.a": torch.arange(4096.0), "model.b": torch.ones(5, dtype=torch.bfloat16)}
+
+
+@pytest.fixture(params=["mapped", "copied"])
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """Where records are; a file settles at once."""
+    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: request.param == "mapped")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(verified, "_SETTLED_NS", SETTLED_NS)
+    monkeypatch.setattr(weights, "is_local", lambda descriptor: True)  # wherever the tests' files are
+    return tmp_path / "cache" / verified.CACHE_KIND
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what was hashed."""
+    sizes: list[int] = []
+
+    def sha256(content: mmap.mmap) -> object:
+        sizes.append(len(content))
+        return hashlib.sha256(content)
+
+    monkeypatch.setattr(verified, "hashlib", types.SimpleNamespace(sha256=sha256))
+    return sizes
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, cache: Path) -> Artifact:
+    return make_artifact(tmp_path / "artifact")
+
+
+def make_artifact(folder: Path) -> Artifact:
+    """As much of an artifact as weights need, settled."""
+    path = folder / WEIGHTS_NAME
+    path.parent.mkdir(parents=True)
+    tied = write_weights(TENSORS, folder)
+    entry = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "size": path.stat().st_size}
+    settle()
+    return Artifact(folder, {"files": {WEIGHTS_NAME: entry}, "tied_weights": tied})
+
+
+def settle() -> None:
+    time.sleep(2 * SETTLED_NS / 1e9)
+
+
+def check(artifact: Artifact) -> None:
+    """Loads an artifact, whose weights are what was written."""
+    found = read_weights(artifact)
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], value) for name, value in TENSORS.items())
+
+
+def record_of(cache: Path) -> Path:
+    (record,) = cache.iterdir()
+    return record
+
+
+def flipped(path: Path) -> bytes:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    return bytes(data)
+
+
+def write_in_place(path: Path) -> None:
+    data = flipped(path)
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def write_and_restore_times(path: Path) -> None:
+    before = path.stat()
+    write_in_place(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_by_a_copy(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(flipped(path))
+    shutil.copystat(path, copy)
+    copy.rename(path)
+
+
+def write_through_a_mapping(path: Path) -> None:
+    data = flipped(path)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[:] = data
+        memory.flush()
+
+
+CHANGES = [write_in_place, write_and_restore_times, replace_by_a_copy, write_through_a_mapping]
+
+
+def test_a_file_is_hashed_once(artifact: Artifact, hashed: list[int], cache: Path) -> None:
+    for _ in range(3):
+        check(artifact)
+    assert hashed == [(artifact.path / WEIGHTS_NAME).stat().st_size]
+    assert record_of(cache).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_file_that_was_changed_after_it_was_hashed_is_refused(
+    artifact: Artifact, hashed: list[int], change: Callable[[Path], None]
+) -> None:
+    path = artifact.path / WEIGHTS_NAME
+    check(artifact)
+    change(path)
+    for _ in range(2):
+        settle()
+        with pytest.raises(ArtifactError, match=r"model\.safetensors was changed after the export: its sha256 is"):
+            read_weights(artifact)
+    write_in_place(path)
+    check(artifact)
+    assert len(hashed) == 4
+
+
+def test_a_record_of_one_artifact_says_nothing_of_another(artifact: Artifact, hashed: list[int]) -> None:
+    check(artifact)
+    entry = {"sha256": "0" * 64, "size": 0}
+    with pytest.raises(ArtifactError, match=r"the manifest says 000000000000…"):
+        read_weights(Artifact(artifact.path, artifact.manifest | {"files": {WEIGHTS_NAME: entry}}))
+    check(artifact)
+    assert len(hashed) == 2
+
+
+def test_a_file_that_was_just_written_is_hashed_again(
+    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ctime of a second write may be the same."""
+    monkeypatch.setattr(verified, "_SETTLED_NS", 10**18)
+    check(artifact)
+    check(artifact)
+    assert len(hashed) == 2
+    assert not any(cache.iterdir())
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
+    artifact: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sha256(content: mmap.mmap) -> object:
+        os.utime(artifact.path / WEIGHTS_NAME)
+        return hashlib.sha256(content)
+
+    monkeypatch.setattr(verified, "hashlib", types.SimpleNamespace(sha256=sha256))
+    check(artifact)
+    assert not any(cache.iterdir())
+
+
+def test_a_record_counts_for_a_file_that_did_not_change_while_it_was_read(
+    artifact: Artifact, hashed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(artifact)
+    has = verified._has
+
+    def look_and_change(status: os.stat_result, record: dict[str, int | str]) -> bool:
+        os.utime(artifact.path / WEIGHTS_NAME)
+        return has(status, record)
+
+    monkeypatch.setattr(verified, "_has", look_and_change)
+    check(artifact)
+    assert len(hashed) == 2
+
+
+def link(record: Path) -> None:
+    record.rename(record.parent.parent / "elsewhere")
+    record.symlink_to(record.parent.parent / "elsewhere")
+
+
+def with_another_size(record: Path) -> None:
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"size": 3}))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda record: record.write_text(""),
+    "cut": lambda record: record.write_text(record.read_text()[:40]),
+    "a list": lambda record: record.write_text("[]"),
+    "no text": lambda record: record.write_bytes(b"\xff\xfe"),
+    "nested": lambda record: record.write_text("[" * 100_000),
+    "another size": with_another_size,
+    "writable by others": lambda record: record.chmod(0o622),
+    "a link": link,
+} | ({"of another user": lambda record: os.chown(record, 12345, 0)} if os.geteuid() == 0 else {})
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_record_that_is_broken_or_foreign_is_made_again(
+    artifact: Artifact, hashed: list[int], cache: Path, damage: str
+) -> None:
+    check(artifact)
+    DAMAGES[damage](record_of(cache))
+    check(artifact)
+    check(artifact)
+    assert len(hashed) == 2
+
+
+def full_disk(*args: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+SPOILED: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "a file": lambda cache, patch: (cache.rmdir(), cache.touch()),
+    "open to all": lambda cache, patch: cache.chmod(0o777),
+    "read-only": lambda cache, patch: patch.setattr(verified.tempfile, "mkstemp", full_disk),
+    "full": lambda cache, patch: patch.setattr(verified.json, "dump", full_disk),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_without_a_cache_each_load_hashes(
+    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    SPOILED[how](cache, monkeypatch)
+    check(artifact)
+    check(artifact)
+    assert len(hashed) == 2
+    assert not cache.is_dir() or not any(cache.iterdir())
+    write_in_place(artifact.path / WEIGHTS_NAME)
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        read_weights(artifact)
+
+
+def test_the_oldest_records_make_room(
+    tmp_path: Path, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MOST_RECORDS", 3)
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "unfinished").touch()
+    os.utime(cache / "unfinished", (0, 0))
+    artifacts = [make_artifact(tmp_path / str(number)) for number in range(5)]
+    for artifact in artifacts:
+        check(artifact)
+    assert len(hashed) == 5
+    assert len(list(cache.iterdir())) == 3
+    for artifact in artifacts[-3:]:
+        check(artifact)
+    assert len(hashed) == 5
+
+
+def test_a_record_that_another_process_removes_meanwhile_is_no_error(
+    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MOST_RECORDS", 1)
+    monkeypatch.setattr(verified.os, "listdir", lambda folder: ["gone.json"])
+    check(artifact)
+    check(artifact)
+    assert len(hashed) == 1
+
+
+_PROCESS = """
+import mmap, sys
+from optimum_neuron.artifact import verified
+verified._SETTLED_NS, verified._MOST_RECORDS = 0, 2
+for _ in range(100):
+    for path, digest in zip(sys.argv[1::2], sys.argv[2::2]):
+        with open(path, "rb") as file:
+            number = file.fileno()
+            read = lambda: mmap.mmap(number, 0, access=mmap.ACCESS_READ)
+            assert verified.read_verified(number, read, digest)[1] == digest
+"""
+
+
+def test_processes_may_write_records_at_once(tmp_path: Path, cache: Path) -> None:
+    artifacts = [make_artifact(tmp_path / str(number)) for number in range(4)]
+    arguments = [text for each in artifacts for text in (str(each.path / WEIGHTS_NAME), each.sha256(WEIGHTS_NAME))]
+    running = [subprocess.Popen([sys.executable, "-c", _PROCESS, *arguments]) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    records = list(cache.iterdir())
+    assert 1 <= len(records) <= 4
+    assert all(len(json.loads(record.read_text())["sha256"]) == 64 for record in records)

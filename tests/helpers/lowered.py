@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowered graphs for the tests of the Neuron target: of tiny models, and of single functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.spec import TensorSpec, graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
+from optimum_neuron.targets.neuron.lowering.decompositions import decompose
+from optimum_neuron.targets.neuron.lowering.lower import (
+    LoweredGraph,
+    lower_copy,
+    lower_program,
+    lower_scores,
+    lower_step,
+)
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
+from optimum_neuron.targets.neuron.score_graphs import score_graphs
+
+
+def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
+    """Every graph of a model, what copies slots last."""
+    spec = inspect_model(model)
+    cache = KVCache(state_specs(config, spec))
+    graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
+    readers = score_graphs(config, spec.vocab_size)
+    graphs += [lower_scores(graph, spec.vocab_size) for graph in readers]
+    return [*graphs, *map(lower_copy, copy_graphs(config, spec))]
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor]:
+        return (self.function(*inputs),)
+
+
+def lower_function(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1, sums: SumsRule | None = None
+) -> LoweredGraph:
+    """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
+    program = decompose(torch.export.export(_Function(function).eval(), tuple(inputs), strict=False))
+    (result,) = program.graph.output_node().args[0]
+    specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
+    return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size, sums)
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests that lower graphs to HLO."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recurrent
+from helpers import export_tiny
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.step.features.codes.formats import weight_formats
+from optimum_neuron.targets.neuron.sharding import ShardPlan
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lowered_once() -> Iterator[None]:
+    """Graphs of one model at one config are lowered once, for whatever target; test_lowering.py shows that they come out the same.
+
+    Not those of models with experts or for several ranks, whose form follows from the chip.
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        yield
+        return
+    from optimum_neuron.targets.neuron import sequence_parallel
+    from optimum_neuron.targets.neuron.lowering import lower_all, rank_model, weight_uses
+
+    graphs: dict[Any, list[Any]] = {}
+    layouts: dict[Any, Any] = {}
+    lower, trace_first = lower_all.lower_all, rank_model.trace_first
+
+    def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
+        # What tests change of a model's code or of the lowering, too.
+        changed = (
+            LlamaMLP.forward,
+            rank_model.NEURON_OPS,
+            weight_uses.use_stored_weights,
+            sequence_parallel.COLLECTIVE_S,
+        )
+        by_chip = "experts" in model_config or config.tensor_parallel_size > 1
+        same = config if by_chip else dataclasses.replace(config, target="hlo")
+        return (model_config, same, *others, changed)
+
+    def lower_once(
+        folder: Path, config: NeuronConfig, tied: Mapping[str, str], *, first: Any = None, **options: bool
+    ) -> Iterator[Any]:
+        quantized = folder / QUANTIZATION_NAME
+        formats = quantized.read_text() if quantized.exists() else None
+        found = key((folder / "config.json").read_text(), config, formats, tuple(tied.items()), *options.values())
+        if found not in graphs:
+            graphs[found] = list(lower(folder, config, tied, first=first, **options))
+        return iter(graphs[found])
+
+    def trace_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
+        found = key(model.config.to_json_string(), config, str(model.dtype), str(weight_formats(model)))
+        if found in layouts:  # and its graphs are lowered, or are traced anew: a program is lowered once
+            return rank_model.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
+        first = trace_first(model, plan, config)
+        layouts[found] = first.layout
+        return first
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_all, "lower_all", lower_once)
+        patch.setattr(rank_model, "trace_first", trace_once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def hlo_artifact(
+    sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Artifacts of the hlo target by architecture, the Llama's with a certificate; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("hlo") / name
+            made[name] = export_tiny(sharp_checkpoints[name], folder, target="hlo", certificate=name == "llama")
+        return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def recurrent_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of the hlo target by kind of state, with snapshots and a certificate, for which an export executes all graphs beside the
+    eager step; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def export(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("recurrent")
+            recurrent.model(kind).save_pretrained(folder / "checkpoint")
+            sizes = {"target": "hlo", "state_snapshots": 3}
+            made[kind] = export_tiny(folder / "checkpoint", folder / "out", certificate=True, **sizes)
+        return made[kind]
+
+    return export

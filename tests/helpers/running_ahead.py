@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that runs ahead, played by any executable: it keeps each slot's token, and counts what the host starts and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.sampling.chosen import ChosenTokens, slots_of_rows
+from optimum_neuron.step.spec import GraphSpec
+from optimum_neuron.targets import Executable
+
+
+VOCAB_OUTPUT = ".logits"
+
+
+class AheadOf(Executable):
+    """An executable that runs ahead of the one that it plays.
+
+    Attributes:
+        log: `start 3` and `read 3 decode.tokens`, by the number of the step, as the host did them.
+        transfers: by step, the outputs that were read.
+    """
+
+    runs_ahead = True
+
+    def __init__(self, executable: Executable, graphs: Sequence[GraphSpec]) -> None:
+        self._executable = executable
+        self._specs = {graph.name: graph for graph in graphs}
+        self._chosen = ChosenTokens(graphs[0].batch_size)
+        self.log: list[str] = []
+        self.transfers: list[list[str]] = []
+
+    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
+        spec, number = self._specs[graph], len(self.transfers)
+        given = {each.name: tensor.clone() for each, tensor in zip(spec.inputs(), inputs, strict=True)}
+        if spec.has_decode:
+            given["decode.input_ids"] = self._chosen.fill(given["decode.input_ids"])
+        names = [each.name for each in spec.outputs(1)]
+        found = [each.clone() for each in self._executable.run(graph, list(given.values()))]
+        for group in ("decode", "chunk"):
+            if f"{group}.tokens" in names:
+                slots = slots_of_rows(given[f"{group}.position_ids"], given.get(f"{group}.seq_ids"))
+                self._chosen.keep(found[names.index(f"{group}.tokens")], slots)
+        self.log.append(f"start {number}")
+        self.transfers.append([])
+        wanted = [logits or not name.endswith(VOCAB_OUTPUT) for name in names]
+
+        def read() -> Sequence[Tensor | None]:
+            self.transfers[number] = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
+            self.log.append(f"read {number}")
+            return [tensor if is_wanted else None for tensor, is_wanted in zip(found, wanted, strict=True)]
+
+        return read
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.empty(0) if each is None else each for each in self.start(graph, inputs, logits=True)()]
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        self._executable.copy_slot(source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._executable.keep_state(slot, snapshot)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._executable.restore_state(snapshot, slot)
+
+    def read_state(self, name: str) -> Tensor:
+        return self._executable.read_state(name)
+
+    def write_state(self, name: str, tensor: Tensor) -> None:
+        self._executable.write_state(name, tensor)
+
+
+def ahead_of(runner: GraphRunner, model: ModelSpec | None = None) -> tuple[GraphRunner, AheadOf]:
+    """A runner of the same graphs on a device that runs ahead; `model` as in `GraphRunner`."""
+    graphs = list(runner.family)
+    executable = AheadOf(runner.executable, graphs)
+    return GraphRunner(executable, runner.config, graphs, model), executable

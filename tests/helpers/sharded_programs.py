@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the lowered graphs of all ranks of a tiny model at once, for test_sharded_hlo.py, and compares with the eager target,
+and prompts that go on behind snapshots with whole ones.
+
+XLA's CPU client has as many devices as CPU_NUM_DEVICES says, and its collectives work between them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import (
+    VOCAB,
+    decode_rows,
+    eager_runner,
+    generate,
+    load_model,
+    prefill_pieces,
+    random_tokens,
+    tiny_config,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
+from optimum_neuron.targets import Executable
+from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.targets.neuron.lowering.rank_model import trace_first
+from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
+from optimum_neuron.targets.neuron.run.draws import draws
+from optimum_neuron.targets.neuron.run.load_plan import copy_inputs
+from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
+from optimum_neuron.tools.certify.host_ranks import Given, Module, Ranks
+
+
+NOISE = 2e-6  # of logits between -1 and 1, in float32
+SAMPLINGS = (GREEDY, SamplingParams(20, 0.9, 0.8), SamplingParams(temperature=1.0))  # the last from all tokens
+
+
+class RanksExecutable(Executable):
+    """An executable of several ranks; every rank must return the same."""
+
+    def __init__(
+        self, graphs: Sequence[LoweredGraph], config: NeuronConfig, weights: Sequence[dict[str, Tensor]]
+    ) -> None:
+        modules = {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
+        states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
+        self._states = states.keys()
+        zeros = {name: torch.zeros(state.shape, dtype=getattr(torch, state.dtype)) for name, state in states.items()}
+        self._ranks = Ranks(modules, [(own | zeros).items() for own in weights])
+        self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
+        self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
+        self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
+        self._draws = draws(self._calls, {graph.name: graph.io for graph in graphs})
+
+    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        given = dict(zip(self._calls[graph], inputs, strict=True))
+        outputs = self._run(graph, given)
+        for draw in self._draws[graph]:
+            if draw.is_due(inputs):
+                drawn = dict(zip(self._samplers[draw.graph], draw.inputs(inputs), strict=True))
+                outputs |= self._run(draw.graph, drawn)
+        return [outputs[name] for name in self._outputs[graph]]
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        self._copy(COPY_SLOT, source, destination, length)
+
+    def keep_state(self, slot: int, snapshot: int) -> None:
+        self._copy(KEEP_STATE, slot, snapshot, 1)
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        self._copy(RESTORE_STATE, snapshot, slot, 1)
+
+    def _copy(self, graph: str, *numbers: int) -> None:
+        self._run(graph, dict(zip(self._samplers[graph], copy_inputs(*numbers), strict=True)))
+
+    def overwrite(self) -> None:
+        """NaN, and indices beyond all, in whatever ranks keep."""
+        for bound in self._ranks._bound:
+            for name in self._states:
+                state = bound[name].cpu()
+                bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
+
+    def _run(self, graph: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        first, *others = self._ranks.run(Given(graph, given))
+        for other in others:
+            assert all(torch.equal(first[name], other[name]) for name in first)
+        return first
+
+
+def check(
+    checkpoint: Path, count: int, noise: float = NOISE, forms: Sequence[bool | None] = (None,), **sizes: Any
+) -> None:
+    """Asserts that the ranks give the tokens of one rank in all graphs, greedy and sampled.
+
+    Args:
+        noise: by which logits may differ.
+        forms: whether ranks split tokens, None: where it takes less time; in all of them logits have the same bits.
+        sizes: options of the graphs, in place of the tests' own.
+    """
+    config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
+    model = load_model(checkpoint)
+    tied, weights = _weights(model, config)
+    reference = eager_runner(model, tiny_config(**sizes))
+    found = [_run_form(checkpoint, config, tied, weights, reference, noise, split) for split in forms]
+    assert all(torch.equal(one, other) for other in found for one, other in zip(found[0], other, strict=True))
+
+
+def _weights(model: Any, config: NeuronConfig) -> tuple[dict[str, str], list[dict[str, Tensor]]]:
+    """Tied names, and each rank's weights under all their names."""
+    count = config.tensor_parallel_size
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "weights").mkdir()
+        plan = shard_plan(model, count)
+        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config).layout)
+        weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
+    for tensors in weights:
+        tensors |= {alias: tensors[stored] for alias, stored in tied.items()}
+    return tied, weights
+
+
+def check_snapshots(checkpoint: Path, count: int) -> None:
+    """Asserts that a slot of ranks that goes on behind a snapshot has the bits of one that computes all, whatever was there before."""
+    sizes = {"batch_size": 2, "ctx_batch_size": 1, "state_snapshots": 2, "on_device_sampling": False}
+    config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
+    model = load_model(checkpoint)
+    tied, weights = _weights(model, config)
+    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False))
+    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
+    executable, spec = RanksExecutable(graphs, config, weights), inspect_model(model)
+    runner = GraphRunner(executable, config, graph_specs(config), spec, deterministic=True)
+    prompt = random_tokens(21, seed=1)
+    for length in (1, 8, 11):
+        executable.overwrite()
+        runner.reset_all()
+        pieces = [min(8, len(prompt) - at) for at in range(0, len(prompt), 8)]
+        expected = _followed(runner, 1, prefill_pieces(runner, 1, prompt, pieces))
+        assert expected.isfinite().all()
+        prefill_pieces(runner, 0, prompt[:length], [min(8, length - at) for at in range(0, length, 8)])
+        runner.keep_state(0, 1)
+        prefill_pieces(runner, 0, random_tokens(5), [5])
+        rest = [min(8, len(prompt) - at) for at in range(length, len(prompt), 8)]
+        for slot in (1, 0):
+            runner.reuse(slot, 0, length, 1)
+            assert torch.equal(_followed(runner, slot, prefill_pieces(runner, slot, prompt[length:], rest)), expected)
+
+
+def _followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
+    """Logits behind a prompt, and behind tokens that follow it."""
+    found = [logits]
+    for token in (5, 6):
+        output = runner.decode(*decode_rows(runner, {slot: token}))
+        assert output.decode_logits is not None
+        found.append(output.decode_logits[slot].clone())
+    return torch.stack(found)
+
+
+def _run_form(
+    checkpoint: Path,
+    config: NeuronConfig,
+    tied: Mapping[str, str],
+    weights: Sequence[dict[str, Tensor]],
+    reference: GraphRunner,
+    noise: float,
+    split: bool | None,
+) -> list[Tensor]:
+    """Logits of all that is generated, and of a prompt in pieces."""
+    specs = graph_specs(config)
+    kinds = None if split is None else frozenset(spec.kind for spec in specs if split)
+    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False, split=kinds))
+    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
+    assert any(is_split(graph.hlo) for graph in graphs) == bool(split)
+    executable = RanksExecutable(graphs, config, weights)
+    logits = []
+    for deterministic in (False, True) if config.mixed_step else (False,):
+        runner = GraphRunner(executable, config, specs, deterministic=deterministic)
+        for sampling in SAMPLINGS:
+            uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist()
+            expected, expected_logits = generate(reference, random_tokens(21), 6, sampling, uniforms)
+            found, found_logits = generate(runner, random_tokens(21), 6, sampling, uniforms)
+            assert found == expected
+            difference = float((expected_logits - found_logits).abs().max())
+            assert difference < noise, f"{difference} in logits up to {float(expected_logits.abs().max())}"
+            logits.append(found_logits)
+    if split:
+        cuts = [8, 8, 5], [5, 8, 8], [1, 7, 6, 7]
+        pieces = [prefill_pieces(runner, slot, random_tokens(21), cut) for slot, cut in enumerate(cuts, start=1)]
+        assert all(torch.equal(pieces[0], each) for each in pieces)
+    return logits

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of many families, and processes that run them as ranks of tensor parallelism, for test_sharding.py."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import random_tokens, step_inputs, tiny_config
+from safetensors.torch import load_file, save_file
+from tiny import TINY_SIZES
+from torch import Tensor, distributed, nn
+from torch.multiprocessing import start_processes
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from optimum_neuron.artifact.skeleton import assign, empty_model
+from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.ops import DEFAULT_OPS, StepOps
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule
+from optimum_neuron.targets.neuron.sampler import sample
+from optimum_neuron.targets.neuron.sharding import (
+    RANK_BUFFER,
+    ShardPlan,
+    apply_plan,
+    shard_plan,
+    sharded_ops,
+    write_sharded_weights,
+)
+
+
+_TIMEOUT = timedelta(seconds=60)
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1],
+}
+
+
+_STATE_SPACE = {"n_groups": 2, "chunk_size": 16}
+
+
+def heads(query: int, key_value: int, **sizes: Any) -> dict[str, Any]:
+    """Numbers that do not divide: of heads, and of all else that is cut."""
+    odd = {"hidden_size": 16 * query, "intermediate_size": 90, "vocab_size": 301}
+    return {"num_attention_heads": query, "num_key_value_heads": key_value, **odd, **sizes}
+
+
+# By name: what a rank has to get right, or the family.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {}),
+    "starcoder2": ("starcoder2", {}),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "gemma2": ("gemma2", {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8}),
+    "gpt_neox": ("gpt_neox", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "llama4": ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 96}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("deepseek_v2", _LATENT),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
+    "qwen3_next": ("qwen3_next", _RECURRENT),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "mlp_layer_types": ["dense", "dense"],
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "expand": 2, **_STATE_SPACE}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            **_STATE_SPACE,
+        },
+    ),
+    "one kv head": ("llama", heads(4, 1)),
+    "an idle rank": ("llama", heads(3, 3)),
+    "heads of SmolLM2": ("llama", heads(9, 3)),
+    "heads of Qwen2-0.5B": ("qwen2", heads(14, 2, tie_word_embeddings=True)),
+    "padded tied sinks and experts": ("gpt_oss", heads(6, 3, num_local_experts=4, tie_word_embeddings=True)),
+    "padded fused projections": ("phi3", heads(6, 3)),
+    "padded norm over all heads": ("olmo2", heads(5, 5)),
+    "padded norm per head": ("cohere", heads(6, 3, use_qk_norm=True)),
+    "padded latent attention": ("deepseek_v2", heads(6, 6, **_LATENT | {"num_key_value_heads": 6})),
+    "bfloat16": ("llama", {"dtype": "bfloat16", "attention_bias": True}),
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    """A case's model: weights far from their initial values, since norms of ones and biases of zeros hide mistakes."""
+    model_type, sizes = CASES[name]
+    config_class = type(AutoConfig.for_model(model_type))
+    known = {field for base in config_class.__mro__ for field in getattr(base, "__annotations__", {})}
+    config = config_class(**{field: value for field, value in TINY_SIZES.items() if field in known} | sizes)
+    torch.manual_seed(0)
+    dtype = getattr(torch, sizes.get("dtype", "float32"))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape) / 10)
+    return model
+
+
+def run_steps(model: PreTrainedModel, ops: StepOps = DEFAULT_OPS) -> dict[str, Tensor]:
+    """The outputs of a prompt in two chunks, a mixed step, and a step of decoding, greedy in slot 0 and sampled in slot 1.
+
+    Rows that the steps leave idle are left out, since nobody reads them.
+    """
+    spec = inspect_model(model)
+    config = tiny_config()
+    cache = KVCache(state_specs(config, spec)).to(model.dtype)
+    modules = {graph.kind: StepModule(model, cache, graph, ops).eval() for graph in graph_specs(config)}
+    tokens = random_tokens(40)
+    steps: list[tuple[Any, dict[int, tuple[int, int]], dict[int, tuple[int, Any]]]] = [
+        ("chunked_prefill", {}, {0: (0, tokens[:8])}),
+        ("chunked_prefill", {}, {0: (8, tokens[8:13])}),
+        ("mixed", {0: (13, int(tokens[13]))}, {1: (0, tokens[20:26])}),
+        ("token_generation", {0: (14, int(tokens[14])), 1: (6, int(tokens[26]))}, {}),
+    ]
+    outputs = {
+        "kv_heads": torch.tensor([layer.kv_heads for layer in spec.layers]),
+        "state_heads": torch.tensor([state.heads for state in spec.recurrences]),
+    }
+    for number, (kind, decode, chunks) in enumerate(steps):
+        graph = modules[kind].spec
+        inputs = step_inputs(graph, decode, chunks)
+        for tensor_spec, tensor in zip(graph.inputs(), inputs, strict=True):
+            if tensor_spec.name.endswith("sampling_params"):
+                tensor[:] = torch.tensor([[20, 0.9, 0.0, 0.0], [20, 0.9, 1.0, 0.0], [20, 0.9, 1.0, 0.1]])[
+                    : len(tensor)
+                ]
+            elif tensor_spec.name.endswith("uniforms"):
+                tensor.fill_(0.7)
+        with torch.no_grad():
+            results = modules[kind](*inputs)
+        for output, result in zip(graph.outputs(spec.vocab_size), results, strict=True):
+            used = len(decode if output.name.startswith("decode") else chunks)
+            outputs[f"{number}.{output.name}"] = result[:used].clone()
+    return outputs
+
+
+def write_case(model: PreTrainedModel, world_size: int, folder: Path) -> ShardPlan:
+    """What an artifact has for its ranks: config, weights and the names of tied ones."""
+    (folder / "weights").mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    plan = shard_plan(model, world_size)
+    tied = write_sharded_weights(named_tensors(model), plan, folder)
+    (folder / "tied.json").write_text(json.dumps(tied))
+    return plan
+
+
+def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
+    """The sampler over a rank's logits, as a graph of its own has it."""
+    first = model.get_buffer(RANK_BUFFER) * plan.local_vocab_size
+    tokens: Tensor = sample(logits, params, uniforms, first, plan.vocab_size, plan.world_size)
+    return tokens
+
+
+def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[PreTrainedModel, StepOps]:
+    """One rank's model and operators, from its own file: no process sees the whole model."""
+    model: Any = empty_model(folder, dtype, trust_remote_code=False)
+    apply_plan(model, plan)
+    tensors = load_file(folder / rank_weights_name(rank, plan.world_size))
+    tied = json.loads((folder / "tied.json").read_text())
+    assign(model, tensors | {alias: tensors[stored] for alias, stored in tied.items()})
+    # What a target does in a graph of its own, these steps do themselves.
+    return model, replace(sharded_ops(DEFAULT_OPS, model, plan), sample=partial(sample_own, model, plan))
+
+
+def _run_rank(rank: int, world_size: int, folder: Path, plans: dict[str, ShardPlan]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
+    for name, plan in plans.items():
+        dtype = CASES[name][1].get("dtype", "float32")
+        save_file(run_steps(*load_rank(folder / name, plan, rank, dtype)), folder / f"{name}.{rank}.safetensors")
+    distributed.destroy_process_group()
+
+
+def run_ranks(world_size: int, folder: Path, plans: dict[str, ShardPlan]) -> None:
+    """Runs cases that `write_case` wrote as `world_size` processes; each rank leaves its outputs in a file per case."""
+    # One process imports torch and what the models need, and forks the ranks.
+    modeling = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *modeling])
+    start_processes(_run_rank, (world_size, folder, plans), nprocs=world_size, start_method="forkserver")

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with experts: transformers' tokens on every target, and results that depend on a request's own tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    CHUNK_SIZE,
+    artifact_runner,
+    decode_rows,
+    decode_tokens,
+    export_tiny,
+    load_model,
+    mixed_spec,
+    prefill_pieces,
+    random_tokens,
+    step_inputs,
+    tiny_config,
+)
+from moe import CONFIGS, make_checkpoint
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DbrxConfig
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.kernels.lower.lower import lower
+from optimum_neuron.kernels.plan.program import Experts, TorchCall
+from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.features.experts.expert_modules import is_experts
+from optimum_neuron.step.features.experts.experts import ExpertsCall, active_experts, dense_experts
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.ops import DEFAULT_OPS, EAGER_OPS
+from optimum_neuron.step.program import export_graph
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.step import StepModule
+from optimum_neuron.targets.cpu.layout import use_natural_layout
+from optimum_neuron.targets.cpu.ops import OPS
+
+
+NOISE = 2e-5  # of logits up to 5, by other orders of summation in float32
+# Their attention is the own kernel's too: the others have sinks, or values of another size than keys.
+KERNEL_ATTENTION = ("mixtral", "qwen3_moe")
+# Ways to split one prompt.
+PIECES = ([8, 8, 4], [3, 8, 1, 8], [1] * 20, [8, 8, 3, 1])
+Make = Callable[[str], Path]
+# Mixtral's router is simpler than Qwen3-MoE's.
+with_models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name == "mixtral" else name for name in CONFIGS]
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def cpu_folder(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[str, Path] = {}
+
+    def export(name: str) -> Path:
+        if name not in made:
+            made[name] = export_tiny(checkpoint(name), tmp_path_factory.mktemp("cpu") / name, target="cpu")
+        return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="module")
+def eager_folder(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    return lambda name: export_tiny(checkpoint(name), tmp_path_factory.mktemp("eager") / name)
+
+
+TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))
+
+
+def folder_of(target: str, name: str, request: pytest.FixtureRequest) -> Path:
+    make: Make = request.getfixturevalue(f"{target}_folder")
+    return make(name)
+
+
+def own_model(folder: Path) -> Any:
+    """transformers' model, with the experts' own code."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@with_models
+def test_tokens_are_those_of_transformers(
+    name: str, target: str, checkpoint: Make, request: pytest.FixtureRequest
+) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(folder_of(target, name, request))
+    model.generation_config.eos_token_id = None
+    own = own_model(checkpoint(name))
+    prompts = [random_tokens(length, seed=length) for length in (5, 21, 29, 13, 2)]
+    outputs = model.generate_batch([prompt.tolist() for prompt in prompts], max_new_tokens=8)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        text = own.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=8, do_sample=False)
+        assert output.generated_tokens == text[0, len(prompt) :].tolist()
+    assert {graph.split("_")[0] for graph in model.runner.graph_calls} == {"mixed", "chunked", "token"}
+    with torch.no_grad():
+        expected = own(torch.from_numpy(prompts[2])[None].long()).logits[0, -1]
+    model.runner.reset_all()
+    assert (prefill_pieces(model.runner, 0, prompts[2], [8, 3, 8, 8, 2]) - expected).abs().max() < NOISE
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@with_models
+def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, request: pytest.FixtureRequest) -> None:
+    runner, prompt = artifact_runner(folder_of(target, name, request)), random_tokens(20)
+    others = [random_tokens(8, seed=seed) for seed in (1, 2, 3)]
+
+    def decode(neighbors: dict[int, int]) -> Tensor:
+        return decode_tokens(runner, {1: 5} | neighbors)[1][1]
+
+    expected = prefill_pieces(runner, 1, prompt, PIECES[0]), decode({})
+    for pieces in PIECES[1:]:
+        runner.reset_all()
+        assert torch.equal(prefill_pieces(runner, 1, prompt, pieces), expected[0])
+        assert torch.equal(decode({}), expected[1])
+    runner.reset_all()
+    start = 0
+    for count, other in zip(PIECES[0], others, strict=True):
+        logits = runner.prefill([Chunk(1, prompt[start : start + count]), Chunk(0, other)]).chunk_logits
+        start += count
+    assert logits is not None and torch.equal(logits[0], expected[0])
+    assert torch.equal(decode({0: 9}), expected[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNEL_ATTENTION)
+def test_graphs_of_all_kinds_give_the_same_bits(name: str, cpu_folder: Make) -> None:
+    runner, prompt = artifact_runner(cpu_folder(name)), random_tokens(14)
+    token = int(prompt[13])
+    ways: list[Callable[[], Tensor | None]] = [
+        lambda: decode_tokens(runner, {0: token})[1],
+        lambda: runner.prefill([Chunk(0, prompt[13:])]).chunk_logits,
+        lambda: runner.step([Chunk(2, random_tokens(11, seed=2))], decode_rows(runner, {0: token})).decode_logits,
+    ]
+    results, graphs = [], set()
+    for way in ways:
+        runner.reset_all()
+        runner.graph_calls.clear()
+        prefill_pieces(runner, 0, prompt[:13], [8, 5])
+        logits = way()
+        assert logits is not None
+        results.append(logits[0].clone())
+        graphs |= set(runner.graph_calls)
+    assert len(graphs) == 3
+    assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0])
+
+
+@with_models
+def test_padding_is_routed_nowhere(name: str, checkpoint: Make) -> None:
+    model, config = load_model(checkpoint(name)), tiny_config()
+    cache = KVCache(state_specs(config, inspect_model(model)))
+    calls: list[ExpertsCall] = []
+
+    def note(call: ExpertsCall) -> Tensor:
+        calls.append(call)
+        return active_experts(call)
+
+    spec = mixed_spec(config)
+    step = StepModule(model, cache, spec, replace(EAGER_OPS, experts=note))
+    with torch.no_grad():
+        step(*step_inputs(spec, {1: (4, 7)}, {2: (0, random_tokens(3))}))
+    assert calls
+    # Decode row 1 of 3, and 3 tokens of the first chunk row; the second is idle.
+    actual = torch.zeros(3 + 2 * CHUNK_SIZE, dtype=torch.bool)
+    actual[[1, 3, 4, 5]] = True
+    for call in calls:
+        assert (call.index[actual] < call.experts).all() and (call.index[~actual] == call.experts).all()
+        for experts in (active_experts, dense_experts):
+            output = experts(call)
+            assert output[actual].any(1).all() and not output[~actual].any()
+
+
+@with_models
+def test_formulations_agree(name: str, checkpoint: Make) -> None:
+    model = load_model(checkpoint(name))
+    layers = [module for module in model.modules() if is_experts(module)]
+    hidden_states, weights = torch.randn(9, 64), torch.rand(9, 2)
+    experts = layers[0].gate_up_proj.shape[0]
+    index = torch.randint(0, experts + 1, (9, 2))
+    call = ExpertsCall(layers[0], hidden_states, index, weights)
+    exact = one_by_one(call)
+    for formulation in (active_experts, dense_experts):
+        assert (formulation(call).double() - exact).abs().max() < 1e-5
+    use_natural_layout(model)
+    assert (active_experts(call).double() - exact).abs().max() < 1e-5
+
+
+def one_by_one(call: ExpertsCall) -> Tensor:
+    """In float64, by the layer's own code and in its own layout."""
+    layer = call.layer
+    output = torch.zeros_like(call.hidden_states, dtype=torch.float64)
+    for token, places in enumerate(call.index.tolist()):
+        for place, expert in enumerate(places):
+            if expert < call.experts:
+                up, down = (
+                    weight[expert].double() if layer.is_transposed else weight[expert].double().t()
+                    for weight in (call.up, call.down)
+                )
+                up_bias, down_bias = (
+                    0.0 if bias is None else bias[expert].double() for bias in (call.up_bias, call.down_bias)
+                )
+                inner = layer._apply_gate(call.hidden_states[token].double() @ up + up_bias)
+                own = call.normalize(inner @ down + down_bias)
+                output[token] += own * call.weights[token, place].double()
+    return output
+
+
+def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpoint: Make) -> None:
+    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+    call = ExpertsCall(layer, torch.randn(9, 64), torch.randint(0, 5, (9, 2)), torch.rand(9, 2))
+    without = one_by_one(call)
+    layer.has_post_expert_norm, layer.post_expert_norm = True, nn.RMSNorm(64, elementwise_affine=False)
+    exact = one_by_one(call)
+    assert (exact - without).abs().max() > 0.1
+    with torch.no_grad():
+        for formulation in (active_experts, dense_experts):
+            assert (formulation(call).double() - exact).abs().max() < 1e-5
+
+
+def test_an_expert_that_overflows_on_the_tokens_of_others_does_no_harm(checkpoint: Make) -> None:
+    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+    layer.down_proj.data[1] = torch.finfo(torch.float32).max
+    call = ExpertsCall(layer, torch.randn(3, 64), torch.tensor([[0, 2], [3, 2], [0, 4]]), torch.rand(3, 2))
+    assert not dense_experts(replace(call, index=torch.ones_like(call.index))).isfinite().all()
+    assert (dense_experts(call).double() - one_by_one(call)).abs().max() < 1e-5
+
+
+def test_tokens_that_are_not_finite_reach_no_other(checkpoint: Make) -> None:
+    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+    call = ExpertsCall(layer, torch.randn(4, 64), torch.tensor([[0, 2], [0, 3], [4, 4], [3, 0]]), torch.rand(4, 2))
+    broken = replace(call, hidden_states=call.hidden_states.clone(), weights=call.weights.clone())
+    broken.hidden_states[[1, 2]], broken.weights[[1, 2]] = torch.nan, torch.nan  # row 2 is padding
+    with torch.no_grad():
+        for formulation in (active_experts, dense_experts):
+            found = formulation(broken)
+            assert torch.equal(found[[0, 3]], formulation(call)[[0, 3]]) and found[1].isnan().all()
+
+
+@with_models
+def test_no_shape_of_a_graph_depends_on_the_routing(name: str, checkpoint: Make) -> None:
+    model = load_model(checkpoint(name))
+    config = tiny_config()
+    cache = KVCache(state_specs(config, inspect_model(model)))
+    program = export_graph(model, cache, graph_specs(config)[0], DEFAULT_OPS)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        assert not isinstance(value, Tensor) or all(type(size) is int for size in value.shape)
+        assert "nonzero" not in str(node.target) and "_local_scalar" not in str(node.target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@with_models
+def test_no_linear_layer_of_a_cpu_graph_is_left_to_torch(name: str, dtype: str, checkpoint: Make) -> None:
+    model = Checkpoint(checkpoint(name), None, name, trust_remote_code=False).load_model(dtype)
+    config = tiny_config(dtype=dtype)
+    cache = KVCache(state_specs(config, inspect_model(model)))
+    use_natural_layout(model)
+    plan, _ = lower(export_graph(model, cache, graph_specs(config)[0], OPS))
+    assert "aten.linear.default" not in [step.operator for step in plan.steps if isinstance(step, TorchCall)]
+    assert sum(isinstance(step, Experts) for step in plan.steps) == 2 * sum(map(is_experts, model.modules()))
+
+
+def test_experts_that_compute_something_else_than_their_own_code_are_refused(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = load_model(checkpoint("mixtral"))
+    inspect_model(model)
+    layer: Any = next(module for module in model.modules() if is_experts(module))
+    monkeypatch.setattr(type(layer), "_apply_gate", lambda self, up: up.chunk(2, dim=-1)[1])
+    with pytest.raises(ValueError, match="MixtralForCausalLM cannot be exported"):
+        inspect_model(model)
+
+
+def test_experts_of_a_step_get_as_many_rows_as_the_step_has_tokens(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = load_model(checkpoint("mixtral"))
+    layer: Any = next(module for module in model.modules() if is_experts(module))
+    forward = type(layer).forward
+    monkeypatch.setattr(
+        type(layer), "forward", lambda self, *args: forward(self, *(each.repeat(2, 1) for each in args))[::2]
+    )
+    with pytest.raises(ValueError, match=r"its experts get 8 rows of hidden states in a step of 4 tokens"):
+        inspect_model(model)
+
+
+@pytest.fixture(scope="module")
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts loop over those in use, by code of their own."""
+    config = DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=256,
+        vocab_size=300,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    )
+    folder = tmp_path_factory.mktemp("dbrx")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_shapes_that_follow_the_routing_are_refused_before_anything_is_written(own_code: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"DbrxForCausalLM cannot be exported for target='cpu': what transformer\.blocks\.0\.ffn\.experts computes "
+        r"depends on the values of tensors .*nonzero.*; target='eager' runs it",
+    ):
+        export_tiny(own_code, tmp_path / "out", target="cpu")
+    assert not list(tmp_path.iterdir())
+    export_tiny(own_code, tmp_path / "out", target="eager")
+
+
+@with_models
+def test_shapes_of_the_experts_interface_are_fixed(name: str, checkpoint: Make) -> None:
+    model = load_model(checkpoint(name))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_fixed_shapes(model, "cpu")
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_artifact_without_the_kernels_layout_still_loads(checkpoint: Make) -> None:
+    """Those of earlier versions hold transposed weights as transformers has them."""
+    model, stored = load_model(checkpoint("gpt_oss")), load_model(checkpoint("gpt_oss"))
+    tensors = {f"model.{name}": tensor for name, tensor in stored.named_parameters()}
+    use_natural_layout(model, tensors)
+    layers = [module for module in model.modules() if is_experts(module)]
+    assert layers and all(layer.is_transposed for layer in layers)
+    use_natural_layout(stored)
+    use_natural_layout(model, {f"model.{name}": tensor for name, tensor in stored.named_parameters()})
+    assert not any(layer.is_transposed for layer in layers)
+    assert all(map(torch.equal, model.parameters(), stored.parameters()))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that take a state on in code of their own: what their operators are read as, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimum_neuron.step.features.convolution.convolution import SlotConvolutions
+from optimum_neuron.step.features.own_code.layers_by_token import set_own_states
+from optimum_neuron.step.features.recurrence.recurrence import LayerOfScan, ScanCall, ScanKind
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.masks import UnsupportedModelError
+from optimum_neuron.step.model_cache import Backends, StepCache
+from optimum_neuron.step.spec import TensorSpec
+
+
+TOKENS, HEADS, DIM = 5, 2, 4
+SIZE = HEADS * DIM
+Body = Callable[[Tensor, Any], tuple[Any, Any]]
+
+
+class Noting(LayerOfScan):
+    """Backends of all kinds, which keep what they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[ScanKind, ScanCall]] = []
+        self.inputs: list[tuple[int, int, Tensor, int]] = []
+
+    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
+        self.number()
+        self.calls.append((kind, call))
+        return call.value + 100
+
+    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        self.inputs.append((layer_idx, index, inputs, past))
+        return torch.arange(past).expand(TOKENS, inputs.shape[1], past) + 100.0
+
+
+class Layer(nn.Module):
+    """Takes a state on that it has a cache keep."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, hidden_states: Tensor, past_key_values: StepCache) -> Any:
+        state = past_key_values.get_linear_cache(3)
+        output, state = self.body(hidden_states, state)
+        past_key_values.set_linear_cache(3, state)
+        return output
+
+
+class Delayed(nn.Module):
+    """Goes on with its last input, and convolves the last ones by itself."""
+
+    def __init__(self, kept: Callable[[Tensor], Tensor] = lambda x: x[:, -1]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.convolution = nn.Conv1d(SIZE, SIZE, 3, groups=SIZE)
+
+    def forward(self, hidden_states: Tensor, past_key_values: StepCache) -> Tensor:
+        assert past_key_values.has_previous_state(3)
+        cached: Any = past_key_values.layers[3].conv_states[0]
+        inputs = torch.cat([cached, hidden_states.transpose(1, 2)], dim=-1)
+        past_key_values.update_conv_state(nn.functional.pad(inputs[..., -2:], (0, 0)), 3)
+        earlier: Any = past_key_values.layers[3].recurrent_states[0].unsqueeze(1)
+        before = torch.cat([earlier, hidden_states[:, :-1]], dim=1)
+        past_key_values.update_recurrent_state(self.kept(hidden_states), 3)
+        return torch.cat([self.convolution(inputs).transpose(1, 2), before], dim=-1)
+
+
+class Attributes(nn.Module):
+    """Keeps a vector in an attribute, and inputs in one of its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+        self.state: Any = "before"
+        self.part.inputs = None
+        self.forgets = False
+
+    def _setup_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.state = torch.zeros((batch, SIZE), device=device)
+        self.part.inputs = torch.zeros((batch, SIZE, 3), dtype=dtype, device=device)
+
+    def forward(self, hidden_states: Tensor, use_cache: bool = False) -> Tensor:
+        assert use_cache and self.state.shape[0] == len(hidden_states) == TOKENS
+        inputs = torch.cat((self.part.inputs, hidden_states.transpose(1, 2)), -1)
+        if not self.forgets:
+            self.part.inputs = inputs[:, :, 1:]
+        state = torch.sigmoid(hidden_states) * self.state[:, None].to(hidden_states.device)
+        state += torch.sum(inputs * torch.ones(SIZE, 4), dim=-1)[:, None]
+        output = state.type(hidden_states.dtype)
+        self.state = state[:, -1]
+        return output
+
+
+def run(layer: nn.Module, hidden: Tensor, *, cached: bool = True) -> tuple[Any, Noting]:
+    noting: Any = Noting()
+    backends = Backends(noting, noting, noting, noting, noting)
+    if cached:
+        set_own_states(layer)
+    arguments = {"past_key_values": StepCache(0, None, backends, {})} if cached else {}
+    with torch.no_grad(), backends.serving(torch.arange(TOKENS)):
+        return layer(hidden, **arguments), noting
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    return torch.randn(1, TOKENS, SIZE)
+
+
+def heads_of(hidden: Tensor) -> Tensor:
+    return hidden.view(TOKENS, 1, HEADS, DIM).transpose(1, 2)
+
+
+def matrices(decay: Tensor | Callable[[], Tensor]) -> Body:
+    def body(hidden: Tensor, state: Any) -> tuple[Tensor, Any]:
+        assert hidden.shape == (TOKENS, 1, SIZE)  # each token a text of its own
+        x = heads_of(hidden)
+        state = (decay if isinstance(decay, Tensor) else decay()) * state
+        state = state + torch.matmul((2 * x).transpose(-1, -2), 3 * x)
+        return torch.matmul(x, state).transpose(1, 2).reshape(TOKENS, 1, SIZE), state
+
+    return body
+
+
+def test_matrices_are_a_scan_of_all_tokens(hidden: Tensor) -> None:
+    slope = torch.tensor([0.5, 1e-4])[:, None, None]
+    output, noting = run(Layer(matrices(lambda: torch.exp(-slope))), hidden)
+    [(kind, call)] = noting.calls
+    x = heads_of(hidden[0])[:, :, 0]
+    assert kind == "state_space_scan" and noting.layer_idx == 3
+    assert torch.equal(call.query, x) and torch.equal(call.key, 2 * x) and torch.equal(call.value, 3 * x)
+    assert torch.equal(call.decay, -slope[:, 0, 0].expand(TOKENS, HEADS))  # not the logarithm of a rounded exponential
+    assert torch.equal(output, (3 * x + 100).reshape(1, TOKENS, SIZE))
+
+
+def test_a_decay_that_was_no_exponential_and_one_for_each_row(hidden: Tensor) -> None:
+    decay = torch.rand(HEADS, DIM, 1)
+    decay[0, 0] = 0
+    _, noting = run(Layer(matrices(decay)), hidden)
+    found = noting.calls[0][1].decay
+    assert found.shape == (TOKENS, HEADS, DIM) and found.isfinite().all()
+    torch.testing.assert_close(found.exp(), decay[..., 0].expand(TOKENS, HEADS, DIM))
+
+
+def test_vectors_and_inputs_in_attributes(hidden: Tensor) -> None:
+    layer = nn.ModuleList([nn.Identity(), Attributes()])
+    set_own_states(layer)
+    output, noting = run(layer[1], hidden, cached=False)
+    [(kind, call)], [(layer_idx, index, inputs, past)] = noting.calls, noting.inputs
+    assert kind == "selective_scan" and (layer_idx, index, past) == (1, 0, 3)
+    assert torch.equal(inputs, hidden.transpose(1, 2))
+    added = hidden[0] + 3 * 100 + 3
+    torch.testing.assert_close(call.value[:, 0], added)
+    torch.testing.assert_close((call.rates * call.decay[:, 0]).exp(), torch.sigmoid(hidden[0]))
+    assert torch.equal(call.key, torch.ones(TOKENS, 1, 1)) and torch.equal(call.query, call.key)
+    torch.testing.assert_close(output[0], added + 100)
+    assert layer[1].state == "before" and layer[1].part.inputs is None
+    layer[1].forgets = True
+    with pytest.raises(UnsupportedModelError, match="layer 1 keeps the state of a recurrence of its own"):
+        run(layer[1], hidden, cached=False)
+    assert layer[1].state == "before" and layer[1].part.inputs is None
+
+
+def test_last_inputs_and_one_that_is_told_later(hidden: Tensor) -> None:
+    layer = Delayed()
+    output, noting = run(layer, hidden)
+    assert [(each[0], each[1], each[3]) for each in noting.inputs] == [(3, 0, 1), (3, 1, 2)]
+    assert all(torch.equal(each[2], hidden.transpose(1, 2)) for each in noting.inputs)
+    assert torch.equal(output[..., SIZE:], torch.full((1, TOKENS, SIZE), 100.0))
+    windows = torch.cat([torch.tensor([100.0, 101.0]).expand(TOKENS, SIZE, 2), hidden[0, :, :, None]], -1)
+    with torch.no_grad():
+        torch.testing.assert_close(output[0, :, :SIZE], layer.convolution(windows)[..., 0])
+    with pytest.raises(UnsupportedModelError, match="layer 3 keeps the state of a recurrence of its own"):
+        run(Delayed(kept=lambda x: x), hidden)
+
+
+def test_outside_of_a_step_a_layer_runs_as_it_is(hidden: Tensor) -> None:
+    layer = Layer(lambda hidden, state: (hidden.shape, state))
+    set_own_states(layer)
+
+    class Cache:
+        def get_linear_cache(self, layer_idx: int) -> None: ...
+
+        def set_linear_cache(self, layer_idx: int, state: object) -> None:
+            assert state is None
+
+    assert layer(hidden, past_key_values=Cache()) == (1, TOKENS, SIZE)
+
+
+def bodies() -> Iterator[tuple[str, Body, str]]:
+    """What a layer might do with its state, and the reason for which it is refused."""
+
+    def taken_on(hidden: Tensor, state: Any) -> Any:
+        return 0.5 * torch.ones(HEADS, 1, 1) * state + heads_of(hidden).transpose(-1, -2) @ heads_of(hidden)
+
+    yield "sum", lambda x, state: (state.sum(), state), r"reads \.sum of it"
+    yield "add", lambda x, state: (x, torch.add(x, state)), "calls add on it"
+    yield "last", lambda x, state: (x, state[:, -1]), "takes .* of it"
+    yield "number", lambda x, state: (x, state * 0.5), "multiplies it by float"
+    yield "join", lambda x, state: (torch.cat([state, x], 1), state), r"joins it to \[5, 1, 8\]"
+    yield "none", lambda x, state: (x, x[..., None] * state + 1), "adds int to it"
+    yield "same", lambda x, state: (x, state), "layer 3 keeps the state of a recurrence of its own"
+    yield "unread", lambda x, state: (x, taken_on(x, state)), "layer 3 keeps the state of a recurrence of its own"
+    yield "columns", matrices(torch.ones(HEADS, DIM, DIM)), "a decay of its own for each of its columns"
+    yield "all", lambda x, state: (taken_on(x, state).to(x.dtype), state), "reads all of its matrices"
+    yield "query", lambda x, state: (x @ taken_on(x, state), state), r"by \[5, 1, 8\], which is no query"
+    yield "outer", lambda x, state: (heads_of(x).mT @ heads_of(x) + x, state), r"calls add on it"
+
+    def twice(x: Tensor, state: Any) -> Any:
+        state = taken_on(x, state)
+        return heads_of(x) @ state + heads_of(x) @ state, state
+
+    yield "twice", twice, "reads it twice"
+
+    def another(x: Tensor, state: Any) -> Any:
+        return heads_of(x) @ taken_on(x, state), x
+
+    yield "another", another, "layer 3 keeps the state of a recurrence of its own"
+
+
+@pytest.mark.parametrize(("body", "reason"), [pytest.param(*rest, id=name) for name, *rest in bodies()])
+def test_other_uses_of_a_state_are_refused_by_name(body: Body, reason: str, hidden: Tensor) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        run(Layer(body), hidden)
+
+
+def test_inputs_before_a_token_are_those_of_its_slot() -> None:
+    """Of a slot in two steps beside another, that another request had before."""
+    cache = KVCache([TensorSpec("kv_cache.conv_0_0", (3, 3, 2), "float32")])
+    cache.convolution(0, 0).fill_(torch.nan)
+    text = torch.randn(7, 2)
+    padded, found = torch.cat([torch.zeros(3, 2), text]), []
+    for start, stop in ((0, 2), (2, 7)):
+        count = stop - start
+        slots = torch.tensor([1] * count + [0, 2], dtype=torch.int32)
+        columns = torch.tensor([*range(start, stop), start, 9], dtype=torch.int32)
+        inputs = torch.cat([text[start:stop], torch.full((2, 2), torch.nan)])
+        before = SlotConvolutions(cache, slots, columns).before(0, 0, inputs.t()[None], 3)
+        found.append(before[:count])
+    assert torch.equal(torch.cat(found), padded.unfold(0, 3, 1)[:7])
+    assert torch.equal(cache.convolution(0, 0)[1], text[-3:])

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bias by the column of a key (ALiBi), of models that attend in code of their own: exact, and a token's bits its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import configs
+from biased import BLOCKS, MODELS, PIECES, PROMPT, SIZES, answers, model_of, own_logits, same
+from helpers import eager_runner, prefill_pieces, tiny_config
+from torch import Tensor
+
+from optimum_neuron.parity.inspect import check_blocks, inspect_model
+from optimum_neuron.parity.text_length import check_tables
+from optimum_neuron.step.attention import added_bias, attend_cache
+from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.features.own_code.own_scores import BiasMask, ScoreKeys
+from optimum_neuron.step.interface import AttentionCall
+from optimum_neuron.step.masks import CausalMask, UnsupportedModelError
+from optimum_neuron.step.model_cache import CacheNeeds
+
+
+with_models = pytest.mark.parametrize(
+    "name",
+    [
+        "bloom",
+        "mpt",
+        "falcon",
+        *(pytest.param(f"{name}6", marks=pytest.mark.full) for name in ("bloom", "mpt", "falcon")),
+    ],
+)
+
+
+@with_models
+def test_steps_compute_what_the_model_does_as_closely_as_it_does_itself(name: str) -> None:
+    runner = eager_runner(model_of(name), tiny_config(**SIZES))
+    text = [*PROMPT.tolist(), *(3 + index for index in range(5))]
+    found, rows = torch.stack(answers(runner, 1, PIECES[0])), range(len(PROMPT) - 1, len(text))
+    exact, own = (own_logits(name, text, dtype)[list(rows)].double() for dtype in (torch.float64, torch.float32))
+    assert (found - exact).abs().max() <= 2 * (own - exact).abs().max()
+
+
+@with_models
+def test_cuts_neighbors_slots_and_blocks_change_no_bit(name: str) -> None:
+    runner, blocks = (eager_runner(model_of(name), tiny_config(**sizes)) for sizes in (SIZES, BLOCKS))
+    expected = answers(runner, 1, PIECES[0])
+    runner.reset_all()
+    assert same(answers(runner, 0, PIECES[1]), expected)
+    blocks.assign(1, 0, (5, 0, 2))
+    assert torch.equal(prefill_pieces(blocks, 1, PROMPT, PIECES[1]), expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
+def test_models_in_16_bits_are_taken(name: str, dtype: torch.dtype) -> None:
+    model = model_of(name).to(dtype)
+    try:
+        assert len(inspect_model(model).layers) == configs.LAYERS
+    finally:
+        model.float()
+
+
+def test_what_is_read_as_attention_gathers_no_slots_and_attends_to_blocks_where_they_lie() -> None:
+    for name in MODELS:
+        needs = CacheNeeds.of(model_of(name))
+        assert needs.biased and not needs.by_itself
+        assert check_blocks(model_of(name), tiny_config(**BLOCKS, target="hlo")) is False
+
+
+def test_a_table_that_is_shorter_than_a_text_is_refused_with_its_length() -> None:
+    check_tables(model_of("mpt"), configs.POSITIONS)
+    check_tables(model_of("bloom"), 100_000)
+    with pytest.raises(ValueError, match=r"MptForCausalLM .* sequence_length=257: .* at most 256$"):
+        check_tables(model_of("mpt"), configs.POSITIONS + 1)
+
+
+def test_what_is_added_is_the_columns_number_less_that_of_the_tokens_own() -> None:
+    table = torch.randn(3, 20)
+    positions = torch.tensor([[4, 5], [19, 19], [-1, -1]], dtype=torch.int32)
+    added = added_bias(table, positions, 2, 9)
+    for row, token in ((0, 0), (0, 1), (1, 0)):
+        own = table[:, positions[row, token]]
+        assert torch.equal(added[row, :, token], table[:, 2:9] - own[:, None])
+    assert added.isfinite().all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_the_reference_adds_it_to_the_scores_of_each_head(kv_heads: int) -> None:
+    query, keys, values = torch.randn(2, 6, 3, 16), torch.randn(2, kv_heads, 12, 16), torch.randn(2, kv_heads, 12, 8)
+    table, positions = torch.randn(6, 12) * 3, torch.tensor([[3, 4, 5], [9, 10, 11]], dtype=torch.int32)
+    call = AttentionCall(0, query, keys, values, 0.25, None, None, None, table)
+    found = attend_cache(call, AttentionRows(positions, None, 12), query, keys, values)
+    wide = [each.double().repeat_interleave(6 // kv_heads, 1) for each in (keys, values)]
+    scores = query.double() @ wide[0].mT * 0.25 + table[None, :, None]
+    hidden = torch.arange(12) > positions[:, None, :, None]
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
+    torch.testing.assert_close(found, expected.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
+
+
+class Noted:
+    """A backend that notes its call."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.call = call
+        return torch.zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+
+HEADS, TOKENS, COLUMNS, DIM = 4, 3, 10, 16
+
+
+def stand_ins(kv_heads: int = HEADS) -> tuple[Noted, Any, Any, Any, BiasMask]:
+    backend = Noted()
+    query = torch.randn(1, HEADS, TOKENS, DIM)
+    keys, values = ScoreKeys(backend, COLUMNS).store(5, *(torch.randn(1, kv_heads, TOKENS, DIM) for _ in range(2)))
+    return backend, query, keys, values, BiasMask(CausalMask(None), torch.float32)
+
+
+def test_products_scaling_bias_mask_and_softmax_become_a_call_of_attention() -> None:
+    backend, query, keys, values, mask = stand_ins()
+    table = torch.randn(1, HEADS, 1, COLUMNS)
+    weights = (((query @ keys.transpose(-1, -2) + table) * 0.5) / 2 + mask).softmax(dim=-1)
+    assert (weights @ values).shape == (1, HEADS, TOKENS, DIM)
+    assert backend.call.layer_idx == 5 and backend.call.scaling == 0.25 and backend.call.sliding_window is None
+    assert backend.call.column_bias is not None
+    assert torch.equal(backend.call.column_bias, table[0, :, 0] * 0.25)
+    # As bloom writes it.
+    folded = [each.view(HEADS, -1, DIM) for each in (keys, values)]
+    flat = table[0].baddbmm(batch1=query[0], batch2=folded[0].transpose(1, 2), beta=3.0, alpha=0.125)
+    weights = torch.softmax(flat.view(1, HEADS, TOKENS, COLUMNS) + mask, dim=-1, dtype=torch.float32)
+    found = torch.bmm(torch.nn.functional.dropout(weights, 0.1, False).view(HEADS, TOKENS, -1), folded[1])
+    assert found.shape == (HEADS, TOKENS, DIM)
+    assert backend.call.scaling == 0.125 and torch.equal(backend.call.column_bias, table[0, :, 0] * 3)
+
+
+def test_a_bias_in_the_mask_counts_once() -> None:
+    backend, query, keys, values, mask = stand_ins()
+    table = torch.randn(1, HEADS, 1, COLUMNS)
+    carrying = torch.masked_fill(table, mask < -1, -1e9)
+    for scores in (query @ keys.transpose(2, 3), query @ keys.transpose(2, 3) + table):
+        _ = (scores + carrying).softmax(-1) @ values
+        assert backend.call.column_bias is not None and torch.equal(backend.call.column_bias, table[0, :, 0])
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any, Any, Any, BiasMask], Any]]] = {
+    "by token": ("adds Tensor", lambda q, k, v, m: q @ k.transpose(2, 3) + torch.zeros(1, HEADS, TOKENS, COLUMNS)),
+    "of one head": ("adds Tensor", lambda q, k, v, m: q @ k.transpose(2, 3) + torch.zeros(1, 1, 1, COLUMNS)),
+    "two": ("adds Tensor", lambda q, k, v, m: q @ k.transpose(2, 3) + torch.zeros(1, HEADS, 1, COLUMNS) + torch.zeros(1, HEADS, 1, COLUMNS)),
+    "short": ("has no bias for more than 9 tokens", lambda q, k, v, m: q @ k.transpose(2, 3) + torch.zeros(1, HEADS, 1, 9)),
+    "factor": ("multiplies scores by Tensor", lambda q, k, v, m: (q @ k.transpose(2, 3)) * torch.ones(())),
+    "after the mask": ("multiplies scores", lambda q, k, v, m: (q @ k.transpose(2, 3) + m) * 2),
+    "no mask": ("without a mask", lambda q, k, v, m: (q @ k.transpose(2, 3)).softmax(-1)),
+    "tokens": ("over dimension 2", lambda q, k, v, m: (q @ k.transpose(2, 3) + m).softmax(2)),
+    "no softmax": ("without a softmax", lambda q, k, v, m: (q @ k.transpose(2, 3) + m) @ v),
+    "tanh": ("calls tanh", lambda q, k, v, m: torch.tanh(q @ k.transpose(2, 3))),
+    "turned": ("exchanges the dimensions", lambda q, k, v, m: k.transpose(1, 2)),
+    "viewed": ("views", lambda q, k, v, m: k.view(1, -1)),
+    "read": ("reads .mean", lambda q, k, v, m: k.mean()),
+    "dropout": ("calls dropout", lambda q, k, v, m: torch.dropout((q @ k.transpose(2, 3) + m).softmax(-1), 0.1, train=True)),
+    "keys": ("calls matmul", lambda q, k, v, m: q @ k),
+    "mask": ("computes with its attention mask", lambda q, k, v, m: m + torch.zeros(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_attention_with_a_bias_by_column_is_refused_by_name(case: str) -> None:
+    reason, compute = REFUSED[case]
+    _, *inputs = stand_ins()
+    with pytest.raises(UnsupportedModelError, match=reason):
+        compute(*inputs)
+
+
+def test_a_bias_that_follows_from_what_is_in_the_text_is_found_by_the_comparison() -> None:
+    model: Any = model_of("bloom")
+    build = model.transformer.build_alibi_tensor
+
+    def of_text(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        first = model.transformer.word_embeddings.weight[seen[-1]].mean()
+        return build(mask, heads, dtype) * (1 + first)
+
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(int(kwargs["input_ids"][0, 0])), with_kwargs=True
+    )
+    model.transformer.build_alibi_tensor = of_text
+    try:
+        with pytest.raises(ValueError, match=r"BloomForCausalLM cannot be exported: .*logits differ"):
+            inspect_model(model)
+    finally:
+        del model.transformer.build_alibi_tensor
+        hook.remove()
+    assert len(inspect_model(model).layers) == configs.LAYERS

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions over the tokens of a slot: no chunking, neighbor or earlier request of the slot changes a bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    LENGTH,
+    Opener,
+    decode_rows,
+    decode_tokens,
+    examples,
+    export_tiny,
+    prefill_pieces,
+    random_tokens,
+    read_states,
+    same_states,
+    state_names,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.artifact.artifact import FORMAT_VERSION, MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.features.convolution.convolution import ConvolutionInput, SlotConvolutions
+from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.masks import UnsupportedModelError
+from optimum_neuron.step.model_cache import CacheNeeds
+from optimum_neuron.step.model_spec import ConvolutionState, ModelSpec
+from optimum_neuron.step.spec import TensorSpec
+from optimum_neuron.targets.neuron.sharding import shard_plan
+
+
+# Chunk rows shorter than the three tokens that a convolution looks back, and several of them in a step.
+SHORT_ROWS: dict[str, Any] = {"prefill_chunk_size": 2, "ctx_batch_size": 3}
+PROMPT = 17
+
+
+def cuttings(total: int, most: int) -> st.SearchStrategy[list[int]]:
+    """Ways to cut `total` tokens into pieces of at most `most`."""
+
+    def cut(sizes: list[int]) -> list[int]:
+        ends = [*np.cumsum(sizes)[np.cumsum(sizes) < total].tolist(), total]
+        return np.diff([0, *ends]).tolist()
+
+    return st.lists(st.integers(1, most), min_size=total, max_size=total).map(cut)
+
+
+def continue_by_hand(runner: GraphRunner, slot: int, tokens: np.ndarray) -> Tensor:
+    """Decodes given tokens; returns the logits after each."""
+    return torch.stack([decode_tokens(runner, {slot: int(token)})[1][slot] for token in tokens])
+
+
+def convolution_states(runner: GraphRunner, spec: ModelSpec) -> list[str]:
+    return [name for name in state_names(runner, spec) if ".conv_" in name]
+
+
+def test_what_a_model_keeps_is_found_by_running_it(tiny_specs: dict[str, ModelSpec]) -> None:
+    spec = tiny_specs["lfm2"]
+    assert spec.convolutions == tuple(ConvolutionState(layer, 0, 3, 64) for layer in (0, 1, 3))
+    assert [layer.layer_idx for layer in spec.layers] == [2]
+    assert not spec.reuses_prefixes and tiny_specs["llama"].reuses_prefixes
+    assert ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize("sizes", [{}, SHORT_ROWS], ids=["long rows", "short rows"])
+def test_no_cutting_of_a_prompt_changes_a_bit(
+    open_runner: Opener, tiny_specs: dict[str, ModelSpec], sizes: dict[str, Any]
+) -> None:
+    runner = open_runner("lfm2", **sizes)
+    config = runner.config
+    text = random_tokens(PROMPT + 4, seed=3)
+    prompt, rest = text[:PROMPT], text[PROMPT:]
+
+    def states() -> list[Tensor]:
+        return [runner.executable.read_state(name)[1] for name in convolution_states(runner, tiny_specs["lfm2"])]
+
+    prefill_pieces(runner, 1, prompt, [1] * PROMPT)
+    kept, expected = states(), continue_by_hand(runner, 1, rest)
+
+    @examples(30)
+    @given(cuttings(PROMPT, config.ctx_batch_size * config.prefill_chunk_size))
+    def check(pieces: list[int]) -> None:
+        runner.reset_all()
+        prefill_pieces(runner, 1, prompt, pieces)
+        assert all(map(torch.equal, states(), kept))
+        assert torch.equal(continue_by_hand(runner, 1, rest), expected)
+
+    check()
+    assert len({tuple(row.tolist()) for row in kept[0]}) == 3
+
+
+def test_a_prompt_beside_others_is_what_it_is_alone(open_runner: Opener) -> None:
+    runner = open_runner("lfm2", **SHORT_ROWS)
+    prompts = [random_tokens(count, seed=count) for count in (2, 4, 9)]
+    alone = []
+    for slot, prompt in enumerate(prompts):
+        runner.reset_all()
+        alone.append(prefill_pieces(runner, slot, prompt, [len(prompt)] if len(prompt) < 7 else [2, 4, 3]))
+    runner.reset_all()
+    # Slot 2 takes a row behind two rows of slot 1, then all three rows.
+    steps = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2][:2]}, {2: prompts[2][2:6]}, {2: prompts[2][6:]}]
+    found: dict[int, Tensor] = {}
+    for step in steps:
+        output = runner.prefill([Chunk(slot, tokens) for slot, tokens in step.items()])
+        assert output.chunk_logits is not None
+        found |= {slot: output.chunk_logits[row].clone() for row, slot in enumerate(step)}
+    assert all(torch.equal(found[slot], logits) for slot, logits in enumerate(alone))
+
+
+def test_a_slot_without_a_token_keeps_its_state(open_runner: Opener, tiny_specs: dict[str, ModelSpec]) -> None:
+    runner, spec = open_runner("lfm2"), tiny_specs["lfm2"]
+    for slot in range(3):
+        prefill_pieces(runner, slot, random_tokens(5 + slot, seed=slot), [5 + slot])
+    before = read_states(runner, spec)
+    runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {2: 7}))
+    runner.prefill([Chunk(1, random_tokens(1))])
+    decode_tokens(runner, {2: 9})
+    after = read_states(runner, spec)
+    assert same_states(before, after, [0])
+    convolutions = {name: before[name] for name in convolution_states(runner, spec)}
+    for slot in (1, 2):
+        assert not any(torch.equal(after[name][slot], state[slot]) for name, state in convolutions.items())
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_a_request_starts_from_nothing_whatever_its_slot_holds(
+    open_runner: Opener, tiny_specs: dict[str, ModelSpec], first: int
+) -> None:
+    runner, prompt = open_runner("lfm2"), random_tokens(9)
+    expected = prefill_pieces(runner, 0, prompt, [first, 8 - first, 1])
+    runner.reset_all()
+    for name in convolution_states(runner, tiny_specs["lfm2"]):
+        state = runner.executable.read_state(name)
+        runner.executable.write_state(name, torch.full_like(state, torch.nan))
+    assert torch.equal(prefill_pieces(runner, 0, prompt, [first, 8 - first, 1]), expected)
+    assert expected.isfinite().all()
+    for name in convolution_states(runner, tiny_specs["lfm2"]):
+        state = runner.executable.read_state(name)
+        runner.executable.write_state(name, state.nan_to_num())
+
+
+def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: Opener) -> None:
+    runner, prompt = open_runner("lfm2"), random_tokens(PROMPT)
+    prefill_pieces(runner, 2, prompt, [8, 9])
+    expected = continue_by_hand(runner, 2, prompt[:3])
+    prefill_pieces(runner, 0, prompt[:5], [5])
+    runner.keep_state(0, 0)
+    runner.reset(0)
+    prefill_pieces(runner, 0, prompt[:8], [8])
+    runner.keep_state(0, 1)
+    prefill_pieces(runner, 0, prompt[8:15], [7])
+    for slot in (0, 1):
+        with pytest.raises(
+            ValueError, match=f"slot {slot} keeps state of all its tokens together: its first 5 cannot"
+        ):
+            runner.reuse(slot, 0, 5)
+    for action, words in (
+        (lambda: runner.reuse(1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
+        (lambda: runner.reuse(1, 0, 8, 0), "snapshot 0 is of 5 tokens, and 8 are to be reused"),
+        (lambda: runner.reuse(1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
+        (lambda: runner.keep_state(0, -1), "snapshot -1 does not exist: there are 6"),
+        (lambda: runner.keep_state(1, 0), "slot 1 holds no tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            action()
+    assert runner.lengths.tolist() == [15, 0, 17 + 3]
+    for slot in (1, 0):  # a copy, and in place
+        runner.reuse(slot, 0, 8, 1)
+        prefill_pieces(runner, slot, prompt[8:], [9])
+        assert torch.equal(continue_by_hand(runner, slot, prompt[:3]), expected)
+    runner.reuse(1, 1, PROMPT + 3)  # a slot goes on behind its own tokens as it is
+
+
+def test_a_model_without_such_state_has_no_snapshots(open_runner: Opener) -> None:
+    runner = open_runner("llama")
+    prefill_pieces(runner, 0, random_tokens(8), [8])
+    with pytest.raises(ValueError, match="this model has no such state"):
+        runner.reuse(1, 0, 8, 0)
+    with pytest.raises(ValueError, match="snapshot 0 does not exist: there are 0"):
+        runner.keep_state(0, 0)
+
+
+@pytest.fixture(scope="module")
+def artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(sharp_checkpoints["lfm2"], tmp_path_factory.mktemp("state") / "lfm2")
+
+
+@pytest.fixture(scope="module")
+def reference(sharp_checkpoints: dict[str, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(sharp_checkpoints["lfm2"], dtype=torch.float32).eval()
+
+
+def test_generated_texts_are_those_of_transformers(artifact: Path, reference: Any) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(artifact)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    lengths = (21, 1, 13)
+    ids, mask = torch.zeros(3, 21, dtype=torch.long), torch.zeros(3, 21, dtype=torch.long)
+    for row, length in enumerate(lengths):  # left padding
+        ids[row, 21 - length :] = torch.from_numpy(random_tokens(length, seed=length))
+        mask[row, 21 - length :] = 1
+    expected = [
+        reference.generate(ids[row : row + 1, 21 - length :], **options)[0, length:]
+        for row, length in enumerate(lengths)
+    ]
+    for _ in range(2):  # nothing is left over for the next call
+        found = model.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(found[:, 21:], torch.stack(expected))
+
+
+def test_requests_that_start_alike_get_what_transformers_gives_them(artifact: Path, reference: Any) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(artifact)
+    model.generation_config.eos_token_id = None
+    shared = random_tokens(25, seed=7).tolist()
+    prompts = [shared + random_tokens(count, seed=count).tolist() for count in (1, 4, 9, 2, 6)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+    for _ in range(2):
+        outputs = list(model.generate_batch(prompts, max_new_tokens=8, persistent_manager=True).values())
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+            assert output.generated_tokens == expected
+
+
+def test_older_programs_refuse_an_artifact_whose_state_they_would_overlook(
+    artifact: Path, sharp_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
+    assert manifest["format_version"] == 2
+    plain = export_tiny(sharp_checkpoints["llama"], tmp_path / "llama")
+    assert json.loads((plain / MANIFEST_NAME).read_text())["format_version"] == 1
+    manifest["format_version"] = FORMAT_VERSION + 1
+    (plain / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(
+        ArtifactError, match=f"has format_version {FORMAT_VERSION + 1}, this program reads 1 to {FORMAT_VERSION}"
+    ):
+        Artifact.open(plain)
+
+
+def test_ranks_keep_as_many_channels_of_a_convolution_each(tiny_models: dict[str, Any]) -> None:
+    plan = shard_plan(tiny_models["lfm2"], 4)
+    assert plan.convolutions == [f"model.layers.{layer}.conv" for layer in (0, 1, 3)]
+    assert plan.local_shape("model.model.layers.0.conv.conv.weight") == (16, 1, 4)
+    with pytest.raises(
+        ValueError, match=r"lfm2 .* tensor_parallel_size=3 ranks: .* convolves 64 channels, which do not"
+    ):
+        shard_plan(tiny_models["lfm2"], 3)
+
+
+def test_a_model_without_such_layers_gets_no_cache(tiny_models: dict[str, nn.Module]) -> None:
+    assert {name for name, model in tiny_models.items() if CacheNeeds.of(model).convolves} == {"lfm2"}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_slot_in_one_step_is_torchs_causal_convolution(dtype: torch.dtype, bias: bool) -> None:
+    layer = nn.Conv1d(6, 6, 4, padding=3, groups=6, bias=bias).to(dtype)
+    inputs = torch.randn(1, 6, 9).to(dtype)
+    cache = KVCache([TensorSpec("kv_cache.conv_0_0", (3, 3, 6), str(dtype).removeprefix("torch."))])
+    convolutions = SlotConvolutions(cache, torch.ones(9, dtype=torch.int32), torch.arange(9, dtype=torch.int32))
+    with torch.no_grad():
+        standing = ConvolutionInput(inputs, lambda *args: convolutions.convolve(0, 0, *args))
+        found, expected = layer._conv_forward(standing, layer.weight, layer.bias), layer(inputs)[:, :, :9]
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert (found - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+    assert torch.equal(cache.convolution(0, 0)[1], inputs[0, :, -3:].T) and not cache.convolution(0, 0)[[0, 2]].any()
+
+
+def standing() -> Iterator[tuple[Callable[[Any], object], str]]:
+    """What model code might do with inputs of a convolution, and the reason for which it is refused."""
+    weight = torch.randn(6, 1, 4)
+    convolve = nn.functional.conv1d
+    yield lambda x: convolve(x, weight, padding=3, groups=6, dilation=2), r"stride, padding and dilation \[1, 3, 2\]"
+    yield lambda x: convolve(x, weight, groups=6), r"\[1, 0, 1\]"
+    yield lambda x: convolve(x, torch.randn(6, 6, 4), padding=3), "1 groups of 6 channels"
+    yield lambda x: torch.cat([x, x]), "to cat"
+    yield lambda x: x.transpose(1, 2), r"reads \.transpose"
+
+
+@pytest.mark.parametrize(("use", "reason"), list(standing()))
+def test_other_uses_of_the_inputs_are_refused(use: Callable[[Any], object], reason: str) -> None:
+    inputs = ConvolutionInput(torch.randn(1, 6, 9), lambda *_: torch.zeros(()))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        use(inputs)
+
+
+def test_two_convolutions_of_one_place_are_refused(tiny_models: dict[str, Any]) -> None:
+    layers = tiny_models["lfm2"].model.layers
+    layers[1].conv.layer_idx = 0
+    try:
+        with pytest.raises(ValueError, match="layer 0 keeps inputs of several convolutions in one place"):
+            inspect_model(tiny_models["lfm2"])
+    finally:
+        layers[1].conv.layer_idx = 1
+
+
+def test_all_of_a_slot_is_read_where_its_length_is_the_longest(open_runner: Opener) -> None:
+    runner = open_runner("lfm2")
+    text = random_tokens(LENGTH)
+    expected = prefill_pieces(runner, 2, text, [8] * 8)
+    runner.reset_all()
+    prefill_pieces(runner, 2, text[:-1], [7] * 9)
+    assert torch.allclose(decode_tokens(runner, {2: int(text[-1])})[1][2], expected, atol=1e-5)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a token does not see has no effect, whatever it is; and a request that is not finite stays alone with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from canaries import CANARIES, fill_unseen, same_bits, serve_steps
+from helpers import (
+    ARCHITECTURES,
+    TRASH_ROW,
+    VOCAB,
+    artifact_runner,
+    decode_tokens,
+    eager_runner,
+    export_tiny,
+    fill_rows,
+    load_model,
+    prefill_pieces,
+    random_tokens,
+    read_states,
+    tiny_config,
+)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CodeGenConfig, Llama4TextConfig
+
+from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.targets.cpu.live_tokens import LiveTokens
+
+
+BROKEN = 77  # a token whose row of the embedding is not finite
+# With convolutions, with attention in code of its own, within blocks of positions.
+MODELS = (*ARCHITECTURES, "lfm2", "codegen", "llama4")
+# On the cpu target: by the own kernels, by torch's operators (sinks, latent attention, float16), without convolutions and with.
+SHARED = ("llama", "gpt_oss", "lfm2")  # artifacts of other tests
+COMPILED = (*(f"{name}-cpu" for name in SHARED), "deepseek_v3-cpu", "codegen-cpu", "qwen3-cpu-float16")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = dict(sharp_checkpoints)
+    configs = {
+        "codegen": CodeGenConfig(
+            vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=256, n_inner=96, rotary_dim=8
+        ),
+        "llama4": Llama4TextConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            intermediate_size_mlp=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            attention_chunk_size=8,
+            num_local_experts=4,
+            pad_token_id=0,
+        ),
+    }
+    for name, config in configs.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints: dict[str, Path]) -> dict[str, tuple[nn.Module, ModelSpec]]:
+    """With the cached attention, not to be changed, and what they keep."""
+    made = {name: load_model(checkpoints[name]) for name in MODELS}
+    return {name: (model, inspect_model(model)) for name, model in made.items()}
+
+
+@pytest.fixture(scope="module")
+def eager(models: dict[str, tuple[nn.Module, ModelSpec]]) -> dict[str, GraphRunner]:
+    return {name: eager_runner(model, tiny_config()) for name, (model, _) in models.items()}
+
+
+@pytest.fixture(scope="module")
+def runner_of(
+    eager: dict[str, GraphRunner],
+    cpu_artifact: Callable[[str], Path],
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], GraphRunner]:
+    """By the name of a model, and where it is not eager, the target and a dtype."""
+
+    def open_one(name: str) -> GraphRunner:
+        model, *rest = name.split("-")
+        if not rest:
+            return eager[model]
+        if rest == ["cpu"] and model in SHARED:
+            return artifact_runner(cpu_artifact(model))
+        changes = {"dtype": rest[1]} if rest[1:] else {}
+        return artifact_runner(
+            export_tiny(checkpoints[model], tmp_path_factory.mktemp("cpu") / name, target="cpu", **changes)
+        )
+
+    return cache(open_one)
+
+
+with_runners = pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)]
+)
+
+
+@with_runners
+def test_what_no_token_sees_changes_no_bit(
+    name: str, runner_of: Callable[[str], GraphRunner], models: dict[str, tuple[nn.Module, ModelSpec]]
+) -> None:
+    runner, spec = runner_of(name), models[name.split("-")[0]][1]
+    expected = serve_steps(runner, spec)
+    for canary in CANARIES:
+        assert same_bits(serve_steps(runner, spec, unseen=canary), expected)
+
+
+@with_runners
+def test_a_neighbor_that_is_not_finite_changes_no_bit(
+    name: str, runner_of: Callable[[str], GraphRunner], models: dict[str, tuple[nn.Module, ModelSpec]]
+) -> None:
+    runner, spec = runner_of(name), models[name.split("-")[0]][1]
+    expected = serve_steps(runner, spec, neighbor=0.0)
+    for canary in CANARIES:
+        assert same_bits(serve_steps(runner, spec, neighbor=canary), expected)
+
+
+@with_runners
+def test_idle_rows_leave_finite_numbers_whatever_they_find(
+    name: str,
+    runner_of: Callable[[str], GraphRunner],
+    models: dict[str, tuple[nn.Module, ModelSpec]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LiveTokens, "__call__", lambda self, inputs: 1 << 40)  # else the cpu target leaves most out
+    runner, spec = runner_of(name), models[name.split("-")[0]][1]
+    runner.reset_all()
+    fill_unseen(runner, spec, torch.nan)
+    for _ in range(4):  # as many steps as the longest convolution looks back
+        runner.prefill([Chunk(0, random_tokens(3))])
+        decode_tokens(runner, {0: 5})
+    states = read_states(runner, spec)
+    kept = [state[TRASH_ROW] for each, state in states.items() if ".conv_" in each]
+    written = [state[TRASH_ROW, :, 1:3] for each, state in states.items() if ".conv_" not in each]
+    runner.reset_all()
+    fill_rows(runner, spec, range(TRASH_ROW + 1), 0.0)
+    assert all(state.isfinite().all() for state in written)
+    # the cpu target's convolution neither reads nor writes for idle rows; the reference pushes out what was there
+    assert all((state.isnan() if "-cpu" in name else state.isfinite()).all() for state in kept)
+
+
+def broken_runner(model: nn.Module, value: float) -> GraphRunner:
+    """A model whose embedding of one token, not its logit, holds a number that is not finite."""
+    changed: Any = copy.deepcopy(model)
+    embedding = changed.get_input_embeddings()
+    embedding.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)  # untied
+    embedding.weight[BROKEN, 11] = value
+    return eager_runner(changed, tiny_config())
+
+
+def no_nan(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """NaN is not equal to itself, and has many bits."""
+    return {name: state.nan_to_num(123.0) for name, state in states.items()}
+
+
+@pytest.mark.parametrize("value", CANARIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_broken_token_stays_with_those_who_see_it(
+    name: str, value: float, models: dict[str, tuple[nn.Module, ModelSpec]]
+) -> None:
+    model, spec = models[name]
+    runner = broken_runner(model, value)
+    prompt, other = random_tokens(20, seed=5), random_tokens(12, seed=6)
+    prompt[prompt == BROKEN], other[other == BROKEN] = 4, 4
+    place = 13  # in a row of the second chunk, with tokens before and behind
+    tampered = np.concatenate([prompt[:place], [BROKEN], prompt[place + 1 :]]).astype(np.int32)
+
+    def serve(first: np.ndarray) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Both prompts in chunks beside each other, then a token each."""
+        logits = []
+        for start, stop in ((0, 8), (8, 16), (16, 20)):
+            chunks = [Chunk(0, first[start:stop])] + ([Chunk(1, other[start:stop][:6])] if start < 12 else [])
+            output = runner.prefill(chunks)
+            assert output.chunk_logits is not None
+            logits.append(output.chunk_logits.clone())
+        logits.append(decode_tokens(runner, {0: 5, 1: 6})[1])
+        return logits, read_states(runner, spec)
+
+    healthy, states = serve(prompt)
+    runner.reset_all()
+    broken, after = serve(tampered)
+    assert all(torch.equal(left[1], right[1]) for left, right in zip(healthy[:2], broken[:2], strict=True))
+    assert torch.equal(healthy[3][1], broken[3][1])
+    assert not healthy[3][0].isnan().any()
+    if name != "codegen":  # its own attention sees zeros in place of a broken token
+        assert broken[2][0].isnan().all() and broken[3][0].isnan().all()
+    rows = [key for key in states if ".conv_" not in key]
+    assert all(torch.equal(after[key][0, :, :place], states[key][0, :, :place]) for key in rows)
+    if spec.reuses_prefixes:
+        runner.reuse(2, 0, place)
+        assert torch.equal(prefill_pieces(runner, 2, prompt[place:], [3, 4]), healthy[2][0])
+    runner.reset_all()
+    again, _ = serve(prompt)
+    assert all(torch.equal(left[0], right[0]) for left, right in zip(again, healthy, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_who_sees_a_broken_token_does_not_depend_on_chunks(
+    name: str, models: dict[str, tuple[nn.Module, ModelSpec]]
+) -> None:
+    model, spec = models[name]
+    runner = broken_runner(model, torch.nan)
+    prompt = random_tokens(40, seed=5)
+    prompt[3] = BROKEN
+    found = []
+    for pieces in ([8] * 5, [1] * 40, [3, 16, 2, 16, 3], [16, 16, 8]):
+        runner.reset_all()
+        logits = prefill_pieces(runner, 1, prompt, pieces)
+        states = {name: state[1] for name, state in read_states(runner, spec).items()}
+        found.append(no_nan({"logits": logits, **states}))
+    for other in found[1:]:
+        assert all(torch.equal(other[key], found[0][key]) for key in other)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What executed modules make is compared with what is expected, number by number and row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimum_neuron.step import kv_cache
+from optimum_neuron.step.features.codes.coded_states import CodedStates
+from optimum_neuron.step.spec import GREEDY
+from optimum_neuron.tools.certify.code_steps import as_steps, write_moved
+from optimum_neuron.tools.certify.comparison import Comparison, compare, expect, sampled, statistic
+from optimum_neuron.tools.certify.expected import TIMES_ROUNDING, Entry, Expected
+from optimum_neuron.tools.certify.recording import Step
+from optimum_neuron.tools.certify.reference import Choice, Reference
+
+
+NOISE = 0.25  # by which a row may be off 4.0
+LOGITS, KEYS = "decode.logits", "kv_cache.key_0"
+
+
+def expected_of(entries: Mapping[tuple[int, str, int], Entry], dtype: str = "float32") -> Expected:
+    return Expected(dtype, dict(entries))
+
+
+def entry(values: Tensor, place: str = "here", noise: float = NOISE, rows: tuple[int, ...] | None = (0, 1)) -> Entry:
+    return Entry("logits", place, values, noise, rows)
+
+
+def only(comparisons: list[Comparison]) -> Comparison:
+    (one,) = comparisons
+    return one
+
+
+def test_one_number_stands_for_many_and_none_hides_one_that_is_no_number() -> None:
+    difference = torch.tensor([[1.0, -3.0], [0.0, 0.0]])
+    assert statistic(difference, "float32") == 3.0 and statistic(difference, "bfloat16") == 1.0
+    for broken in (math.nan, math.inf, -math.inf):
+        assert statistic(torch.tensor([0.0, broken]), "float32") == math.inf
+        assert statistic(torch.tensor([0.0, broken]), "bfloat16") == math.inf
+    assert statistic(torch.empty(0), "float32") == 0.0
+
+
+@pytest.mark.parametrize(("off", "holds"), [(4.0, True), (4.25, False), (math.nan, False), (math.inf, False)])
+def test_a_difference_holds_up_to_its_bound(off: float, holds: bool) -> None:
+    values, found = torch.zeros(2, 3), torch.zeros(3, 3)
+    found[1, 2], found[2] = off, math.nan  # the last row is nobody's
+    one = only(compare(expected_of({(0, LOGITS, 0): entry(values)}), [[{LOGITS: found}]]))
+    assert one.holds is holds and (one.bound, one.noise, one.count) == (TIMES_ROUNDING * NOISE, NOISE, 6)
+
+
+def test_a_result_that_is_missing_does_not_hold() -> None:
+    assert not only(compare(expected_of({(0, LOGITS, 0): entry(torch.zeros(2, 3))}), [[{}]])).holds
+
+
+@pytest.mark.parametrize("noise", [math.inf, math.nan])
+def test_where_rounding_moves_numbers_without_bound_nothing_holds(noise: float) -> None:
+    entries = {
+        (0, LOGITS, 0): entry(torch.zeros(2, 3)),
+        (1, LOGITS, 0): entry(torch.zeros(2, 3), "there", noise),
+    }
+    found = {LOGITS: torch.zeros(2, 3)}
+    for order in (entries, dict(reversed(entries.items()))):
+        one = only(compare(expected_of(order), [[found, found]]))
+        assert not one.holds and one.place == "there"
+        assert str(one) == (
+            "logits in float32 cannot be compared at there, where the eager step makes infinity or NaN"
+        )
+
+
+def test_of_several_the_one_nearest_to_its_bound_is_told_with_the_count_of_all() -> None:
+    places = {"far": (1.0, NOISE), "near": (3.0, NOISE), "further": (2.0, NOISE), "exact": (0.0, 0.0)}
+    entries = {
+        (number, LOGITS, 0): entry(torch.zeros(2, 3), place, noise)
+        for number, (place, (_, noise)) in enumerate(places.items())
+    }
+    found = [{LOGITS: torch.full((2, 3), off)} for off, _ in places.values()]
+    one = only(compare(expected_of(entries), [found]))
+    assert (one.place, one.difference, one.count, one.holds) == ("near", 3.0, 24, True)
+    found[0], found[2] = {LOGITS: torch.full((2, 3), 5.0)}, {LOGITS: torch.full((2, 3), 50.0)}
+    one = only(compare(expected_of(entries), [found]))
+    assert (one.place, one.difference, one.holds) == ("further", 50.0, False)
+    found[3] = {LOGITS: torch.full((2, 3), 1e-9)}  # of what nothing moves, anything is too much
+    one = only(compare(expected_of(entries), [found]))
+    assert one.place == "exact" and not one.holds
+
+
+def test_in_a_16_bit_type_the_mean_of_all_rows_of_a_graph_is_compared() -> None:
+    entries = {(number, LOGITS, 0): entry(torch.zeros(2, 3), f"step {number}") for number in range(2)}
+    found = [{LOGITS: torch.full((2, 3), 10.0)}, {LOGITS: torch.zeros(2, 3)}]
+    one = only(compare(expected_of(entries, "bfloat16"), [found]))
+    assert (one.difference, one.count, one.holds) == (5.0, 12, False)
+    assert only(compare(expected_of(entries, "bfloat16"), [[found[1], {LOGITS: torch.full((2, 3), 4.0)}]])).holds
+
+
+def test_every_rank_has_to_choose_an_accepted_token_in_every_row() -> None:
+    expected = Expected("float32", tokens={(0, "decode.tokens"): {0: (3, 4), 2: (5,)}})
+    right, wrong = (torch.tensor([4, 9, 5]), torch.tensor([4, 5, 9]))
+    one = only(compare(expected, [[{"decode.tokens": right}]] * 2))
+    assert one.holds and one.count == 4
+    one = only(compare(expected, [[{"decode.tokens": right}], [{"decode.tokens": wrong}]]))
+    assert not one.holds and (one.place, one.difference) == ("step 0, row 2, rank 1", 1)
+    one = only(compare(expected, [[{"decode.tokens": right}], [{}]]))
+    assert not one.holds and one.difference == 2
+
+
+def references() -> tuple[Reference, Reference, list[Step]]:
+    """One step with a row in use and one without, and a state whose last row takes padding; and the same moved."""
+    step = Step("token_generation", {}, {"decode": (0,)}, ((0, 1),))
+    made = []
+    for shift in (0.0, 1.0):
+        logits = torch.tensor([[shift, 8.0, 0.0], [100 * shift, 0.0, 0.0]])
+        sampler = Choice(logits * 2, (torch.tensor([GREEDY] * 2), torch.zeros(2)))
+        keys = torch.cat([torch.full((1, 1, 4, 2), 3.0 + shift / 2), torch.full((1, 1, 4, 2), 1000 * shift)])
+        made.append(Reference({(0, LOGITS): logits}, {(0, "decode.tokens"): sampler}, {KEYS: keys}, {KEYS: 1}))
+    return made[0], made[1], [step]
+
+
+def test_noise_is_of_rows_in_use_and_of_states_without_what_padding_writes() -> None:
+    expected = expect(*references(), "float32", 2, None)
+    # Of a graph that returns tokens alone, the logits by which it chose them.
+    assert {key: each.noise for key, each in expected.outputs.items() if key[0] == 0} == {
+        (0, LOGITS, 0): 2.0,
+        (0, LOGITS, 1): 2.0,
+    }
+    state = expected.outputs[1, KEYS, 1]
+    assert (state.subject, state.noise, state.values.tolist()) == ("states: key", 0.5, [[[[3.0, 3.0]] * 4]])
+    assert expected.tokens[0, "decode.tokens"] == {0: (0, 1, 2)}  # within 32 of the largest
+
+
+def test_a_record_has_numbers_of_columns_that_steps_wrote() -> None:
+    values = torch.arange(2 * 2 * 50 * 40.0).view(2, 2, 50, 40)
+    state = Entry("states: key", KEYS, values, NOISE, None)
+    other = Entry("states: conv", "kv_cache.conv_0", values, NOISE, None)
+    whole = expected_of(
+        {(1, KEYS, 0): state, (1, "kv_cache.conv_0", 0): other, (0, LOGITS, 0): entry(torch.rand(2, 300))}
+    )
+    steps = [Step("token_generation", {}, {"decode": (0,)}, ((1, 7),))]
+    kept = sampled(whole, steps)
+    places = [(each // 40 % 50, each // 4000) for each in kept.outputs[1, KEYS, 0].positions or []]
+    assert len(places) == 48 and places[:24] == [(7, 1)] * 24 and len(set(places[24:])) > 5
+    assert len(kept.outputs[1, "kv_cache.conv_0", 0].positions or []) == 24
+    assert len(kept.outputs[0, LOGITS, 0].positions or []) == 24
+    found = torch.cat([values, torch.zeros(1, 2, 50, 40)])
+    results = {KEYS: found, "kv_cache.conv_0": found}
+    logits = {LOGITS: whole.outputs[0, LOGITS, 0].values}
+    assert all(each.holds and not each.difference for each in compare(kept, [[logits, results]]))
+    found[1, :, 7] += 5.0
+    assert not all(each.holds for each in compare(kept, [[logits, results]]))
+
+
+def test_codes_are_compared_by_their_order_and_one_that_is_no_number_is_beyond_all_bounds() -> None:
+    floats = torch.tensor([-448.0, -(2.0**-9), 0.0, 2.0**-9, 240.0, 256.0]).to(torch.float8_e4m3fn)
+    assert as_steps(floats).tolist() == [-126, -1, 0, 1, 119, 120]
+    assert as_steps(torch.tensor([-127, 5], dtype=torch.int8)).tolist() == [-127, 5]
+    assert statistic(as_steps(torch.tensor([torch.nan]).to(torch.float8_e4m3fn)), "float32") == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_moved_codes_are_each_heads_own_but_for_the_next_code_of_one(dtype: torch.dtype) -> None:
+    own, moved = (CodedStates(torch.zeros(1, 2, 4, 8, dtype=dtype), torch.zeros(1, 2, 4, 1)) for _ in range(2))
+    states = torch.randn(4, 2, 8)
+    states[3] = 0
+    places = torch.zeros(4, dtype=torch.int64), torch.arange(4)
+    kv_cache.write(own, states, *places)
+    write_moved(moved, states, *places)
+    difference = (as_steps(moved.codes) - as_steps(own.codes)).abs()
+    assert difference.sum(-1).eq(1).all() and torch.equal(moved.scale, own.scale)
+    assert as_steps(moved.codes).abs().max() <= as_steps(own.codes).abs().max()

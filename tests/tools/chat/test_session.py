@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations in a slot: what a turn computes, what it answers, and what is left after one that fails."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.engine.service import EngineService
+from optimum_neuron.tools.chat import loop
+from optimum_neuron.tools.chat.session import ChatSession, Turn
+from optimum_neuron.tools.chat.settings import Settings
+
+
+FEW = Settings(max_new_tokens=4)
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def ignore(piece: str) -> None:
+    """Shows nothing."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Reads each of the tiny models' ids but the special ones as a character of its own, so that answers come back as they were."""
+    characters = [*map(chr, range(32, 127)), "\n", *map(chr, range(0x100, 0x100 + 201))]
+    vocab = {character: index for index, character in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    plain = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    plain.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def model(cpu_artifact: Callable[[str], Path]) -> NeuronModelForCausalLM:
+    return NeuronModelForCausalLM.from_pretrained(cpu_artifact("llama"))
+
+
+@contextmanager
+def chatting(
+    model: NeuronModelForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: Settings = FEW,
+    system: str | None = None,
+) -> Iterator[ChatSession]:
+    with model.serve() as service:
+        yield ChatSession(model, service, tokenizer, settings, system)
+
+
+@pytest.fixture
+def session(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[ChatSession]:
+    with chatting(model, tokenizer) as session:
+        yield session
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def fresh(model: NeuronModelForCausalLM, prompt: list[int]) -> list[int]:
+    """What generate() has to say to a conversation, with nothing in any slot."""
+    sequences = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
+    assert isinstance(sequences, torch.Tensor)
+    return sequences[0, len(prompt) :].tolist()
+
+
+def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
+    model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    step = model.runner.step
+
+    def counted(chunks: Any = (), *rest: Any, **options: Any) -> Any:
+        ran.append(sum(len(chunk.token_ids) for chunk in chunks))
+        return step(chunks, *rest, **options)
+
+    monkeypatch.setattr(model.runner, "step", counted)
+    with chatting(model, tokenizer) as session:
+        first = session.send("ab", ignore)
+        prompt = ids(tokenizer, session.messages[:1])
+        assert (first.computed, first.reused, first.generated) == (len(prompt), 0, 4) == (sum(ran), 0, 4)
+        ran.clear()
+        second = session.send("cd", ignore)
+        whole = ids(tokenizer, session.messages[:3])
+        # The last token of an answer was chosen, and not fed back.
+        known = len(prompt) + 3
+        assert (second.computed, second.reused) == (len(whole) - known, known)
+        assert sum(ran) == second.computed
+        assert second.room == 64 - len(whole) - 4
+    for turn, tokens in ((first, prompt), (second, whole)):
+        assert tokenizer.decode(fresh(model, tokens), skip_special_tokens=True) == turn.text
+    assert session.messages[3] == {"role": "assistant", "content": second.text}
+
+
+def test_a_model_with_state_goes_on_from_a_snapshot(
+    cpu_artifact: Callable[[str], Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(cpu_artifact("lfm2"))
+    with chatting(model, tokenizer) as session:
+        assert "snapshot" in session.kept
+        prompt = session.send("ab", ignore).computed
+        second = session.send("cd", ignore)
+        whole = ids(tokenizer, session.messages[:3])
+    assert (second.reused, second.computed) == (prompt, len(whole) - prompt)
+    assert tokenizer.decode(fresh(model, whole), skip_special_tokens=True) == second.text
+
+
+@pytest.mark.parametrize(
+    ("needed", "places", "told"),
+    [
+        (False, 0, "only what is new"),
+        (True, 2, "follows the last snapshot"),
+        (True, 0, "each turn computes the whole"),
+    ],
+)
+def test_it_is_told_how_the_history_is_kept(
+    needed: bool, places: int, told: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session._model.runner, "kept", SimpleNamespace(needed=needed, places=places))
+    assert told in session.kept
+
+
+def test_what_there_is_of_an_interrupted_answer_stays(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.change_settings(Settings(max_new_tokens=30))
+    slow(monkeypatch, session)
+    shown: list[str] = []
+
+    def show(piece: str) -> None:
+        shown.append(piece)
+        if len(shown) == 2:
+            session.interrupt()
+
+    turn = session.send("ab", show)
+    assert turn.ending == "abort" and 2 <= turn.generated < 10
+    assert session.messages[1:] == [{"role": "assistant", "content": "".join(shown)}] == [answer(turn)]
+    session.change_settings(FEW)
+    assert session.send("cd", ignore).reused >= 20 + turn.generated - 1
+
+
+def answer(turn: Turn) -> dict[str, str]:
+    return {"role": "assistant", "content": turn.text}
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, session: ChatSession) -> None:
+    """Steps that somebody can interrupt."""
+    engine = session._service.engine
+    step = engine.step
+
+    def wait() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(engine, "step", wait)
+
+
+def test_a_message_that_is_interrupted_before_its_answer_is_not_kept(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, session)
+    submit = EngineService.submit
+
+    def at_once(service: EngineService, request: Any) -> Any:
+        stream = submit(service, request)
+        session.interrupt()  # before anybody knows the stream
+        return stream
+
+    monkeypatch.setattr(EngineService, "submit", at_once)
+    turn = session.send("a prompt of more than one step", ignore)
+    assert (turn.generated, turn.ending, turn.ttft_seconds, session.messages) == (0, "abort", None, [])
+    monkeypatch.undo()
+    assert session.send("ab", ignore).generated == 4, "the interrupt was of the turn before"
+
+
+def test_a_conversation_that_does_not_fit_is_refused_with_both_numbers(session: ChatSession) -> None:
+    before = list(session.messages)
+    with pytest.raises(ValueError, match=r"has 98 tokens .* sequence_length=64; .* /clear, .* --sequence-length"):
+        session.send("x" * 80, ignore)
+    assert session.messages == before
+    turn = session.send("x" * 44, ignore)  # 62 tokens: three more fit, of which the last is not fed back
+    assert (turn.generated, turn.ending, turn.room) == (3, "length", 0)
+
+
+def test_a_failure_leaves_the_conversation_as_it_was(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.send("ab", ignore)
+    before = list(session.messages)
+
+    def fail(piece: str) -> None:
+        raise BrokenPipeError("the reader is gone")
+
+    with pytest.raises(BrokenPipeError):
+        session.send("cd", fail)
+    with pytest.raises(ValueError, match="no UTF-8"):
+        session.send("\udcff", ignore)
+    monkeypatch.setattr(session._tokenizer, "chat_template", "{{ raise_exception('roles') }}")
+    with pytest.raises(ValueError, match=r"template refuses these messages \(roles\)"):
+        session.send("cd", ignore)
+    monkeypatch.undo()
+    assert session.messages == before
+    assert session.send("cd", ignore).generated == 4
+
+
+def test_a_seed_repeats_a_conversation(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    def answers(seed: int) -> list[str]:
+        with chatting(model, tokenizer, Settings(max_new_tokens=6, temperature=5.0, seed=seed)) as session:
+            return [session.send("ab", ignore).text for _ in range(2)]
+
+    assert answers(1) == answers(1) != answers(2)
+
+
+def test_settings_that_the_artifact_cannot_honour_change_nothing(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="top-k shapes sampling"):
+        session.settings.with_value("top-k 3")
+    monkeypatch.setattr(session._model.generation_config, "num_beams", 2)
+    with pytest.raises(ValueError, match="num_beams"):
+        session.change_settings(Settings(temperature=1.0))
+    assert session.settings is FEW
+
+
+def test_without_a_chat_template_there_is_no_chat(
+    model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    plain = SimpleNamespace(chat_template=None, name_or_path="smollm2")
+    with (
+        model.serve() as service,
+        pytest.raises(ValueError, match=r"smollm2 has no chat template.*--no-chat-template"),
+    ):
+        ChatSession(model, service, plain)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/hepl", '/hepl is no command; /help lists them, and """ before and after it make it a message'),
+        ("/help me", "/help me is no command"),
+        ("/set color red", "'color' cannot be set; choose one of max-new-tokens, temperature"),
+        ("/set seed 1.5", "seed cannot be '1.5'; give a whole number, or 'none'"),
+        ("/set seed", "seed cannot be ''"),
+        ("/set temperature nan", "temperature nan must be 0 or more"),
+        ("/set max-new-tokens 0", "max-new-tokens 0 must be 1 or more"),
+        ("/set top_p 0.5", "top-p shapes sampling: give a temperature above 0 with it"),
+    ],
+)
+def test_a_wrong_line_changes_nothing_and_ends_a_chat_from_a_pipe(
+    line: str, message: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.messages = list(SAID)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\na\n"))
+    with pytest.raises(ValueError) as failure:
+        loop.chat(session, loop.Terminal())
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+    assert (session.messages, session.settings, session.system) == (SAID, FEW, None)

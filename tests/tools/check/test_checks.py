@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What optimum-cli neuron check refuses, and what it reads of neuron-monitor. tests/targets/neuron has the checks themselves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+
+from optimum_neuron.tools.check import checks
+from optimum_neuron.tools.check.report import REMEDIES, CheckError, Report
+
+
+REPORT = (
+    '{"neuron_runtime_data": [{"report": {"memory_used": {"neuron_runtime_used_bytes": {"neuron_device": 1500000000}}}},'
+    ' {"report": {"memory_used": {"neuron_runtime_used_bytes": {"neuron_device": 500000000}}}}]}'
+)
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        optimum_cli.main()
+    captured = capsys.readouterr()
+    assert ended.value.code == 1 and captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_a_folder_without_artifact_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds no neuron_config.json" in refusal(monkeypatch, capsys, tmp_path)
+    assert "does not exist" in refusal(monkeypatch, capsys, tmp_path / "missing")
+
+
+def test_an_artifact_of_the_host_is_refused_and_so_are_no_runs(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = export_tiny(tiny_checkpoint, tmp_path / "out")
+    line = refusal(monkeypatch, capsys, artifact, "--json", tmp_path / "check.json")
+    assert "was exported for eager" in line and "export the model for one of" in line and "trn2" in line
+    assert not (tmp_path / "check.json").exists()
+    assert "runs=0" in refusal(monkeypatch, capsys, artifact, "--runs", "0")
+
+
+def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        optimum_cli.main()
+    shown = capsys.readouterr().out
+    told = [line.partition("  ")[0] for line in shown.split("one does not stop the others:")[1].splitlines()]
+    assert ended.value.code == 0 and [name for name in told if name in REMEDIES] == list(REMEDIES)
+    assert all(option in shown for option in ("--profile", "--json", "--rank-python", "--rank-timeout"))
+
+
+def test_every_failed_check_has_a_remedy_and_is_no_end() -> None:
+    report = Report({})
+    for name in REMEDIES:
+        assert not report.run(name, lambda: {}["missing"])
+    assert [result.status for result in report.results] == ["failed"] * len(REMEDIES)
+    assert all(result.remedy and "KeyError" in result.problem for result in report.results)
+    assert not report.passed and report.to_dict()["passed"] is False
+
+
+def test_a_skipped_check_is_not_run_and_fails_nothing() -> None:
+    report = Report({})
+    assert not report.run("memory", lambda: pytest.fail("it ran"), skipped="there is no device")
+    assert report.passed and report.results[0].problem == "there is no device"
+
+
+def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tool = tmp_path / "neuron-monitor"
+    tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setattr(checks, "MONITOR", str(tool))
+
+
+def test_memory_is_that_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor(tmp_path, monkeypatch, f"echo '{REPORT}'; exec sleep 600")
+    assert checks._measure_memory() == {"device GB": 2.0}
+
+
+@pytest.mark.parametrize("script", ["exec sleep 600", "exit 3"])
+def test_a_monitor_that_says_nothing_is_a_finding_and_no_wait(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(checks, "MONITOR_LIMIT_S", 0.2)
+    with pytest.raises(CheckError, match="reported nothing"):
+        checks._measure_memory()

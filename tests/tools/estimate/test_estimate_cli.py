@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimum-cli neuron estimate: where configs come from, what is shown and written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, Qwen3NextConfig, RwkvConfig, T5Config
+
+from optimum_neuron.checkpoints import find
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.targets.neuron.sdk.hardware import GIB, INSTANCES
+from optimum_neuron.tools.estimate.estimate import estimate_model
+from optimum_neuron.tools.estimate.report import sentences
+
+
+def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "estimate", *map(str, args)])
+    optimum_cli.main()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command and returns the one line in which it refuses."""
+
+    def run(*args: str | Path) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            call_cli(monkeypatch, *args)
+        captured = capsys.readouterr()
+        assert stopped.value.code in (1, 2) and not captured.out
+        lines = captured.err.splitlines()
+        assert stopped.value.code == 2 or len(lines) == 1, captured.err
+        return lines[-1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and nothing else."""
+    folder = tmp_path_factory.mktemp("llama_1b")
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16").save_pretrained(folder)
+    return folder
+
+
+def test_tables_picture_and_json_tell_the_same(
+    llama_1b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    picture, document = tmp_path / "new/plot.png", tmp_path / "other/estimate.json"
+    sizes = [
+        "--batch-size",
+        "4",
+        "--sequence-length",
+        "4096",
+        "--prefill-chunk-buckets",
+        "16,32",
+        "--context-length",
+        "9",
+    ]
+    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--plot", picture, "--json", document)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    found = json.loads(document.read_text())
+    assert " ".join(shown.split()).startswith(found["notes"][0])
+    rows = [row.split() for row in shown.splitlines() if re.match(r"(trn2|inf2) +\d", row)]
+    count = len(found["estimates"])
+    assert len(rows) == 2 * count
+    for one, memory, speed in zip(found["estimates"], rows[:count], rows[count:], strict=True):
+        config, parts = one["config"], one["memory"]
+        assert (
+            memory[:2] == [speed[0], speed[1].rstrip("?")] == [config["target"], str(config["tensor_parallel_size"])]
+        )
+        assert speed[1].endswith("?") == (config["tensor_parallel_size"] < 4)
+        assert (memory[6], memory[8]) == (f"{parts['total'] / GIB:.2f}", "yes")
+        assert parts["total"] == sum(parts[name] for name in ("weights", "kv_cache", "activations", "reserve"))
+        assert memory[9:11] == [f"{one['largest_batch']:,}", f"{one['longest_sequence']:,}"]
+        assert read_span(speed[2]) == pytest.approx(
+            (one["decode"]["low_s"] * 1e3, one["decode"]["high_s"] * 1e3), rel=0.05
+        )
+        tokens, most = (one["decode"]["low_tok_s"], one["decode"]["high_tok_s"]), one["decode"]["peak_tok_s"]
+        cells = " ".join(speed[3:]).replace(" k", "k").split()
+        assert read_span(cells[0]) == pytest.approx(tokens, rel=0.05) and read_span(cells[1])[0] == pytest.approx(
+            most, rel=0.05
+        )
+        assert cells[-1] in {name.partition(".")[2] for name in one["hosts"]}
+        assert (config["batch_size"], config["prefill_chunk_buckets"]) == (4, [16, 32])
+    assert (found["context_length"], found["dtype"]) == (9, "bfloat16")
+    text = " ".join(shown.split())
+    assert all(sentence in text for sentence in found["notes"])
+    assert "published runs of other models" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def read_span(text: str) -> tuple[float, float]:
+    """Both ends of what a table shows."""
+    scale = 1e3 if text.endswith("k") else 1.0
+    low, _, high = text.rstrip("k").replace(",", "").partition("-")
+    return float(low) * scale, float(high or low) * scale
+
+
+def in_a_terminal(columns: int, *args: str | Path) -> list[str]:
+    """What the command shows on a terminal of so many columns, line by line."""
+    program = "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[0] = 'optimum-cli'\nmain()"
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (50, columns))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-c", program, "neuron", "estimate", *map(str, args)]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment | {"TERM": "xterm"}) as running:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # at its end, a terminal reports an error
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+    os.close(ours)
+    assert running.returncode == 0, shown
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+
+
+def test_a_terminal_of_80_columns_shows_everything_and_first_what_to_rent(tmp_path: Path) -> None:
+    """With the longest numbers and names: a large model, many rows, long sequences, every size of every target."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 2, "num_attention_heads": 64}
+    LlamaConfig(
+        **sizes, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=1 << 20, dtype="bfloat16"
+    ).save_pretrained(tmp_path)
+    huge = ("--batch-size", "100000", "--sequence-length", "1048576")
+    for sizes_asked in (huge, ("--batch-size", "64", "--sequence-length", "16384")):
+        lines = in_a_terminal(80, "--model", tmp_path, *sizes_asked)
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)
+    head = " ".join("".join(f"{line.rstrip()} " for line in lines[:6]).split())
+    told = r"Rent 1 (\S+), as no host with less device memory \(\d+ GiB\) holds the model: .*"
+    assert re.match(told + r"--target \w+ --tensor-parallel-size \d+\), [\d,. k-]+ tokens/s decoded\.", head), head
+    assert sum(line.startswith(("inf2 ", "trn1 ", "trn2 ", "trn3 ")) for line in lines) > 30
+
+
+def test_what_is_rented_is_the_least_that_holds_the_model(llama_1b: Path) -> None:
+    few, many = (
+        estimate_model(str(llama_1b), {"batch_size": rows, "sequence_length": 8192}, ["trn2", "inf2", "trn3"])
+        for rows in (1, 256)
+    )
+    for report in (few, many):
+        fitting = [one for one in report.estimates if one.fits]
+        least = min(host.hbm for one in fitting for host in one.hosts)
+        named = re.findall(r"1 ([\w.]+xlarge)", sentences(report)[0])
+        (host,) = (host for host in INSTANCES if host.name == named[0])
+        assert host.hbm == least
+        way = re.search(
+            r"(\d+) cop\w+ on (\d+) cores?.*?--target (\w+) --tensor-parallel-size (\d+)", sentences(report)[0]
+        )
+        assert way is not None
+        copies, cores, target, size = way.groups()
+        assert (target, cores, int(copies)) == (host.target, size, host.cores // int(size))
+        assert any((one.config.target, one.config.tensor_parallel_size) == (target, int(size)) for one in fitting)
+    assert sentences(few)[0].startswith("Rent 1 inf2.xlarge, as no host with less device memory (32 GiB)")
+    assert "Rent 1 inf2.xlarge" not in sentences(many)[0]
+
+
+def test_nothing_fits_says_what_would(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, max_position_embeddings=131072, dtype="bfloat16").save_pretrained(tmp_path)
+    options = {"batch_size": 64, "sequence_length": 16_384}
+    report = estimate_model(str(tmp_path), options, ["trn1"], tensor_parallel_size=2)
+    (one,) = report.estimates
+    assert not one.fits and 1 <= one.largest_batch < 64
+    assert "Nothing to rent: the nearest, trn1 with tensor_parallel_size=2" in sentences(report)[0]
+    remedy = f"try --batch-size {one.largest_batch} or --sequence-length {one.longest_sequence}."
+    assert remedy in sentences(report)[0]
+    for batch_size, fits in ((one.largest_batch, True), (one.largest_batch + 1, False)):
+        sizes = options | {"batch_size": batch_size, "prefill_chunk_size": 512}
+        (smaller,) = estimate_model(str(tmp_path), sizes, ["trn1"], tensor_parallel_size=2).estimates
+        assert smaller.fits == fits
+
+
+def test_a_gguf_file_gives_its_config_and_no_weight_is_read(smollm2_gguf: Path) -> None:
+    report = estimate_model(str(smollm2_gguf), {"batch_size": 2}, ["inf2"], tensor_parallel_size=1)
+    assert report.sizes.parameters == 134_515_008
+    head, frequencies = 49_152 * 576, 2 * 32  # the tied head in its own form, and two tables of rotary frequencies
+    assert report.estimates[0].memory.weights == 4 * (134_515_008 + head + frequencies)
+    assert "float32 is assumed" in report.notes[0]
+    assert all(isinstance(parameter, FakeTensor) for parameter in report.sizes.model.parameters())
+
+
+def test_from_the_hub_comes_the_config_alone(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, patterns: list[str], **options: Any) -> Path:
+        asked.update(options, patterns=patterns, repo_id=repo_id)
+        return tiny_checkpoints["llama"]
+
+    monkeypatch.setattr(find, "download", download)
+    options = {"sequence_length": 64}
+    report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
+    assert asked == {
+        "repo_id": "org/name",
+        "patterns": ["config.json", "adapter_config.json", "model.safetensors.index.json"],
+        "revision": "v1",
+        "token": "t",
+    }
+    assert report.model == "org/name"
+
+
+def test_sizes_given_replace_those_of_an_artifact(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = export_tiny(tiny_checkpoints["llama"], tmp_path / "artifact")
+    (one,) = estimate_model(str(path), {"sequence_length": 256}, ["inf2"], tensor_parallel_size=1).estimates
+    assert (one.config.batch_size, one.config.dtype, one.config.output_logits) == (3, "float32", True)
+    assert (one.config.sequence_length, one.config.prefill_chunk_size, one.config.ctx_batch_size) == (256, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (("--target", "trn9"), ["trn9", "inf2"]),
+        (("--tensor-parallel-size", "128"), ["tensor_parallel_size=128", "use 64"]),
+        (
+            ("--target", "inf2", "--tensor-parallel-size", "12"),
+            ["tensor_parallel_size=12", "1, 2, 4, 8, 24; use 8 or 24"],
+        ),
+        (
+            ("--target", "trn1", "--tensor-parallel-size", "4"),
+            ["tensor_parallel_size=4", "1, 2, 8, 16, 32; use 2 or 8"],
+        ),
+        (("--target", "auto"), ["target='auto'", "no Neuron device", "inf2"]),
+        (("--tensor-parallel-size", "0"), ["tensor_parallel_size=0", "at least 1"]),
+        (("--target", "inf2", "--tensor-parallel-size", "32"), ["tensor_parallel_size=32", "use 24"]),
+        (("--batch-size", "0"), ["batch_size=0", "at least 1"]),
+        (("--sequence-length", "64", "--prefill-chunk-size", "65"), ["prefill_chunk_size=65", "sequence_length=64"]),
+        (("--sequence-length", "512"), ["sequence_length=512", "max_position_embeddings=256"]),
+        (("--sequence-length", "64", "--context-length", "65"), ["context_length=65", "sequence_length=64"]),
+        (("--plot", "picture.abc"), ["picture.abc", ".png"]),
+        (("--model", "no/such/model"), ["no/such/model"]),
+        (("--model", "missing.gguf"), ["missing.gguf"]),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    options: tuple[str, ...], fragments: list[str], tiny_checkpoints: dict[str, Path], refused: Callable[..., str]
+) -> None:
+    line = refused("--model", tiny_checkpoints["llama"], *options)
+    assert all(fragment in line for fragment in fragments), line
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "fragments"),
+    [
+        (T5Config(), (), ["encoder-decoder", "t5"]),
+        (RwkvConfig(num_hidden_layers=2, hidden_size=64), (), ["RwkvForCausalLM"]),
+        (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), ["gpt2", "tensor_parallel_size=2"]),
+    ],
+)
+def test_models_that_cannot_run_are_refused(
+    config: PreTrainedConfig,
+    options: tuple[str, ...],
+    fragments: list[str],
+    refused: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    config.save_pretrained(tmp_path)
+    line = refused("--model", tmp_path, *options)
+    assert all(fragment in line for fragment in fragments), line
+
+
+MAMBA = MambaConfig(num_hidden_layers=3, hidden_size=64, state_size=16, vocab_size=300)
+HYBRID = Qwen3NextConfig(
+    num_hidden_layers=4,
+    hidden_size=64,
+    num_experts=0,
+    decoder_sparse_step=1,
+    mlp_only_layers=[0, 1, 2, 3],
+    vocab_size=300,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "per_token", "per_slot"),
+    [
+        # By layer, in float32 a state and an anchor of 16 rows for 128 channels, and a tail of 64 tokens: keys, values and steps;
+        # and three inputs of 128 channels in bfloat16. A number for all of them tells how far chunks came.
+        (MAMBA, 3, 0, 3 * (4 * (2 * 16 * 128 + 64 * (16 + 128 + 128)) + 2 * 3 * 128) + 4),
+        # Three layers of 32 heads of 128 x 128, with keys of 16 heads; one of attention with 2 heads of 256.
+        (
+            HYBRID,
+            4,
+            2 * 2 * 2 * 256,
+            3 * (4 * (2 * 32 * 128 * 128 + 64 * (32 * 128 + 32 * 128 + 2 * 32)) + 2 * 3 * (2 * 16 + 32) * 128) + 4,
+        ),
+    ],
+)
+def test_what_recurrences_keep_is_told_by_slot(
+    config: PreTrainedConfig,
+    layers: int,
+    per_token: int,
+    per_slot: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config.save_pretrained(tmp_path)
+    document = tmp_path / "estimate.json"
+    sizes = ("--batch-size", "4", "--sequence-length", "1024", "--dtype", "bfloat16", "--state-snapshots", "6")
+    call_cli(monkeypatch, "--model", tmp_path, "--target", "trn2", "--json", document, *sizes)
+    shown, found = " ".join(capsys.readouterr().out.split()), json.loads(document.read_text())
+    assert (found["cache_bytes_per_token"], found["state_bytes_per_slot"]) == (per_token, per_slot)
+    one = found["estimates"][0]
+    assert one["config"]["tensor_parallel_size"] == 1
+    assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot) + 6 * per_slot
+    assert "KV also holds as much for each of state_snapshots=6." in shown
+    assert f"B parameters, {layers} layers" in shown and "KV holds what layers keep by slot" in shown
+    assert ("tokens of keys and values do" in shown) == bool(per_token)
+    refused = f"{config.model_type} cannot be shared by tensor_parallel_size=2 ranks: the heads of "
+    assert (refused in shown) == (not per_token)
+    # Its 32 heads are shared by as many cores, or fewer.
+    assert ("On 64 cores layers with recurrences are whole on every core" in shown) == bool(per_token)
+
+
+def test_a_picture_needs_matplotlib(
+    tiny_checkpoints: dict[str, Path], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refused("--model", tiny_checkpoints["llama"], "--plot", "picture.png")
+
+
+def test_help_teaches_and_imports_no_torch() -> None:
+    program = (
+        "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[1:] = ['neuron', 'estimate', '--help']\n"
+        "try:\n    main()\nfinally:\n    sys.stderr.write(str({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "set()"
+    # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
+    # somebody asks, when snapshots are taken, and what the host CPU alone does.
+    others = {
+        "float32_reduce",
+        "long_frequencies",
+        "top_logprobs",
+        "kernels",
+        "state_snapshot_interval",
+        "activations",
+    }
+    for name in set(NeuronConfig.option_names()) - others:
+        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
+    assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
+    assert not re.findall(r"--\w+_\w+", done.stdout)

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model cards: true, complete, and without a number that nobody measured; text of an artifact is never more than text in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import export_tiny, tiny_config
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from optimum.commands.register.export_neuron import NeuronExportCommand, config_options
+
+from optimum_neuron.artifact.artifact import Artifact, ArtifactError
+from optimum_neuron.artifact.measurements import MEASUREMENTS_NAME, identity, quality_follows_from, read_measurements
+from optimum_neuron.checkpoints.card_facts import card_facts
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.export.export_command import export_command
+from optimum_neuron.tools.hub.card import is_made, make_card, write_card
+from optimum_neuron.tools.inspect.collect import collect, outline
+from optimum_neuron.tools.inspect.facts import Quantized
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BASE_CARD = "---\nlicense: apache-2.0\nlanguage:\n- en\n- zh-Hans\ntags: [x]\n---\n# Base\n"
+HOSTILE = (
+    "x<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "[a](javascript:alert(1))", "![](http://e.il/x.png)", "`code` ``x",
+    "a | b\\|c", "---\nlicense: mit\n---", "# heading\n\n- list", "http://e.il www.e.il a@e.il", "<!-- made by", "${{7*7}} {{7*7}} {% x %}", "\u202eevil\x1b[31m",
+)  # fmt: skip
+SPEED = {"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1}}
+FIGURES = {
+    "perplexity": 10.5, "reference_perplexity": 10.25, "kl_mean": 1e-3, "kl_p99": 2e-3, "kl_max": 0.5, "top1": 0.987, "tokens": 511,
+    "reference": "transformers, float32", "text": "docstrings", "text_sha256": "0" * 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the eager target, from a repository in the Hub's cache; not to be changed."""
+    folder = tmp_path_factory.mktemp("card")
+    snapshot = folder / "models--org--base" / "snapshots" / COMMIT
+    shutil.copytree(tiny_checkpoint, snapshot)
+    (snapshot / "README.md").write_text(BASE_CARD, encoding="utf-8")
+    return export_tiny(snapshot, folder / "tiny", quantization="int8")
+
+
+@pytest.fixture
+def own(artifact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(artifact, tmp_path / "tiny"))
+
+
+class Page(HTMLParser):
+    """Tags and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: set[str | None] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links |= {value for name, value in attrs if name in ("href", "src") or name.startswith("on")}
+
+
+def rendered(card: str) -> Page:
+    """As a reader with tables, raw HTML and bare links would see it."""
+    markdown = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    return Page(markdown.render(card.split("\n---\n", 1)[1]))
+
+
+def test_a_card_tells_what_was_exported_and_is_valid_metadata(artifact: Path) -> None:
+    opened = Artifact.open(artifact)
+    card = make_card(collect(opened), repo_id="me/tiny-neuron", tags=["mine"])
+    assert ModelCard(card).data.to_dict() == {
+        "library_name": "optimum-neuron-runtime",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "language": ["en", "zh-Hans"],
+        "base_model": "org/base",
+        "base_model_relation": "quantized",
+        "tags": ["neuron", "optimum", "text-generation", "eager", "float32", "int8", "mine"],
+    }
+    for words in (
+        "# `tiny-neuron`", 'from_pretrained("me/tiny-neuron")', "hf download me/tiny-neuron --local-dir tiny-neuron", "| `mixed_chunk8_context64` |",
+        f"--model org/base --revision {COMMIT}", "| int8 | ", "[org/base](https://huggingface.co/org/base)", "`transformers` `",
+    ):  # fmt: skip
+        assert words in card, words
+    assert card.count("Not measured.") == 2  # of quality, and of speed
+    weights = sum(entry["size"] for name, entry in opened.manifest["files"].items() if name.startswith("weights/"))
+    assert f"| weights | {weights / 1e3:,.0f} kB |" in card
+    assert rendered(card).links == {"https://huggingface.co/org/base"} and "script" not in rendered(card).tags
+
+
+def hostile_facts(artifact: Path, text: str) -> Any:
+    """Facts in which all that an artifact's files decide is `text`."""
+    plain = outline(Artifact.open(artifact))
+    return dataclasses.replace(
+        plain,
+        name=text,
+        source=text,
+        origin={},
+        adapters=(text,),
+        model_type=text,
+        exported_with={text: text},
+        compiled_with={text: text},
+        command=export_command({"files": {}, "source": text, "adapters": [{"source": text}]}, Artifact.open(artifact).config, text),
+        graphs=tuple(dataclasses.replace(each, name=text, operators={text: 1}) for each in plain.graphs),
+        quantized=(Quantized("int8", 1, "float32", False, None, 1, text),),
+        speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),
+        quality=(FIGURES | {"text": text, "reference": text},),
+        machine={text: text},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_an_artifact_is_only_text_in_its_card(artifact: Path, text: str) -> None:
+    card = make_card(hostile_facts(artifact, text), tags=[text])
+    page, plain = rendered(card), rendered(make_card(hostile_facts(artifact, "plain")))
+    assert page.links == set() and page.tags == plain.tags
+    data = ModelCard(card).data.to_dict()
+    assert data["tags"][-1] == text and "license" not in data and data["library_name"] == "optimum-neuron-runtime"
+    assert is_made(card) and "\x1b" not in card.split("\n---\n", 1)[1] and "\u202e" not in card.split("\n---\n", 1)[1]
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "defaults": {"batch_size": 1, "ctx_batch_size": 1, "prefill_chunk_size": None, "context_buckets": None, "output_logits": False},
+    "without mixed steps": {"mixed_step": False, "on_device_sampling": False, "output_logits": False},
+    "blocks": {"kv_block_size": 64, "kv_cache_tokens": 128, "state_snapshots": 0, "top_logprobs": 3, "prompt_logits": True},
+    "int8 for the host": {"quantization": "int8", "activations": "int8", "target": "cpu"},
+    "int8 with plain activations": {"quantization": "int8", "activations": "none", "target": "cpu"},
+    "int4": {"quantization": "int4", "quantization_group_size": 64, "quantization_zero_point": True, "quantization_exclude": ("*.o_proj", "a b$")},
+    "device": {"target": "trn2", "tensor_parallel_size": 8, "float32_reduce": True, "kernels": ("attention_cte",), "context_buckets": (32, 64)},
+    "chunks": {"prefill_chunk_buckets": (2, 4), "state_snapshots": 5, "state_snapshot_interval": 8, "dtype": "bfloat16", "target": "cpu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_command_of_a_card_makes_the_same_config(name: str) -> None:
+    config = tiny_config(**CONFIGS[name])
+    words = shlex.split(export_command({"files": {}, "source": "/home/me/it's mine/"}, config, "out/"))
+    assert words[:3] == ["optimum-cli", "export", "neuron"]
+    parser = ArgumentParser()
+    NeuronExportCommand.parse_args(parser)
+    args = parser.parse_args(words[3:])
+    made = NeuronConfig.from_dict(config_options(vars(args)))
+    if made.activations == "auto":  # plain, for these targets and weights
+        made = dataclasses.replace(made, activations=None)
+    assert made == config
+    assert args.model == "it's mine" and args.output == Path("out/")
+
+
+def test_a_command_tells_adapters_and_dequantizing_and_no_folder_of_this_machine() -> None:
+    manifest = {
+        "files": {"modeling.py": {}},
+        "source": "/secret/place/model",
+        "origin": {"dequantize": True},
+        "adapters": [{"source": "org/lora"}, {"source": "/secret/lora"}, {"source": "--evil"}],
+    }
+    command = export_command(manifest, tiny_config(), "-x")
+    assert "secret" not in command
+    for words in (
+        "--model model",
+        "--adapter org/lora --adapter lora --adapter MODEL",
+        "--dequantize",
+        "--trust-remote-code",
+    ):
+        assert words in command
+    assert command.endswith(" artifact/")
+
+
+CARDS = {
+    "license: mit": {"license": "mit"},
+    "license: other\nlicense_name: my own\nlicense_link: https://x.org/l": {"license": "other", "license_name": "my own", "license_link": "https://x.org/l"},
+    "license: 'mit\n\n  # heading'\nlanguage: en": {"language": ["en"]},
+    "license: [mit]\nlanguage: ['<b>']": {},
+    "license_link: javascript:alert(1)\nlicense: apache-2.0": {"license": "apache-2.0"},
+    "license: !!python/object/apply:os.system ['x']": {},
+    "- list": {}, "a: [": {}, "language: no": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("metadata", CARDS)
+def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(
+    metadata: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n# x\n", encoding="utf-8")
+    assert card_facts(tmp_path / "README.md") == CARDS[metadata]
+    assert card_facts(tmp_path / "none.md") == {}
+    caplog.clear()
+    capsys.readouterr()
+    (tmp_path / "README.md").write_text("# x\n", encoding="utf-8")
+    assert card_facts(tmp_path / "README.md") == {} and not capsys.readouterr().err and not caplog.text
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe---")
+    assert card_facts(tmp_path / "README.md") == {}
+
+
+def put(path: Path, document: object) -> Path:
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def test_measurements_are_recorded_and_told(own: Path, tmp_path: Path) -> None:
+    opened = Artifact.open(own)
+    variant = {"name": "/home/me/it/", **quality_follows_from(opened), **FIGURES}
+    bench = put(tmp_path / "bench.json", {"speeds": [SPEED], "machine": {"cpu": "EPYC", "threads": 2}, "more": 1})
+    quality = put(tmp_path / "q.json", {"variants": [variant, variant | {"dtype": "bfloat16"}], "model": "x"})
+    write_card(opened, bench=bench)
+    write_card(opened, quality=quality)
+    card = (own / "README.md").read_text(encoding="utf-8")
+    assert is_made(card) and "Not measured" not in card
+    assert "| 10.5000 | 10.2500 | 1.00e-03 | 2.00e-03 | 5.00e-01 | 98.70% | 511 |" in card
+    assert "| `decode` | `rows` `1` | 12.5 | `ms` |" in card and "On `cpu` `EPYC`, `threads` `2`." in card
+    found = read_measurements(Artifact.open(own))
+    assert found is not None and found.speeds == [SPEED] and found.quality == [variant | {"name": "it"}]
+
+
+def test_a_card_that_somebody_wrote_is_replaced_only_when_asked(own: Path, tmp_path: Path) -> None:
+    opened = Artifact.open(own)
+    bench = put(tmp_path / "bench.json", {"speeds": [SPEED]})
+    card = write_card(opened)
+    card.write_text(card.read_text(encoding="utf-8").replace("## Speed", "## My speed"), encoding="utf-8")
+    before = card.read_bytes()
+    with pytest.raises(FileExistsError, match=r"README\.md was written or changed by somebody; pass --overwrite"):
+        write_card(opened, bench=bench)
+    assert card.read_bytes() == before and not (own / MEASUREMENTS_NAME).exists()
+    assert is_made(write_card(opened, bench=bench, overwrite=True).read_text(encoding="utf-8"))
+    with pytest.raises(ValueError, match="base_model='no such name!' is no name of a Hub repository"):
+        write_card(opened, base_model="no such name!")
+
+
+BENCHES: dict[str, tuple[object, str]] = {
+    "no object": ([1], "it is a list, not an object"),
+    "nothing": ({}, "it lacks speeds"),
+    "no speeds": ({"speeds": []}, "holds no speeds"),
+    "text": ({"speeds": [SPEED | {"value": "fast"}]}, "it.speeds[0].value is 'fast', not a number"),
+    "below zero": ({"speeds": [SPEED | {"value": -1}]}, "not a finite number of at least 0"),
+    "more": ({"speeds": [SPEED | {"html": "<b>"}]}, "'html', which is none of"),
+    "nested": ({"speeds": [SPEED | {"conditions": {"a": [1]}}]}, "is [1], not a number"),
+    "control": ({"speeds": [SPEED | {"unit": "\x1b[31m"}]}, "is not of the form"),
+    "another": ({"speeds": [SPEED], "artifact": "0" * 64}, "was measured of another artifact"),
+    "check of another": ({"facts": {"config": {}}, "results": []}, "was measured with other sizes"),
+}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_file_that_holds_no_speeds_of_this_artifact_is_refused(own: Path, name: str, tmp_path: Path) -> None:
+    document, told = BENCHES[name]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        write_card(Artifact.open(own), bench=put(tmp_path / "bench.json", document))
+    (tmp_path / "bench.json").write_text('{"speeds": [{"value": NaN', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bench\.json cannot be read"):
+        write_card(Artifact.open(own), bench=tmp_path / "bench.json")
+    of = quality_follows_from(Artifact.open(own))
+    others: tuple[dict[str, object], ...] = (
+        {"weights_sha256": "0" * 64},  # as large as these, but rounded otherwise
+        {"kv_cache_dtype": "int8"},
+        {"activations": "int8"},
+        {"dtype": "bfloat16"},
+    )
+    variants = [{"name": "it", **of, **FIGURES, **each} for each in others]
+    without = {name: value for name, value in variants[1].items() if name != "weights_sha256"}
+    for document in ([], variants, [without]):
+        with pytest.raises(ValueError, match=r"has no variant with the weights of .* \(float32, .* bytes, sha256 "):
+            write_card(Artifact.open(own), quality=put(tmp_path / "q.json", {"variants": document}))
+    assert not (own / "README.md").exists() and not (own / MEASUREMENTS_NAME).exists()
+
+
+def test_latencies_of_a_check_are_speeds(own: Path, tmp_path: Path) -> None:
+    opened = Artifact.open(own)
+    result = {"name": "latency", "status": "passed", "values": {"token_generation_context64 ms": 1.25}}
+    document = {"facts": {"config": opened.config.to_dict()}, "results": [result], "passed": True}
+    write_card(opened, bench=put(tmp_path / "check.json", document))
+    assert "| `token_generation_context64` | - | 1.25 | `ms` |" in (own / "README.md").read_text(encoding="utf-8")
+
+
+def test_medians_of_a_bench_are_speeds(own: Path, tmp_path: Path) -> None:
+    opened = Artifact.open(own)
+    spread = {"median": 2.5, "min": 1.0, "max": 9.0}
+    document = {
+        "format": 1,
+        "config": opened.config.to_dict(),
+        "machine": {"cpu": "EPYC"},
+        "prefill": [{"prompt_tokens": 16, "ttft_ms": spread, "tokens_per_second": spread, "padding_share": 0.0}],
+        "decode": [{"rows": 3, "context_tokens": 8, "step_ms": spread, "tokens_per_second": 1234.5, "idle_share": 0}],
+    }
+    card = write_card(opened, bench=put(tmp_path / "bench.json", document)).read_text(encoding="utf-8")
+    for row in ("| `prefill` | `prompt` `16` | 2.5 | `tokens/s` |", "| `decode` | `rows` `3`, `context` `8` | 1,234 | `tokens/s` |",
+                "| `first token` | `prompt` `16` | 2.5 | `ms` |", "| `decode step` | `rows` `3`, `context` `8` | 2.5 | `ms` |"):  # fmt: skip
+        assert row in card, row
+    with pytest.raises(ValueError, match="was measured with other sizes than"):
+        write_card(opened, bench=put(tmp_path / "bench.json", document | {"config": {}}))
+    with pytest.raises(ValueError, match=re.escape("it.prefill[0] lacks ttft_ms")):
+        write_card(opened, bench=put(tmp_path / "bench.json", document | {"prefill": [{"prompt_tokens": 1}]}))
+
+
+def test_measurements_of_another_artifact_and_broken_ones_are_refused(own: Path, tiny_checkpoint: Path) -> None:
+    opened = Artifact.open(own)
+    path = put(own / MEASUREMENTS_NAME, {"version": 1, "artifact": identity(opened), "speeds": [SPEED], "quality": []})
+    assert "12.5" in make_card(collect(opened))
+    again = Artifact.open(export_tiny(tiny_checkpoint, own, overwrite=True, batch_size=4))
+    assert path.exists()  # an overwrite leaves what is not the artifact's
+    for document, told in (
+        (json.loads(path.read_text(encoding="utf-8")), "was measured of another artifact"),
+        ([], "it is a list, not an object"),
+        ({"version": 2, "artifact": "", "speeds": [], "quality": []}, "is not within 1 and 1"),
+        ({"version": 1, "artifact": "", "speeds": [SPEED | {"value": None}], "quality": []}, "not a number"),
+    ):
+        put(path, document)
+        with pytest.raises(ArtifactError, match=re.escape(told)):
+            make_card(collect(again))
+    path.write_bytes(b'{"version": 1, "speeds": [')
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        make_card(collect(again))
+
+
+def test_a_changed_graph_or_file_is_no_subject_of_a_card(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "broken"))
+    graph = next((broken / "graphs").glob("*.json"))
+    graph.write_bytes(graph.read_bytes()[:-1] + b" ")
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        write_card(Artifact.open(broken))
+    assert not (broken / "README.md").exists()
+
+
+def test_card_and_push_on_the_command_line(own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    from optimum.commands import optimum_cli
+
+    def call(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", *words])
+        optimum_cli.main()
+        return capsys.readouterr().out
+
+    assert call("card", str(own), "--tag", "mine", "--base-model", "org/other") == f"{own / 'README.md'}\n"
+    data = ModelCard((own / "README.md").read_text(encoding="utf-8")).data.to_dict()
+    assert data["base_model"] == "org/other" and "mine" in data["tags"]
+    with pytest.raises(SystemExit):
+        call("push", str(own), "org/tiny")
+    assert "HF_HUB_OFFLINE is set, so the Hub is not asked" in capsys.readouterr().err
+    assert os.stat(own / "README.md").st_mode & 0o077 == os.stat(own / "config.json").st_mode & 0o077

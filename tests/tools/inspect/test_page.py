@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What neuron inspect tells of an artifact as data and as a page: true to its files, escaped, and one file that asks for no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recurrent
+from helpers import export_tiny
+from optimum.commands import optimum_cli
+
+from optimum_neuron.artifact.artifact import Artifact, ArtifactError
+from optimum_neuron.step.state_sizes import byte_count
+from optimum_neuron.tools.inspect.collect import collect
+from optimum_neuron.tools.inspect.facts import Certified, Compared, Facts, Graph, Linted, Memory, Quantized
+from optimum_neuron.tools.inspect.html import render
+from optimum_neuron.tools.inspect.units import bytes_text, count_text
+
+
+SPEED = {"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1}}
+HOSTILE = '</script></title></textarea>"\'><img src=x onerror="document.documentElement.dataset.owned=1"><script>document.documentElement.dataset.owned=1</script>{{7*7}}${7}'
+VOID = ("meta", "link", "br", "img", "input", "hr")
+
+
+class Page(HTMLParser):
+    """The elements of a page; raises where one is not closed by its own tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def llama(cpu_artifact: Callable[[str], Path]) -> Facts:
+    return collect(Artifact.open(cpu_artifact("llama")))
+
+
+def everything(facts: Facts, text: str) -> Facts:
+    """With all parts that an artifact may have, and `text` in the place of all that its files decide."""
+    graph = dataclasses.replace(facts.graphs[0], name=text, operators={text: 3, "dot": 1}, cost={
+        "read": 2000, "read once": 1000, "written": 10, "flops": 1e6, "collectives": 2, "collective bytes": 64, "seconds at least": 1e-3,
+    })  # fmt: skip
+    return dataclasses.replace(
+        facts,
+        name=text, source=text, adapters=(text,), model_type=text, command=text, notes=(text,),
+        graphs=(graph, Graph("copy_slot", "helper", 0, 0, 0, 0, 5, None, {"add": 1}, graph.cost)),
+        memory=(Memory(text, {"weights": 3, "KV cache": 1, "scratch": 2}, ("scratch",), 10), Memory("core 1", {"weights": 3}, (), 10)),
+        weight_types={text: 4}, quantized=(Quantized("int8", 1, "float32", False, "int8", 2, text),),
+        certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Compared(text, "float32", text, 1e-7, 1e-6, 9),)),
+        lint=Linted(({"graph": text, "severity": "error", "problem": text, "remedy": text},)),
+        exported_with={text: text}, compiled_with={text: text}, machine={text: text},
+        speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),
+        quality=({
+            "perplexity": 10.5, "reference_perplexity": 10.25, "kl_mean": 1e-3, "kl_p99": 2e-3, "kl_max": 0.5, "top1": 0.987, "tokens": 511,
+            "reference": text, "text": text, "text_sha256": text,
+        },),
+    )  # fmt: skip
+
+
+def test_facts_are_those_of_the_files(cpu_artifact: Callable[[str], Path], llama: Facts) -> None:
+    artifact = Artifact.open(cpu_artifact("llama"))
+    assert [each.name for each in llama.graphs] == [each.name for each in artifact.graphs]
+    decode, prefill, mixed = llama.graphs
+    assert (decode.shape, prefill.shape, mixed.shape) == ("3 x 1", "2 x 8", "3 x 1 + 2 x 8")
+    assert (decode.tokens, mixed.tokens, prefill.padding, decode.padding) == (3, 19, 1 - 1 / 8, None)
+    assert decode.operators["Attend"] == 2 and decode.operators["Sample"] == 1  # one for each layer, one for all
+    files = {path.name: path.stat().st_size for path in (artifact.path / "graphs").iterdir()}
+    assert sum(each.bytes for each in llama.graphs) == sum(files.values()) == llama.sizes["graphs"]
+    (host,) = llama.memory
+    assert host.parts["weights"] == (artifact.path / "weights" / "model.safetensors").stat().st_size
+    assert host.parts["KV cache"] == byte_count(artifact.states()) == llama.sizes["cache and state"]
+    plans = [json.loads((artifact.path / "graphs" / f"{each.name}.json").read_text())["plan"] for each in llama.graphs]
+    assert host.parts["scratch"] == max(plan["arena"] for plan in plans)
+    assert sum(llama.weight_types.values()) <= host.parts["weights"] and not llama.quantized
+    assert llama.lint.missing and llama.certificate is None and not llama.speeds
+
+
+def test_a_recurrent_and_a_quantized_artifact_tell_their_state_and_codes(tmp_path: Path) -> None:
+    recurrent.model("gated delta").save_pretrained(tmp_path / "checkpoint")
+    folder = export_tiny(tmp_path / "checkpoint", tmp_path / "out", quantization="int8", state_snapshots=2)
+    facts = collect(Artifact.open(folder))
+    (host,) = facts.memory
+    assert {"KV cache", "state of slots", "snapshots"} <= host.parts.keys() and "scratch" not in host.parts
+    assert host.parts["KV cache"] + host.parts["state of slots"] == facts.sizes["cache and state"]
+    assert host.parts["snapshots"] == facts.sizes["snapshots"] > 0
+    assert {each.kind for each in facts.quantized} == {"int8"} and "int8" in facts.weight_types
+    page = " ".join(Page(render(facts)).texts)
+    assert "of state whatever its length" in page and "there are no compiled graphs" in page and "int8" in page
+
+
+def test_a_page_is_one_file_that_asks_for_no_other(llama: Facts) -> None:
+    for facts in (llama, everything(llama, "plain")):
+        text = render(facts)
+        page = Page(text)
+        assert not re.search(r"(?i)https?://|url\(|@import|<iframe|<object", text)
+        links = {value for tag, name, value in page.attributes if name in ("src", "href", "srcset", "action")}
+        assert all(value.startswith("#") or value == "data:," for value in links), links
+        targets = {value[1:] for value in links if value.startswith("#")}
+        ids = [value for _, name, value in page.attributes if name == "id"]
+        assert targets <= set(ids) and len(ids) == len(set(ids))
+        assert not [name for _, name, _ in page.attributes if name == "style" or name.startswith("on")]
+        assert "script" not in page.tags
+        policy = next(value for _, name, value in page.attributes if name == "content" and "default-src" in value)
+        assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+
+
+def test_text_of_an_artifact_is_only_text_in_its_page(llama: Facts) -> None:
+    plain, hostile = Page(render(everything(llama, "plain"))), Page(render(everything(llama, HOSTILE)))
+    assert hostile.tags == plain.tags
+    assert len(hostile.attributes) == len(plain.attributes)
+    shown = [text for text in hostile.texts if HOSTILE in text]
+    assert len(shown) == len([text for text in plain.texts if "plain" in text and "{" not in text])
+
+
+def test_steps_stand_by_chunk_size_and_context(llama: Facts) -> None:
+    graphs = [
+        Graph(f"{kind}_{chunk}_{context}", kind, 4, 1 if chunk else 0, chunk, context, 0, None)
+        for context in (64, 128)
+        for kind, chunk in (("token_generation", 0), ("chunked_prefill", 8), ("mixed", 8), ("scoring", 32))
+    ]
+    helper = Graph("copy_slot", "helper", 0, 0, 0, 0, 0, None)
+    drawn = [text for text in Page(render(dataclasses.replace(llama, graphs=(*graphs, helper)))).texts if text.strip()]
+    steps = drawn[drawn.index("context 64") : drawn.index("All graphs")]
+    assert steps == [
+        "context 64", "context 128",
+        "no chunk", "decode, 4 tokens", "decode, 4 tokens",
+        "chunk 8", "prefill, 12 tokens", "mixed, 12 tokens", "prefill, 12 tokens", "mixed, 12 tokens",
+        "chunk 32", "scoring, 36 tokens", "scoring, 36 tokens",
+    ]  # fmt: skip
+
+
+def test_parts_of_a_bar_fill_it_as_far_as_they_go(llama: Facts) -> None:
+    cores = tuple(Memory(f"core {rank}", {"weights": 30, "KV cache": 10}, (), 80) for rank in range(20))
+    page = Page(render(dataclasses.replace(llama, memory=cores)))
+    bars = [(x, width) for (tag, name, x), (_, _, width) in itertools.pairwise(page.attributes) if (tag, name) == ("rect", "x")]  # fmt: skip
+    assert bars[:2] == [("0.000", "37.500"), ("37.500", "12.500")]
+    assert "20 cores alike, from core 0" in page.texts
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1234, "1.23 kB"), (65536, "65.5 kB"), (123456789, "123 MB"), (5e15, "5,000 TB")],
+)  # fmt: skip
+def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
+    assert bytes_text(size) == text
+    assert count_text(1_500_000) == "1.50 M"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "inspect", *map(str, words)])
+    optimum_cli.main()
+
+
+def test_the_command_writes_a_page_and_data(
+    cpu_artifact: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"speeds": [SPEED]}), encoding="utf-8")
+    page, data = tmp_path / "made" / "page.html", tmp_path / "data.json"
+    page.parent.mkdir()
+    page.write_text("before", encoding="utf-8")
+    call(monkeypatch, cpu_artifact("llama"), "--html", page, "--json", data, "--bench", bench)
+    assert capsys.readouterr().out == f"{page}\n{data}\n"
+    assert {"decode", "12.5 ms", "rows 1"} <= set(Page(page.read_text(encoding="utf-8")).texts)
+    document = json.loads(data.read_text(encoding="utf-8"))
+    assert document["speeds"] == [SPEED] and document["graphs"][0]["operators"]["Attend"] == 2
+    call(monkeypatch, cpu_artifact("llama"), "--bench", bench)
+    shown = capsys.readouterr().out
+    assert "rows 1" in shown and "12.5" in shown and "token_generation_context64" in shown
+    assert [path.name for path in page.parent.iterdir()] == ["page.html"]
+
+
+def test_a_page_is_not_written_over_the_artifact_or_of_a_broken_one(
+    cpu_artifact: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(folder / "graphs")
+    bad = {
+        "graphs/new.html": "a file of the artifact itself", "config.json": "a file of the artifact itself", "neuron_config.json": "a file of the artifact itself",
+        "weights/x": "a file of the artifact itself", "../link/x.html": "a file of the artifact itself", "graphs": "is a folder",
+    }  # fmt: skip
+    for name, told in bad.items():
+        for flag in ("--html", "--json"):
+            with pytest.raises(SystemExit):
+                call(monkeypatch, folder, flag, folder / name)
+            assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        call(monkeypatch, folder, "--verify", "--html", tmp_path / "page.html")
+    assert "--verify prints what it finds and writes no file; leave out --html" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    graph = folder / "graphs" / "token_generation_context64.json"
+    for data, told in (
+        (before[graph][:-2], "is truncated"),
+        (before[graph][:-2] + b" }", "was changed after the export"),
+    ):
+        graph.write_bytes(data)
+        with pytest.raises(SystemExit):
+            call(monkeypatch, folder, "--html", tmp_path / "page.html")
+        assert told in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+
+
+def test_a_manifest_that_vouches_for_no_plan_is_refused(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    import hashlib
+
+    folder = Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
+    manifest: dict[str, Any] = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
+    name = "graphs/token_generation_context64.json"
+    for data, told in (
+        (b"[]", "cannot be read"),
+        (b'{"plan": {"steps": 5}}', "holds no plan"),
+        (b"{}", "holds no plan"),
+    ):
+        (folder / name).write_bytes(data)
+        manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        (folder / "neuron_config.json").write_text(json.dumps(manifest), encoding="utf-8")
+        with pytest.raises(ArtifactError, match=told):
+            collect(Artifact.open(folder))
+    data = b'{"plan": {"steps": [5, {"kind": 7}, {"kind": "TorchCall"}, {"kind": "<b>"}], "arena": "x"}}'
+    (folder / name).write_bytes(data)
+    manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (folder / "neuron_config.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert collect(Artifact.open(folder)).graphs[0].operators == {"unknown": 3, "<b>": 1}

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's own generation_config.json means the same through every door, and never refuses a request that says nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import LENGTH
+from published_defaults import PUBLISHED, RARE
+from served_app import CHAT, App
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+
+from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.engine.continuous_batching.requests import RequestFactory
+from optimum_neuron.runtime.defaults import in_vocabulary, usable, vllm_sampling
+from optimum_neuron.step.spec import GREEDY, SamplingParams
+from optimum_neuron.tools.chat.session import ChatSession, Turn
+from optimum_neuron.tools.chat.settings import Settings
+
+
+PROMPT = [40, 41, 42, 40, 41, 42, 40]
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def reference(sharp_checkpoints: dict[str, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(sharp_checkpoints["llama"], dtype=torch.float32)
+
+
+def follow(model: NeuronModelForCausalLM, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> GenerationConfig:
+    """Has a model the defaults of a file, as if it were loaded with them."""
+    config = GenerationConfig.from_dict(facts)
+    found = in_vocabulary(usable(config, model.neuron_config)[0], model.artifact.model)
+    monkeypatch.setattr(model, "generation_config", found)
+    return found
+
+
+def of_transformers(reference: Any, facts: dict[str, Any], ids: list[int], **options: Any) -> list[int]:
+    left_out = {"num_beams", "num_return_sequences"}
+    if facts.get("temperature") == 0.0:
+        left_out |= {"temperature", "top_k", "eos_token_id", "pad_token_id"}
+    reference.generation_config = GenerationConfig(
+        **{name: each for name, each in facts.items() if name not in left_out}
+    )
+    return reference.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *RARE])
+def test_the_best_tokens_are_those_of_transformers_through_every_door(
+    name: str,
+    model: NeuronModelForCausalLM,
+    reference: Any,
+    tokenizer: Any,
+    start: Callable[..., App],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = (PUBLISHED | RARE)[name]
+    follow(model, facts, monkeypatch)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    expected = of_transformers(reference, facts, PROMPT, **options)
+    assert model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist() == expected
+    assert model.generate_batch([PROMPT], GenerationConfig(**options))["req_0"].generated_tokens == expected
+    text = "hello hello hello"
+    ids = tokenizer(text)["input_ids"]
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    told = pipe(text, return_tensors=True, **options)[0]["generated_token_ids"]
+    assert told[len(ids) :] == of_transformers(reference, facts, ids, **options)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = of_transformers(reference, facts, chat, **options)
+    app = start()
+    assert app.complete(PROMPT, max_tokens=NEW, temperature=0).json()["choices"][0]["text"] == text_of(app, expected)
+    found = app.chat(max_tokens=NEW, temperature=0).json()["choices"][0]["message"]["content"]
+    assert found == text_of(app, answer)
+    session = ChatSession(model, app.service, tokenizer, Settings(temperature=0, max_new_tokens=NEW))
+    assert session.send(CHAT[0]["content"], lambda text: None).text == found
+
+
+def text_of(app: App, tokens: list[int]) -> str:
+    """The text of an answer, whose end token has none."""
+    ends = tokens[-1:] and tokens[-1] in app.served.eos_token_ids
+    return app.read(tokens[:-1] if ends else tokens)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *RARE])
+def test_a_request_that_says_nothing_gets_what_the_file_says(
+    name: str, model: NeuronModelForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = (PUBLISHED | RARE)[name]
+    follow(model, facts, monkeypatch)
+    request = RequestFactory(model, None, None).make("r", PROMPT, None)
+    draws = facts.get("do_sample", False) and facts.get("temperature", 1.0) > 0
+    wanted = {name: facts[name] for name in ("temperature", "top_p", "min_p") if name in facts}
+    expected = SamplingParams(facts.get("top_k", 50), **{"temperature": 1.0} | wanted) if draws else GREEDY
+    assert request.do_sample == draws and request.sampling in (expected, expected.in_float32())
+    told = {name: facts[name] for name in (*wanted, "top_k", "repetition_penalty", "max_new_tokens") if name in facts}
+    if draws:
+        assert vllm_sampling(model.generation_config) == told
+    else:
+        assert vllm_sampling(model.generation_config)["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["llama-2-chat", "gpt-oss", "baichuan2-chat", *RARE])
+def test_a_request_that_says_nothing_gets_an_answer(
+    name: str,
+    model: NeuronModelForCausalLM,
+    start: Callable[..., App],
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the file's lengths are longer than a slot, or shorter than the prompt."""
+    facts = (PUBLISHED | RARE)[name]
+    follow(model, facts, monkeypatch)
+    assert model.generate(torch.tensor([PROMPT] * 2)).shape[1] <= LENGTH + 1
+    assert model.generate_batch([PROMPT])["req_0"].error is None
+    assert pipeline("text-generation", model=model, tokenizer=tokenizer)("hello")[0]["generated_text"]
+    app = start()
+    assert app.chat().status_code == 200
+    if not model.generation_config.do_sample:
+        silent, best = (app.complete(PROMPT, max_tokens=4, **options) for options in ({}, {"temperature": 0}))
+        assert silent.json()["choices"] == best.json()["choices"]
+    session = ChatSession(model, app.service, tokenizer)
+    assert session.send("Hi", lambda text: None).ending in ("stop", "length")
+
+
+def through_every_door(
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], most: int
+) -> tuple[App, list[list[int]], list[str], Turn]:
+    """A server, the best tokens by each door that returns tokens, the texts of those that return text, and a chat's turn."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
+    settings = Settings(temperature=0, max_new_tokens=most)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with_chat = torch.tensor([chat])
+    tokens = [
+        model.generate(with_chat, **options)[0, len(chat) :].tolist(),
+        model.generate_batch([chat], GenerationConfig(**options))["req_0"].generated_tokens,
+        pipe(tokenizer.decode(chat), return_tensors=True, **options)[0]["generated_token_ids"][len(chat) :],
+    ]
+    app = start()
+    turn = ChatSession(model, app.service, tokenizer, settings).send(CHAT[0]["content"], lambda text: None)
+    texts = [
+        app.complete(chat, max_tokens=most, temperature=0).json()["choices"][0]["text"],
+        app.chat(max_tokens=most, temperature=0).json()["choices"][0]["message"]["content"],
+        turn.text,
+    ]
+    return app, tokens, texts, turn
+
+
+def test_stop_strings_of_the_file_end_texts_through_every_door(
+    model: NeuronModelForCausalLM,
+    reference: Any,
+    tokenizer: Any,
+    start: Callable[..., App],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformers ends them, and chats and servers before the string."""
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    free = of_transformers(reference, {}, chat, do_sample=False, max_new_tokens=12)
+    stop = tokenizer.decode(free[3:5])
+    facts = {"stop_strings": [stop]}
+    follow(model, facts, monkeypatch)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "tokenizer": tokenizer}
+    expected = of_transformers(reference, facts, chat, **options)
+    assert len(expected) < len(free)
+    app, tokens, texts, turn = through_every_door(model, tokenizer, start, 12)
+    assert tokens == [expected] * 3
+    assert texts == [app.read(expected).partition(stop)[0]] * 3
+    assert (turn.ending, turn.generated) == ("stop", len(expected)), "no token is computed after the string"
+    for own, text in (([], app.read(free)), ([app.read(free[1:2])], app.read(free).partition(app.read(free[1:2]))[0])):
+        answer = app.complete(chat, max_tokens=12, temperature=0, stop=own).json()["choices"][0]["text"]
+        assert answer == text  # what a request says itself goes first
+    whole = app.complete(chat, max_tokens=12, temperature=0, ignore_eos=True).json()["choices"][0]["text"]
+    assert whole == app.read(free)
+
+
+def test_the_longest_time_of_the_file_ends_texts_through_every_door(
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(model, {"max_time": 1e-9}, monkeypatch)
+    app, tokens, texts, _ = through_every_door(model, tokenizer, start, 12)
+    assert [len(each) for each in tokens] == [1] * 3 and texts == [app.read(tokens[0])] * 3
+    answer = app.complete(PROMPT, max_tokens=12).json()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 1
+    app.close()
+    follow(model, {"max_time": 3600.0}, monkeypatch)
+    assert len(model.generate_batch([PROMPT], max_new_tokens=NEW)["req_0"].generated_tokens) == NEW
+
+
+def test_what_the_host_draws_is_drawn_as_in_transformers(
+    model: NeuronModelForCausalLM, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for facts in (PUBLISHED["qwen2.5-instruct"], RARE["what draws"]):
+        follow(model, facts, monkeypatch)
+        torch.manual_seed(5)
+        expected = of_transformers(reference, facts, PROMPT, max_new_tokens=NEW)
+        torch.manual_seed(5)
+        assert model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW)[0, len(PROMPT) :].tolist() == expected
+
+
+def test_a_request_that_names_a_sampling_value_draws_by_it_and_by_the_files_others(
+    model: NeuronModelForCausalLM, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(model, PUBLISHED["mistral-instruct"], monkeypatch)
+    app = start()
+    best = app.tokens(PROMPT, 8)
+    whole = app.tokens(PROMPT, 8, sampling=SamplingParams(temperature=1.0), seed=3)
+    half = app.tokens(PROMPT, 8, sampling=SamplingParams(temperature=1.0, top_p=0.5), seed=3)
+    answers = {
+        '{"temperature": 1}': whole, '{"top_p": 0.5}': half, '{"top_p": 1}': best, '{"top_k": -1}': best, '{"min_p": 0}': best,
+    }  # fmt: skip
+    for asked, tokens in answers.items():
+        options = json.loads(asked) | {"seed": 3, "max_tokens": 8, "ignore_eos": True}
+        assert app.complete(PROMPT, **options).json()["choices"][0]["text"] == app.read(tokens), asked
+    follow(model, PUBLISHED["qwen3"], monkeypatch)
+    app.close()
+    asked = start().served.requests.make("r", PROMPT, 8, sampling={"do_sample": True, "temperature": 2.0})
+    assert asked.sampling == SamplingParams(20, 0.95, 2.0).in_float32()
+
+
+def test_log_probabilities_of_what_the_host_chooses_are_those_of_the_logits(
+    model: NeuronModelForCausalLM, tokenizer: Any, start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the graphs choose: a penalty changes the choice, and not what is told of it."""
+    follow(model, RARE["bad words"], monkeypatch)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt")[
+        "input_ids"
+    ]
+    best = model(chat, logits_to_keep=1).logits[0, 0].log_softmax(-1).topk(3).values.tolist()
+    answer = start().chat(max_tokens=1, temperature=0, logprobs=True, top_logprobs=3).json()
+    (told,) = answer["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in told["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+    assert told["logprob"] < best[-1]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text from tokens as they come: whole characters only, and in the end what the tokenizer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from optimum_neuron.tools.serve.detokenizer import UNREADABLE, Detokenizer
+from optimum_neuron.tools.serve.token_texts import TokenTexts
+
+
+WORDS = [
+    "Größe und Maß, naïve café.",
+    "東京は日本の首都です。",
+    "two  spaces, a tab\tand 👩‍👩‍👧 families",
+    "कुत्ता और बिल्ली",
+]
+TEXTS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+KINDS = ("bytes", "merged bytes", "byte fallback")
+
+
+@cache
+def tokenizer_of(kind: str) -> Any:
+    """As GPT-2's: a token per byte, or merges that end within characters; as Llama's: pieces, and bytes for what has none."""
+    if kind != "byte fallback":
+        model = Tokenizer(models.BPE())
+        model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=320 if kind == "merged bytes" else 0,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<pad>", "<s>", "</s>"],
+            show_progress=False,
+        )
+        model.train_from_iterator(WORDS * 3, trainer)
+        return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij", "本", "é"]
+    model = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+def read(tokenizer: Any, ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(120)
+@given(text=TEXTS)
+def test_pieces_are_whole_characters_and_add_up_to_the_text(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == read(tokenizer, ids)
+    if UNREADABLE not in text:
+        assert not any(UNREADABLE in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@examples(120)
+@given(data=st.lists(st.one_of(st.binary(max_size=9), TEXTS.map(str.encode)), max_size=6))
+def test_bytes_that_make_no_characters_add_up_to_what_the_tokenizer_reads(kind: str, data: list[bytes]) -> None:
+    tokenizer = tokenizer_of(kind)
+    names = pre_tokenizers.ByteLevel.alphabet()
+    assert len(names) == 256
+    by_byte = {
+        TokenTexts(tokenizer).bytes(token)[0]: token for token in tokenizer.convert_tokens_to_ids(sorted(names))
+    }  # type: ignore[index]
+    ids = [by_byte[byte] for byte in b"".join(data)]
+    assert "".join(pieces_of(tokenizer, ids)) == read(tokenizer, ids)
+
+
+def test_a_character_comes_with_its_last_byte_and_a_letter_at_once() -> None:
+    tokenizer = tokenizer_of("bytes")
+    assert pieces_of(tokenizer, tokenizer("a€b")["input_ids"]) == ["a", "", "", "€", "b", ""]
+    tokenizer = tokenizer_of("byte fallback")
+    assert pieces_of(tokenizer, tokenizer("a€b")["input_ids"]) == ["", "a", "", "", "€", "b", ""]
+
+
+def test_unreadable_bytes_hold_up_nothing_for_long_and_few_tokens_are_read_again() -> None:
+    tokenizer = tokenizer_of("bytes")
+    broken = tokenizer.convert_tokens_to_ids("ÿ")  # the byte 0xff
+    detokenizer, out, longest = Detokenizer(tokenizer), 0, 0
+    decode = tokenizer.decode
+
+    class Counting:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return decode(ids, **options)
+
+    detokenizer = Detokenizer(Counting())
+    for count in range(1, 200):
+        out += len(detokenizer.push(broken))
+        assert count - out <= 3
+    assert out + len(detokenizer.finish()) == 199 and longest < 20
+
+
+def test_special_tokens_and_ids_without_a_token_have_no_text() -> None:
+    tokenizer = tokenizer_of("bytes")
+    a, b = tokenizer("ab")["input_ids"]
+    assert pieces_of(tokenizer, [1, a, 2, 299, 0, b, 2]) == ["", "a", "", "", "", "b", "", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_single_tokens_make_the_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer("ab東é👧", add_special_tokens=False)["input_ids"]
+    made = b"".join(bytes(texts.bytes(token) or ()) for token in ids)
+    assert made.decode().strip() == "ab東é👧"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimum-cli neuron serve`: who serves, by which command, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optimum.commands import optimum_cli
+
+from optimum_neuron.tools.serve import vllm_server
+
+
+class BecameError(Exception):
+    """What stands for a process that was replaced."""
+
+
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], dict[str, str]]]:
+    """Runs the command where vLLM is installed; returns what the process became: its words and its environment."""
+
+    def execve(path: str, words: list[str], environment: dict[str, str]) -> None:
+        raise BecameError(path, words, environment)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
+
+    def run(*words: str | Path) -> tuple[list[str], dict[str, str]]:
+        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", *map(str, words)])
+        with pytest.raises(BecameError) as caught:
+            optimum_cli.main()
+        path, arguments, environment = caught.value.args
+        assert path == arguments[0] == sys.executable
+        return arguments[1:], environment
+
+    return run
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        optimum_cli.main()
+    assert ended.value.code == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    return line
+
+
+def test_where_vllm_is_installed_the_process_becomes_its_server(artifact: Path, became: Callable[..., Any]) -> None:
+    words, environment = became(artifact)
+    expected = ["-m", "vllm.entrypoints.cli.main", "serve", str(artifact), "--served-model-name", str(artifact)]
+    assert words == [*expected, "--host", "127.0.0.1", "--port", "8000"]
+    assert environment == dict(os.environ)
+
+
+def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
+    artifact: Path, became: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTIMUM_NEURON_API_KEY", "of the environment")
+    options = [
+        "--backend",
+        "vllm",
+        "--host",
+        "::1",
+        "--port",
+        "9",
+        "--served-model-name",
+        "a b; c",
+        "--trust-remote-code",
+    ]
+    ranks = ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"]
+    traces = ["--otlp-traces-endpoint", "http://c", "--data-parallel-size", "2"]
+    words, environment = became(
+        artifact, *options, *ranks, *traces, "--vllm-options", "--max-model-len", "32", "--port", "10"
+    )
+    assert words[4:] == [
+        "--served-model-name", "a b; c", "--host", "::1", "--port", "9", "--trust-remote-code", *traces,
+        "--max-model-len", "32", "--port", "10",
+    ]  # fmt: skip
+    found = {name: environment[name] for name in environment.keys() - os.environ.keys()}
+    assert found == {"VLLM_API_KEY": "secret", "OPTIMUM_NEURON_RANK_PYTHON": "/py", "NEURON_RT_EXEC_TIMEOUT": "7.5"}
+    assert became(artifact)[1]["VLLM_API_KEY"] == "of the environment"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "70000"], "--port 70000 must lie between 0 and 65535"),
+        (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
+        (["--drain-timeout", "-1"], "--drain-timeout -1 must be a number of seconds from 0 on"),
+        (["--step-timeout", "0"], "--step-timeout 0 must be a number of seconds above 0"),
+        (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", " secret"], "--api-key begins or ends with a space"),
+        (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
+        (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
+        (["--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
+        (
+            ["--data-parallel-size", "2"],
+            "--data-parallel-size 2 needs vLLM, and the engine serves, which is one server; use --backend vllm",
+        ),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
+        (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
+        (["--host", "no such host"], "no such host:8000 cannot be listened at"),
+    ],
+)
+def test_wrong_options_are_refused(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    monkeypatch.setattr(vllm_server, "has_vllm", lambda: False)
+    assert words in refusal(monkeypatch, capsys, artifact, *options)
+
+
+def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
+    line = refusal(monkeypatch, capsys, artifact, "--max-queue", "5")
+    assert "--max-queue 5 is an option of the engine's server, and vLLM serves" in line
+    line = refusal(monkeypatch, capsys, artifact, "--drain-timeout", "5")
+    assert "--drain-timeout 5.0 is an option of the engine's server, and vLLM serves" in line
+
+
+def test_a_missing_package_is_named_with_what_brings_it(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("optimum.commands.register.neuron_serve")
+    monkeypatch.setattr(module, "SERVER_MODULES", ("starlette", "no_such_package"))
+    line = refusal(monkeypatch, capsys, artifact, "--backend", "engine")
+    assert "the server needs no_such_package: pip install 'optimum-neuron-runtime[serve]'" in line
+
+
+def test_an_address_in_use_is_told(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(monkeypatch, capsys, artifact, "--backend", "engine", "--port", str(port))
+    assert f"127.0.0.1:{port} cannot be listened at" in line
+
+
+def test_a_folder_named_vllm_is_not_vllm() -> None:
+    """tests/vllm is on the path here."""
+    try:
+        import vllm
+    except ModuleNotFoundError:
+        assert not vllm_server.has_vllm()
+    else:
+        assert vllm_server.has_vllm() == (vllm.__file__ is not None)
+
+
+def test_help_shows_examples_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[1:] = ['neuron', 'serve', '--help']\n"
+        "try:\n    main()\nfinally:\n"
+        "    sys.stderr.write(str({'torch', 'transformers', 'rich', 'starlette', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == "set()"
+    for words in (
+        "examples:",
+        "from openai import OpenAI",
+        "--max-queue REQUESTS",
+        "(default: 127.0.0.1)",
+        "429",
+        "503",
+    ):
+        assert words in done.stdout

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimum-cli neuron serve` as a process on the loopback: full, left by its clients, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+from helpers import python_process
+from served_app import PATIENCE, metric
+
+from optimum_neuron.tools.serve.draining import DrainingServer
+from optimum_neuron.tools.serve.gate import Gate
+
+
+# A tiny model's requests would be over before anybody could look.
+START = """
+import time
+from optimum.commands.optimum_cli import main
+from optimum_neuron.engine.engine import Engine
+step = Engine.step
+Engine.step = lambda engine: time.sleep(0.04) or step(engine)
+main()
+"""
+SLOTS = 3
+# The same with little patience, and with sockets that keep little of what a client does not read.
+IMPATIENT = f"""
+import socket
+from optimum_neuron.tools.serve import app, bodies, connections, draining, listen
+bodies.BODY_SECONDS = connections.HEAD_SECONDS = connections.WRITE_SECONDS = 1.0
+app.HELD_BYTES, draining.LAST_READS = 2**20, 2
+taken = listen.listen
+def small(host, port):
+    listening = taken(host, port)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listening
+listen.listen = small
+{START.replace("0.04", "0.004")}"""
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric(httpx2.get(f"{self.url}/metrics").text, name, **labels)
+
+    def sockets(self) -> int:
+        """How many sockets the process has."""
+        count = 0
+        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                count += "socket:" in os.readlink(each)
+        return count
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(artifact: Path, *options: str, script: str = START, **variables: str) -> Iterator[Server]:
+    """A server on a free port."""
+    words = ["neuron", "serve", str(artifact), "--backend", "engine", "--port", "0", "--served-model-name", "tiny"]
+    process = python_process(script, *words, *options, **variables)
+    try:
+        assert process.stderr is not None
+        found = re.search(r"at (http://\S+)/v1: 3 requests of up to 64 tokens at once", process.stderr.readline())
+        assert found, process.stderr.read()
+        server = Server(process, found[1])
+        server.wait(lambda: is_up(server))
+        yield server
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_up(server: Server) -> bool:
+    try:
+        return httpx2.get(f"{server.url}/health").status_code == 200
+    except httpx2.ConnectError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def cpu(cpu_artifact: Callable[[str], Path]) -> Path:
+    return cpu_artifact("llama")
+
+
+def long(server: Server, **options: Any) -> Any:
+    return server.client.completions.create(
+        model="tiny", prompt="Hi", max_tokens=60, temperature=0, extra_body={"ignore_eos": True}, **options
+    )
+
+
+def test_a_process_refuses_notices_who_left_and_ends_when_all_have_their_answers(cpu: Path) -> None:
+    with serving(cpu, "--max-queue", "1", OPTIMUM_NEURON_API_KEY="none") as server, ThreadPoolExecutor(8) as threads:
+        assert httpx2.get(f"{server.url}/v1/models").status_code == 401
+        # More than the queue takes.
+        streams = [long(server, stream=True) for _ in range(SLOTS)]
+        waiting = threads.submit(long, server)
+        server.wait(lambda: server.metric("num_requests_waiting") == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            long(server)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        # Clients that go away make room for who waits.
+        for stream in streams:
+            next(stream)
+            stream.close()
+        server.wait(lambda: server.metric("request_success_total", finished_reason="abort") == SLOTS)
+        whole = waiting.result().choices[0].text
+        assert server.metric("num_requests_running") == 0
+        # The end: one is answered, one is refused.
+        stream = long(server, stream=True)
+        pieces = [next(stream).choices[0].text]
+        server.process.send_signal(signal.SIGTERM)
+        server.wait(lambda: not is_up(server))
+        with pytest.raises(openai.InternalServerError) as refused:
+            long(server)
+        assert refused.value.status_code == 503 and refused.value.code == "draining"
+        assert "".join(pieces + [event.choices[0].text for event in stream]) == whole
+        assert server.process.wait(PATIENCE) == 0
+        assert "ending: 1 requests get their answers first" in server.process.stderr.read()  # type: ignore[union-attr]
+
+
+class Client:
+    """A client by hand, which sends what it wants and reads when it wants."""
+
+    def __init__(self, server: Server) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.settimeout(PATIENCE)
+        self._socket.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+    def send(self, data: bytes) -> Client:
+        self._socket.sendall(data)
+        return self
+
+    def head(self, *headers: str) -> Client:
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", *headers, "", ""]
+        return self.send("\r\n".join(lines).encode())
+
+    def ask(self, **options: Any) -> Client:
+        body = json.dumps({"model": "tiny", "prompt": "Hi", "temperature": 0, "ignore_eos": True} | options).encode()
+        return self.head(f"Content-Length: {len(body)}").send(body)
+
+    def answer(self, mark: bytes = b"}}") -> bytes:
+        """Reads up to a mark, or to the end of the connection."""
+        read = b""
+        try:
+            while mark not in read and (part := self._socket.recv(65536)):
+                read += part
+        except ConnectionResetError:
+            pass
+        return read
+
+    def drip(self) -> bytes:
+        """Sends a byte from time to time until the server answers or closes the connection."""
+        self._socket.settimeout(0.1)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            try:
+                self.send(b"x")
+                return self._socket.recv(65536)
+            except TimeoutError:
+                continue
+            except OSError:
+                return b""
+        raise AssertionError("the server waits for ever")
+
+
+def test_no_client_makes_the_server_wait_for_ever(cpu: Path) -> None:
+    with serving(cpu, script=IMPATIENT) as server, ThreadPoolExecutor(8) as threads:
+        at_first = server.sockets()
+        silent = Client(server)
+        slow = [Client(server).send(b"POST /v1/completions HTT"), Client(server).head("Content-Length: 5000")]
+        dripping = [threads.submit(client.drip) for client in slow]
+        deaf = Client(server).ask(n=11, max_tokens=60, stream=True)
+        huge = Client(server).head("Content-Length: 90000000")
+        assert huge.answer().startswith(b"HTTP/1.1 413 ")
+        # Bodies of which each has room alone: all of them together have not.
+        large = [Client(server).head("Content-Length: 300000").send(b" " * 299_999) for _ in range(4)]
+        refused = threads.submit(large[-1].answer).result()
+        assert b"503 Service Unavailable" in refused and b"retry-after: " in refused
+        assert b"200 OK" in Client(server).ask(max_tokens=1).answer()
+        assert threads.submit(silent.answer).result() == b"" and dripping[0].result() == b""
+        assert dripping[1].result().startswith(b"HTTP/1.1 408 ")
+        # Who reads nothing has its answer cut off, and its places are free before.
+        server.wait(lambda: server.metric("num_requests_waiting") + server.metric("num_requests_running") == 0)
+        server.wait(lambda: server.sockets() <= at_first)
+        assert b"[DONE]" not in deaf.answer(b"[DONE]")
+        told = {client.answer().split()[1] for client in large[:-1]}
+        assert b"408" in told and told <= {b"408", b"503"}
+
+
+def test_a_server_ends_whatever_its_clients_do(cpu: Path) -> None:
+    with serving(cpu, script=IMPATIENT.replace("= 1.0", "= 600.0")) as server:
+        there = Client(server).ask(max_tokens=60, stream=True)
+        assert b"data: " in there.answer(b"data: ")
+        idle, head = Client(server), Client(server).send(b"POST /v1/completions HTT")
+        body, deaf = Client(server).head("Content-Length: 5000"), Client(server).ask(n=8, max_tokens=60, stream=True)
+        server.wait(lambda: server.metric("num_requests_running") == SLOTS)
+        server.process.send_signal(signal.SIGTERM)
+        assert b"data: [DONE]" in there.answer(b"[DONE]")
+        assert server.process.wait(PATIENCE) == 0
+        assert not idle.answer() and not head.answer() and b" 200 " not in body.answer()
+        assert b"[DONE]" not in deaf.answer(b"[DONE]")
+        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: Path) -> None:
+    with serving(cpu, "--drain-timeout", "0.2") as server:
+        stream = long(server, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server ended before the answer did"):
+            list(stream)
+        assert server.process.wait(PATIENCE) == 0
+        assert "1 requests got no answer within 0.2 s" in server.process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
+    gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
+    server = DrainingServer(uvicorn.Config(lambda: None), gate, 60, gate.check_open)
+    ticks = [asyncio.run(server.on_tick(1))]
+    with gate.admit(1):
+        server.handle_exit(signal.SIGTERM, None)
+        ticks.append(asyncio.run(server.on_tick(2)))
+    ticks.append(asyncio.run(server.on_tick(3)))
+    assert ticks == [False, False, True]
+
+
+def test_a_second_signal_ends_a_process_at_once(cpu: Path) -> None:
+    with serving(cpu) as server:
+        stream = long(server, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGINT)
+        server.wait(lambda: not is_up(server))
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE) == -signal.SIGINT
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)

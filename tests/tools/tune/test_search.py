@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search: it finds what is best where that is known, leaves nothing out that might be, and its steps are an engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from helpers import VOCAB, Opener, examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.engine.engine import Engine
+from optimum_neuron.engine.policy import SchedulerOptions
+from optimum_neuron.engine.scheduler import Scheduler
+from optimum_neuron.engine.step import Step
+from optimum_neuron.step.spec import GraphSpec, graph_specs
+from optimum_neuron.tools.tune.candidates import Candidate, Grid, export_command, serve_command
+from optimum_neuron.tools.tune.search import Machine, search
+from optimum_neuron.tools.tune.simulate import simulate
+from optimum_neuron.tools.tune.slo import Slo
+from optimum_neuron.tools.tune.step_times import ChunkTimes, Curve, GraphTimes, LiveTimes
+from optimum_neuron.tools.tune.trace import SharedPart, Trace, TracedRequest, traced_request
+
+
+FIXED = {"sequence_length": 256, "target": "trn2"}
+TRACE = Trace.of([TracedRequest(0.3 * number, 40 + 30 * (number % 5), 12) for number in range(20)], "made")
+
+
+@dataclass
+class Made:
+    """A machine whose graphs take what a formula says.
+
+    Attributes:
+        room: bytes; a config needs a byte for each token of its cache.
+    """
+
+    seconds: Callable[[GraphSpec], float]
+    room: int = 10**9
+    minutes: Callable[[NeuronConfig], float] = lambda config: 1.0
+    measured: bool = False
+    about: Sequence[str] = ()
+    asked: list[NeuronConfig] = field(default_factory=list)
+
+    def memory(self, config: NeuronConfig) -> tuple[int, int]:
+        return config.batch_size * config.sequence_length, self.room
+
+    def compile_minutes(self, config: NeuronConfig) -> float:
+        return self.minutes(config)
+
+    def snapshots(self, config: NeuronConfig) -> int | None:
+        return None
+
+    def times(self, config: NeuronConfig) -> GraphTimes:
+        self.asked.append(config)
+        return GraphTimes(graph_specs(config), self.seconds)
+
+
+def grid(*axes: str) -> list[Candidate]:
+    return Grid((2, 4), (32, 128), (1,), ("none",), ("mixed", "alternate")).replaced(axes).candidates(FIXED)[0]
+
+
+def best(machine: Machine, slo: str, *axes: str, **options: Any) -> Candidate:
+    return search(grid(*axes), machine, TRACE, Slo.parse(slo), **options).best.candidate
+
+
+def by_tokens(second: float, token: float) -> Callable[[GraphSpec], float]:
+    return lambda graph: second + token * graph.tokens
+
+
+def test_small_chunks_are_best_where_pauses_are_limited_and_large_ones_where_first_tokens_are() -> None:
+    machine = Made(by_tokens(0.01, 0.0005))
+    assert best(machine, "itl=40ms").config.prefill_chunk_size == 32
+    assert best(Made(by_tokens(0.05, 0.0001)), "ttft.p50=180ms,itl=90ms").config.prefill_chunk_size == 128
+
+
+def test_what_costs_nothing_to_compile_wins_among_equals() -> None:
+    machine = Made(lambda graph: 0.01, minutes=lambda config: len(graph_specs(config)))
+    found = best(machine, "ttft=10s", "policy=mixed,alternate", "buckets=none")
+    assert found.policy == "alternate"
+    slower_alternate = Made(lambda graph: 0.01, minutes=lambda config: 9 - len(graph_specs(config)))
+    assert best(slower_alternate, "ttft=10s").policy == "mixed"
+
+
+def test_a_contexts_graph_is_chosen_by_what_it_costs() -> None:
+    machine = Made(lambda graph: 0.001 + graph.context_length * 1e-4, minutes=lambda config: len(graph_specs(config)))
+    trace = Trace.of([TracedRequest(float(number), 300, 20) for number in range(6)], "made")
+    candidates, _ = Grid((2,), (64,), (1,), ("none", "halves"), ("mixed",)).candidates(
+        {**FIXED, "sequence_length": 1024}
+    )
+    found = search(candidates, machine, trace, Slo.parse("itl=90ms"))
+    assert found.best.meets and not any(result.meets for result in found.results[1:])
+    assert found.best.candidate.config.context_buckets == (256, 512, 1024)
+
+
+def test_memory_and_the_budget_are_kept() -> None:
+    machine = Made(by_tokens(0.01, 0), room=2 * 256, minutes=lambda config: 10 * len(graph_specs(config)))
+    found = search(grid(), machine, TRACE, Slo(()), compile_budget=20)
+    assert {(result.candidate.config.batch_size, result.candidate.policy) for result in found.results} == {
+        (2, "alternate")
+    }
+    assert sorted(each.why.split()[0] for each in found.pruned) == ["needs"] * 4 + ["takes"] * 2
+    with pytest.raises(
+        ValueError,
+        match=r"none of 8 candidates can be exported: .* takes 30\.0 of 5 minutes to compile; search smaller",
+    ):
+        search(grid(), Made(by_tokens(0.01, 0), minutes=lambda config: 30), TRACE, Slo(()), compile_budget=5)
+
+
+def test_the_nearest_is_told_where_nothing_meets_the_limits() -> None:
+    found = search(grid(), Made(by_tokens(0.01, 0.001)), TRACE, Slo.parse("ttft=20ms,itl=1ms"))
+    assert found.results and not found.best.meets and found.best.worst == min(each.worst for each in found.results)
+    assert found.pruned and all("by its steps alone" in each.why for each in found.pruned)
+
+
+def test_progress_is_told_once_for_each_candidate() -> None:
+    told: list[str] = []
+    search(grid(), Made(by_tokens(0.01, 0.001)), TRACE, Slo.parse("itl=15ms"), advance=told.append)
+    assert len(told) == len(grid())
+
+
+@given(
+    second=st.floats(0.001, 0.2), token=st.floats(0, 0.005),
+    ttft=st.integers(10, 4000), itl=st.integers(5, 500), percentile=st.sampled_from((50, 90, 99, 100)),
+    shared=st.booleans(),
+)  # fmt: skip
+@examples(24)
+def test_nothing_is_left_out_that_meets_the_limits(
+    second: float, token: float, ttft: int, itl: int, percentile: int, shared: bool
+) -> None:
+    parts = (SharedPart("a", 30),) if shared else ()
+    trace = Trace.of(
+        [TracedRequest(0.2 * number, 40 + 35 * (number % 4), 1 + number % 9, parts) for number in range(10)], "made"
+    )
+    slo = Slo.parse(f"ttft.p{percentile}={ttft}ms,itl.p{percentile}={itl}ms,e2e={9 * ttft}ms")
+    machine = Made(by_tokens(second, token))
+    pruned = search(grid("batch=2"), machine, trace, slo)
+    whole = search(grid("batch=2"), machine, trace, slo, prune=False)
+    left_out = {each.candidate for each in pruned.pruned}
+    assert not any(result.meets for result in whole.results if result.candidate in left_out)
+    if whole.best.meets:
+        assert pruned.best == whole.best
+    assert len(pruned.results) + len(left_out) == len(whole.results) and pruned.results
+
+
+def test_two_searches_agree() -> None:
+    machine = Made(by_tokens(0.01, 0.001))
+    first, second = (search(grid(), machine, TRACE, Slo.parse("ttft=1s")) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("policy", ["mixed", "alternate"])
+def test_the_simulation_takes_the_steps_that_an_engine_takes(open_runner: Opener, policy: str) -> None:
+    """Arrivals are counted in steps: a step takes a second, and requests come at the same ones."""
+    runner = open_runner("llama")
+    arrivals = (0, 0, 0, 1, 4, 4, 9, 30, 30)
+    shared = (SharedPart("a", 20),)
+    sent = [
+        TracedRequest(float(step), 21 + 5 * (number % 3), 1 + 3 * (number % 4), shared if number % 2 else ())
+        for number, step in enumerate(arrivals)
+    ]
+    trace = Trace.of(sent, "made")
+    prompts = trace.prompts(VOCAB)
+    options = SchedulerOptions(policy=policy)  # type: ignore[arg-type]
+    simulated: list[Step] = []
+    scheduler = Scheduler(runner.config, options, runner.family)
+
+    def a_second(step: Step, scheduler: Scheduler) -> float:
+        simulated.append(step)
+        return 1.0
+
+    outcome = simulate(scheduler, a_second, trace, prompts)
+    assert [len(outcome.answers[str(number)].times) for number in range(len(sent))] == [
+        each.new_tokens for each in sent
+    ]
+    assert any(chunk.reuse for step in simulated for chunk in step.chunks)
+    assert _engine_steps(Engine(runner, options, vocab_size=VOCAB), trace, prompts) == simulated
+
+
+def _engine_steps(engine: Engine, trace: Trace, prompts: Sequence[Any]) -> list[Step]:
+    taken: list[Step] = []
+    clock = sent = 0
+    while sent < len(prompts) or engine.has_work:
+        while sent < len(prompts) and trace.requests[sent].arrival <= clock:
+            engine.add_request(traced_request(trace, prompts, sent))
+            sent += 1
+        step = engine.scheduler.schedule()
+        if step is None:
+            clock = int(trace.requests[sent].arrival)
+            continue
+        taken.append(step)
+        engine.step()
+        clock += 1
+    return taken
+
+
+LIVE = LiveTimes(
+    decode=Curve((1, 4), (10.0, 16.0)),
+    decode_column=Curve((1, 4), (0.1, 0.1)),
+    chunks={
+        8: ChunkTimes(
+            alone=Curve((1, 8), (10.0, 24.0)), beside=Curve((1, 8), (20.0, 34.0)), unread=Curve((8,), (2.0,)), column=Curve((8,), (0.5,))
+        )
+    },
+    host=Curve((1,), (1.0,)),
+    copied_token=0.25,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        # The shorter prompt goes first: up to its fifth token. Then it decodes at a context of 6, beside 8 tokens of the other, of which
+        # 4 are left, behind 8; that one decodes in the second slot.
+        ([(12, 3), (5, 2)], [1 + 18.0, 1 + 34 + 0.1 * 6, 1 + 16 + 0.5 * 4 * 8, 1 + 12 + 0.1 * 13, 1 + 12 + 0.1 * 14]),
+        # Nobody reads anything of a chunk that does not end its prompt.
+        ([(9, 1)], [1 + 24.0 - 2, 1 + 10 + 0.5 * 8]),
+    ],
+)
+def test_on_a_cpu_a_step_costs_its_live_tokens_and_what_they_see(
+    sent: list[tuple[int, int]], expected: list[float]
+) -> None:
+    config = NeuronConfig(batch_size=4, sequence_length=64, prefill_chunk_size=8, target="cpu")
+    trace = Trace.of([TracedRequest(0.0, prompt, new) for prompt, new in sent], "made")
+    took: list[float] = []
+
+    def seconds(step: Step, scheduler: Scheduler) -> float:
+        took.append(LIVE.seconds(step, scheduler))
+        return took[-1]
+
+    simulate(Scheduler(config), seconds, trace, trace.prompts())
+    assert took == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["rows=4"],
+            "'rows=4' is no axis that is given once; give axes as batch=4,8 out of batch, chunk, ctx, buckets, policy",
+        ),
+        (["batch"], "'batch' is no axis"),
+        (["batch=4", "batch=8"], "'batch=8' is no axis that is given once"),
+        (["batch=0"], "has '0'; give whole numbers of at least 1"),
+        (["batch=4,"], "has ''; give whole numbers"),
+        (["chunk=x"], "has 'x'; give whole numbers"),
+        (["policy=fast"], "has 'fast'; give one of mixed, alternate"),
+        (["policy=4"], "has '4'; give one of mixed, alternate"),
+        (["buckets=thirds"], "give one of none, quarters, halves or lengths as 512+2048"),
+    ],
+)
+def test_wrong_axes_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Grid.of("cpu").replaced(words)
+    assert told in str(raised.value)
+
+
+def test_impossible_combinations_are_left_out_and_told_where_none_is_left() -> None:
+    found, refused = Grid.of("trn2").replaced(["chunk=64,512", "ctx=1", "batch=4"]).candidates(FIXED)
+    assert {each.config.prefill_chunk_size for each in found} == {64} and "prefill_chunk_size=512" in refused[0]
+    with pytest.raises(ValueError, match="prefill_chunk_size=512 is larger than sequence_length=256"):
+        Grid.of("trn2").replaced(["chunk=512"]).candidates(FIXED)
+
+
+def test_commands_hold_every_size() -> None:
+    config = NeuronConfig(batch_size=4, sequence_length=1024, prefill_chunk_size=64, context_buckets=(256, 1024), mixed_step=False,
+                          target="trn2", tensor_parallel_size=8, dtype="bfloat16")  # fmt: skip
+    words = export_command("a model", config, "out/", ("--revision", "v1")).split()
+    assert words[:6] == ["optimum-cli", "export", "neuron", "--model", "'a", "model'"]
+    told = " ".join(words)
+    for option in ("--revision v1", "--target trn2", "--tensor-parallel-size 8", "--batch-size 4", "--sequence-length 1024",
+                   "--prefill-chunk-size 64", "--ctx-batch-size 1", "--context-buckets 256,1024", "--no-mixed-step",
+                   "--dtype bfloat16 out/"):  # fmt: skip
+        assert option in told
+    assert serve_command("out/", 128) == "optimum-cli neuron serve out/ --backend engine"
+    assert serve_command("out/", 129).endswith(" --max-queue 129")
+
+
+def test_steps_that_follow_a_pause_or_a_chunk_take_longer() -> None:
+    config = NeuronConfig(batch_size=4, sequence_length=64, prefill_chunk_size=8, target="cpu")
+    trace = Trace.of([TracedRequest(0.0, 8, 3)], "made")
+    plain = LIVE.drawn()
+    woken = LiveTimes(**{**vars(LIVE), "woken": 100.0, "turned": 1000.0}).drawn()
+    slower = LiveTimes(**{**vars(LIVE), "ratios": (2.0,)}).drawn()
+    found = []
+    for seconds in (plain, woken, slower):
+        scheduler = Scheduler(config, SchedulerOptions(prefix_reuse=False))
+        found.append(simulate(scheduler, seconds, trace, trace.prompts()).seconds)
+    assert found[1] == pytest.approx(found[0] + 1100) and found[2] == pytest.approx(2 * found[0])

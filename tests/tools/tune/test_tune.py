@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimum-cli neuron tune`, whole: for a device by its config alone, for this CPU by graphs that are measured, and for an artifact."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optimum.commands import optimum_cli
+
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.tools.tune import measure as measuring
+from optimum_neuron.tools.tune.candidates import Candidate
+from optimum_neuron.tools.tune.cpu_machine import CpuMachine
+from optimum_neuron.tools.tune.device_machine import graph_minutes
+from optimum_neuron.tools.tune.search import search
+from optimum_neuron.tools.tune.slo import Slo
+from optimum_neuron.tools.tune.trace_formats import read_trace
+
+
+Run = Callable[..., tuple[int, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.csv"
+    file.write_text("arrival,prompt_tokens,new_tokens\n0,20,5\n0.01,30,8\n0.5,7,3\n")
+    return file
+
+
+@pytest.fixture
+def run(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, as its exit code, what it prints and what it writes."""
+
+    def command(*words: str) -> tuple[int, str, dict[str, Any]]:
+        file = tmp_path / "found.json"
+        arguments = ["optimum-cli", "neuron", "tune", "--trace", str(trace), "--json", str(file), *words]
+        monkeypatch.setattr(sys, "argv", arguments)
+        code = 0
+        try:
+            optimum_cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err, json.loads(file.read_text()) if file.exists() else {}
+
+    return command
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few runs as there can be: times do not matter."""
+    for name, value in {"ROUNDS": 1, "LEAST_RUNS": 1, "MOST_RUNS": 1, "PAUSES": 1, "PAUSE_S": 0.0}.items():
+        monkeypatch.setattr(measuring, name, value)
+
+
+def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    words = (
+        "--model",
+        str(tiny_checkpoint),
+        "--target",
+        "trn2",
+        "--search",
+        "batch=2,4",
+        "chunk=16,64",
+        "--plot",
+        str(picture),
+    )
+    code, shown, found = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h")
+    assert code == 0 and found["meets"] and picture.is_file()
+    assert found["step_times"] == "predicted" and "not measured on a device" in " ".join(shown.split())
+    best = NeuronConfig.from_dict(found["candidates"][0]["config"])
+    assert best.target == "trn2" and best.sequence_length == 256
+    assert found["candidates"][0]["compile_minutes"] == sum(graph_minutes(graph, None) for graph in graph_specs(best))
+    for command in found["commands"]:
+        assert command in shown
+    again = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h")
+    assert again[2] == found
+
+
+def test_what_is_missed_is_told_with_an_exit_code_of_its_own(run: Run, tiny_checkpoint: Path) -> None:
+    words = ("--model", str(tiny_checkpoint), "--target", "trn2", "--search", "batch=2", "chunk=16", "ctx=1")
+    code, shown, found = run(*words, "--slo", "itl=1ms,ttft=0.001ms")
+    told = " ".join(shown.split())
+    assert code == 3 and not found["meets"] and found["commands"]
+    assert "Nothing meets all limits. The nearest: 2 rows" in told and "for the TTFT p99 of 0.001 ms" in told
+    assert "times as much; try more replicas, a larger chunk or more rows." in told
+
+
+def test_the_export_command_exports_what_was_simulated(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words are taken by the export itself, up to the config."""
+    words = ("--model", str(tiny_checkpoint), "--target", "trn2", "--dtype", "bfloat16", "--sequence-length", "256")
+    _, _, found = run(*words, "--search", "batch=4", "chunk=32", "ctx=2", "buckets=64", "policy=alternate")
+    taken: list[NeuronConfig] = []
+
+    def export(model: str, output: Path, *, config: NeuronConfig, **options: Any) -> None:
+        taken.append(config)
+        raise ValueError("as far as it goes")
+
+    monkeypatch.setattr("optimum_neuron.export.recipe.export_model", export)
+    monkeypatch.setattr(sys, "argv", found["commands"][0].split())
+    with pytest.raises(SystemExit):
+        optimum_cli.main()
+    assert taken == [NeuronConfig.from_dict(found["candidates"][0]["config"])]
+    assert taken[0].context_buckets == (64, 256) and not taken[0].mixed_step
+
+
+@pytest.mark.usefixtures("quick")
+def test_this_cpu_is_measured_once_for_all_candidates_of_an_artifact(
+    cpu_artifact: Callable[[str], Path], trace: Path
+) -> None:
+    """The artifact that all tests share stands for the export of each group of candidates."""
+    exported: list[NeuronConfig] = []
+
+    def export(path: Path, config: NeuronConfig) -> None:
+        exported.append(config)
+        path.symlink_to(cpu_artifact("llama"))
+
+    config = Artifact.open(cpu_artifact("llama")).config
+    candidates = [Candidate(config)]
+    machine = CpuMachine(export, candidates)
+    assert [each.prefill_chunk_size for each in exported] == [config.prefill_chunk_size]
+    found = search(candidates, machine, read_trace(trace), Slo.parse("ttft=60s"))
+    times = machine.times(config)
+    assert found.best.meets and found.best.compile_minutes > 0 and machine.measured
+    assert times.decode.places == (1, 2, 3) and set(times.chunks) == {config.prefill_chunk_size}
+    assert min(times.decode.values) > 0 and times.chunks[8].beside is not None
+    assert times.least("token_generation") > 0 and "are measured on this CPU" in machine.about[0]
+    assert found.best.memory > 3 * config.sequence_length
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact: Callable[[str], Path]) -> None:
+    artifact = cpu_artifact("llama")
+    before = sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
+    code, shown, found = run("--artifact", str(artifact), "--slo", "e2e=60s")
+    assert code == 0 and found["step_times"] == "measured" and len(found["candidates"]) == 1
+    assert (
+        found["commands"] == [f"optimum-cli neuron serve {artifact} --backend engine"] and "export neuron" not in shown
+    )
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
+    runner = NeuronModelForCausalLM.from_pretrained(artifact).runner
+    assert not runner.lengths.any()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "name either --model, to search its sizes, or --artifact"),
+        (("--model", "{model}", "--artifact", "{model}"), "name either --model"),
+        (("--artifact", "{model}", "--search", "batch=2"), "--search is an option of a search, and --artifact"),
+        (("--artifact", "{model}", "--target", "trn2"), "--target is an option of a search"),
+        (("--artifact", "{model}"), "holds no neuron_config.json"),
+        (("--model", "{model}", "--slo", "ttft=2"), "'ttft=2', which is no limit"),
+        (("--model", "{model}", "--requests", "-1"), "--requests -1 must be at least 0"),
+        (("--model", "{model}", "--sequence-length", "30"), "30 prompt tokens and 8 new ones do not fit --sequence-length 30; raise it to 37"),
+        (("--model", "{model}", "--target", "trn2", "--sequence-length", "512"), "max_position_embeddings=256"),
+        (("--model", "{model}", "--target", "cpu", "--sequence-length", "512"), "max_position_embeddings=256"),
+        (("--model", "{model}", "--target", "trn2", "--tensor-parallel-size", "3"), "tensor_parallel_size=3"),
+        (("--model", "{model}", "--target", "trn2", "--compile-budget", "1s"), "raise --compile-budget"),
+        (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is of a device's compiler"),
+        (("--model", "{model}", "--compile-budget", "1"), "'1' is no time above 0; give it as 90s, 60min or 4h"),
+        (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
+        (("--model", "{model}", "--plot", "x.zzz"), "known type of picture"),
+        (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
+        (("--model", "{model}", "--trace", "no-such-file"), "no-such-file"),
+    ],
+)  # fmt: skip
+def test_wrong_options_end_in_one_sentence(words: tuple[str, ...], told: str, run: Run, tiny_checkpoint: Path) -> None:
+    code, shown, found = run(*(word.replace("{model}", str(tiny_checkpoint)) for word in words))
+    assert code in (1, 2) and not found
+    assert told in shown and "Traceback" not in shown
