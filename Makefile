@@ -88,7 +88,7 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 bench: $(DEMO_MODEL) ## measure the first token and decoding against transformers
-	$(BIN)/python -m benchmark.generate --artifacts build/artifacts --json build/benchmark/generate.json
+	$(BIN)/python -m benchmark.peers --quick --peers transformers transformers-static --json build/benchmark/transformers.json
 
 bench-peers: $(DEMO_MODEL) ## compare with other runtimes for a CPU, each in an environment of its own in build/peers (6.5 GB)
 	$(BIN)/python -m benchmark.peers --json build/benchmark/peers.json

@@ -37,23 +37,15 @@ def console(width: int = 150) -> Console:
 
 @dataclass
 class Table:
-    """A table of columns with texts, then of columns with numbers, for a terminal and for a Markdown page.
-
-    Attributes:
-        sections: numbers of rows after which a terminal draws a line.
-    """
+    """A table of columns with texts, then of columns with numbers, for a terminal and for a Markdown page."""
 
     title: str
     texts: Sequence[str]
     numbers: Sequence[str]
     rows: list[tuple[str, ...]] = field(default_factory=list)
-    sections: set[int] = field(default_factory=set)
 
     def add_row(self, *cells: str) -> None:
         self.rows.append(cells)
-
-    def add_section(self) -> None:
-        self.sections.add(len(self.rows))
 
     def __rich__(self) -> RichTable:
         from rich.table import Table as RichTable
@@ -63,8 +55,8 @@ class Table:
             table.add_column(header, no_wrap=True)
         for header in self.numbers:
             table.add_column(header, justify="right")
-        for number, row in enumerate(self.rows, 1):
-            table.add_row(*row, end_section=number in self.sections)
+        for row in self.rows:
+            table.add_row(*row)
         return table
 
     def markdown(self) -> str:

@@ -7,7 +7,6 @@ section of the page stands as long as its file does. A test fails where a docume
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
@@ -16,13 +15,18 @@ from pathlib import Path
 
 from optimum_neuron.cli import reported_errors
 
+from .estimate import __main__ as estimate
+from .generate import first_use, formats
+from .http import results as serving_over_http
 from .options import make_parser
 from .peers import report as peers
+from .recurrent import results as recurrent
 from .section import Report, Section, page, run_line, verdict
+from .serving import stall
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLISHED, PICTURES = ROOT / "benchmark" / "published", ROOT / "docs" / "measured"
+PUBLISHED = ROOT / "benchmark" / "published"
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 SUMMARY = PUBLISHED / "peers.json"
 EXAMPLES = """
@@ -31,27 +35,16 @@ examples:
 """
 
 
-# By what a report calls its benchmark, in the order of the page: the module and the name of its section.
-SECTIONS = {
-    "peers": "peers.report:SECTION",
-    "serve": "http.report:SECTION",
-    "stall": "serving.report:STALL",
-    "blocks": "serving.report:BLOCKS",
-    "first_use": "generate.first_use:SECTION",
-    "formats": "generate.formats:SECTION",
-    "recurrent": "recurrent.report:SECTION",
-    "quality": "quality.__main__:SECTION",
-    "export_memory": "export_memory.__main__:SECTION",
-    "tune": "tune.report:SECTION",
-    "estimate": "estimate.__main__:SECTION",
+# By what a report calls its benchmark, in the order of the page.
+SECTIONS: dict[str, Section] = {
+    "peers": peers.SECTION,
+    "serve": serving_over_http.SECTION,
+    "stall": stall.SECTION,
+    "first_use": first_use.SECTION,
+    "formats": formats.SECTION,
+    "recurrent": recurrent.SECTION,
+    "estimate": estimate.SECTION,
 }
-
-
-def section_of(benchmark: str) -> Section:
-    """Import and return the section of a benchmark."""
-    module, _, name = SECTIONS[benchmark].partition(":")
-    section: Section = getattr(importlib.import_module(f"benchmark.{module}"), name)
-    return section
 
 
 def reports(folder: Path) -> list[tuple[Path, Section, Report]]:
@@ -68,7 +61,7 @@ def reports(folder: Path) -> list[tuple[Path, Section, Report]]:
             raise ValueError(
                 f"{path.name} is of benchmark {report.get('benchmark')!r}, which has no section; known are {known}"
             )
-        found.append((path, section_of(report["benchmark"]), report))
+        found.append((path, SECTIONS[report["benchmark"]], report))
     places = list(SECTIONS)
     return sorted(found, key=lambda each: places.index(each[2]["benchmark"]))
 
@@ -77,14 +70,11 @@ def documents(folder: Path) -> Iterator[tuple[Path, str]]:
     """Return each file that follows from the published runs, and its text."""
     pages, taken = [], set()
     for path, section, report in reports(folder):
-        picture = PICTURES / f"{path.stem}.svg"
-        text = page(section, report, path.name, f"measured/{picture.name}")
+        text = page(section, report, path)
         if section.title in taken:  # another run of the same benchmark
             text = text.replace(f"## {section.title}", f"## {section.title}: {path.stem}", 1)
         taken.add(section.title)
         pages.append(text)
-        if section.picture is not None:
-            yield picture, section.picture(report).svg()
     yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
     yield README, replaced(README, summary(json.loads((folder / SUMMARY.name).read_text(encoding="utf-8"))))
 
@@ -122,11 +112,7 @@ def main() -> int:
     """Writes all files; returns the exit code."""
     make_parser("publish", __doc__, EXAMPLES).parse_args()
     with reported_errors():
-        PICTURES.mkdir(exist_ok=True)
-        wanted = dict(documents(PUBLISHED))
-        for stale in set(PICTURES.glob("*.svg")) - wanted.keys():
-            stale.unlink()
-        for path, text in wanted.items():
+        for path, text in list(documents(PUBLISHED)):
             path.write_text(text, encoding="utf-8")
         runpy.run_path(str(ROOT / "docs" / "drawings.py"), run_name="__main__")
     return 0

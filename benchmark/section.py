@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from .drawing import Drawing
-from .output import Table, console
+from .output import Table, console, publish
 
 
 Report = Mapping[str, Any]
@@ -68,7 +68,7 @@ class Section:
         tables: all rows of the run.
         compared: the rows that can be lost.
         notes: sentences that the run adds.
-        picture: what draws it, if anything.
+        picture: the title of what docs/drawings.py draws of each run, if anything.
     """
 
     title: str
@@ -76,16 +76,17 @@ class Section:
     tables: Callable[[Report], Iterable[Table]]
     compared: Callable[[Report], Iterable[Compared]] = lambda report: ()
     notes: Callable[[Report], Iterable[str]] = lambda report: ()
-    picture: Callable[[Report], Drawing] | None = None
+    picture: str = ""
 
-    def show(self, report: Report) -> None:
-        """Print the tables, and what is lost."""
+    def finish(self, report: Report, file: Path | None) -> None:
+        """Print the tables, what is lost, and the JSON, which goes into the file as well: the end of each benchmark."""
         out = console(200)
         out.print(", ".join(facts(report)))
         for table in self.tables(report):
             out.print(table)
         for line in (*verdict(list(self.compared(report))), *self.notes(report)):
             out.print(line, markup=False)
+        publish(report, file)
 
 
 def facts(report: Report) -> list[str]:
@@ -131,22 +132,17 @@ def _by(times: float) -> str:
     return f"by {times - 1:.0%}" if times < 2 else f"{times:.1f} times"
 
 
-def page(section: Section, report: Report, name: str, picture: str) -> str:
-    """Return the section as Markdown.
-
-    Args:
-        name: of the report's file.
-        picture: the link to the picture, where there is one.
-    """
+def page(section: Section, report: Report, file: Path) -> str:
+    """Return the section of a report's file as Markdown."""
     parts = [f"## {section.title}", section.about, run_line(report)]
     for table in section.tables(report):
         parts += [*([f"{table.title}:"] if table.title else []), table.markdown()]
     sentences = [*verdict(list(section.compared(report))), *section.notes(report)]
     if sentences:
         parts.append("\n".join(f"- {line}" for line in sentences))
-    if section.picture is not None:
-        parts.append(f"![{section.picture(report).title}]({picture})")
-    parts.append(f"All numbers of the run: [{name}](../benchmark/published/{name}).")
+    if section.picture:
+        parts.append(f"![{section.picture}](measured/{file.stem}.svg)")
+    parts.append(f"All numbers of the run: [{file.name}](../benchmark/published/{file.name}).")
     return "\n\n".join(parts)
 
 

@@ -1,45 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Systems with transformers' `generate`, this runtime's artifact and transformers on the same checkpoint, and how a call is timed."""
+"""Systems with transformers' `generate`, and how a call is timed; transformers' continuous batching; random prompts."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from optimum_neuron import progress
-from optimum_neuron.config import NeuronConfig
 from optimum_neuron.generate import NeuronModelForCausalLM
-
-from .model import load_transformers
 
 
 OURS = "optimum_neuron"
-SMALL_CHUNK = 128
+PAGE_TOKENS = 128
 
 
 @dataclass
 class System:
-    """Something with transformers' `generate`, and the options with which it is called.
-
-    Attributes:
-        compiles: its first call for new shapes compiles.
-    """
+    """Something with transformers' `generate`, and the options with which it is called."""
 
     name: str
     model: Any
     options: dict[str, Any] = field(default_factory=dict)
-    compiles: bool = False
 
     def generate(self, prompts: Tensor, new_tokens: int, streamer: BaseStreamer | None = None) -> Tensor:
-        """Greedy search that nothing ends early: `[rows, new_tokens]` from prompts `[rows, length]`."""
+        """Return the greedy `[rows, new_tokens]` after prompts `[rows, length]`, which nothing ends early."""
         sequences = self.model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),  # else transformers guesses padding from random tokens
@@ -54,16 +47,6 @@ class System:
             raise RuntimeError(f"{self.name} generated {generated.shape[1]} tokens, not {new_tokens}")
         return generated
 
-    def forget_shapes(self) -> None:
-        """Makes a compiling peer start afresh: a cache of this case's own size, and no recompilation limit in reach.
-
-        In one long process it would keep the largest cache so far, and slow down by dynamic shapes.
-        """
-        if self.compiles:
-            torch._dynamo.reset()
-            for name in ("_compiled_call", "_previous_max_cache_length"):
-                self.model.__dict__.pop(name, None)
-
 
 @dataclass(frozen=True)
 class Call:
@@ -75,7 +58,7 @@ class Call:
 
 
 class Clock(BaseStreamer):
-    """Notes when tokens arrive: generate() puts the prompt first, then the tokens of each step."""
+    """Arrival times of tokens: generate() puts the prompt first, then the tokens of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -88,7 +71,7 @@ class Clock(BaseStreamer):
 
 
 def timed_call(system: System, prompts: Tensor, new_tokens: int) -> Call:
-    """Times one call through a streamer."""
+    """Time one call through a streamer."""
     clock = Clock()
     start = time.perf_counter()
     tokens = system.generate(prompts, new_tokens, clock)
@@ -98,44 +81,53 @@ def timed_call(system: System, prompts: Tensor, new_tokens: int) -> Call:
     return Call(arrived[0] - start, (arrived[-1] - arrived[0]) / max(1, new_tokens - 1), tokens)
 
 
-def compiled_frames() -> int:
-    """How many graphs torch.compile has made in this process."""
-    return int(counters["stats"]["unique_graphs"])
-
-
-def load_peers(model: str, dtype: str, names: list[str]) -> list[System]:
-    """The transformers systems, over one copy of the checkpoint."""
-    if not names:
-        return []
-    loaded = load_transformers(model, dtype)
-    made = {"eager": System("eager", loaded), "static": _static_peer(loaded)}
-    return [made[name] for name in names]
-
-
-def _static_peer(model: Any) -> System:
-    compile_config = CompileConfig()
-    # On the CPU generate() skips compilation without this, even when it is given a compile_config.
-    compile_config._compile_all_devices = True
-    options = {"cache_implementation": "static", "compile_config": compile_config}
-    return System("static", model, options, compiles=True)
-
-
-def artifact_config(dtype: str, target: str, batch_size: int, longest: int) -> NeuronConfig:
-    """Sizes that hold `longest` tokens: one context length, chunks of up to 512 tokens and of 128."""
-    length = -(-longest // 256) * 256
-    config = NeuronConfig(
-        batch_size=batch_size,
-        sequence_length=length,
-        mixed_step=False,  # generate() takes in all prompts first
-        context_buckets=(length,),
-        dtype=dtype,
-        target=target,
-    )
-    assert config.prefill_chunk_size is not None
-    return replace(config, prefill_chunk_buckets=(SMALL_CHUNK,)) if config.prefill_chunk_size > SMALL_CHUNK else config
-
-
 def load_ours(path: Path) -> System:
-    """This runtime's system over an exported artifact."""
+    """Load this runtime's system over an exported artifact."""
     with progress.stage("Loading the artifact"):
         return System(OURS, NeuronModelForCausalLM.from_pretrained(path))
+
+
+@contextmanager
+def continuous_batching(model: Any, step_tokens: int, slots: int, cache_tokens: int) -> Iterator[Any]:
+    """Yield the running manager of transformers' continuous batching; it ends with the block.
+
+    Args:
+        step_tokens: of a step, decodes and prompts together.
+        slots: requests at a time.
+        cache_tokens: that its cache holds.
+    """
+    config = ContinuousBatchingConfig(
+        max_batch_tokens=step_tokens,
+        page_size=PAGE_TOKENS,
+        num_blocks=-(-cache_tokens // PAGE_TOKENS) + slots,
+        max_requests_per_batch=slots,
+        allow_block_sharing=False,
+    )
+    generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
+    manager = model.init_continuous_batching(generation, continuous_batching_config=config)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=True)
+
+
+def next_output(manager: Any) -> Any:
+    """Return the next output of continuous batching, or None after a moment; raise RuntimeError where it failed."""
+    output = manager.get_result(timeout=0.002)
+    if output is None and not manager.is_running():
+        raise RuntimeError("transformers' continuous batching stopped; see its log")
+    if output is not None and output.error is not None:
+        raise RuntimeError(f"transformers failed request {output.request_id}: {output.error}")
+    return output
+
+
+class PromptSource:
+    """Random token ids, never the same twice, so that no cache of prefixes can help."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, rows: int, length: int) -> Tensor:
+        return torch.randint(0, self._vocab_size, (rows, length), generator=self._generator)

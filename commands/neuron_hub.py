@@ -39,7 +39,10 @@ class NeuronCardCommand(BaseOptimumCLICommand):
             help="record the speeds of neuron bench --json or neuron check --json",
         )
         parser.add_argument(
-            "--quality", type=Path, metavar="FILE", help="record the figures of python -m benchmark.quality --json"
+            "--quality",
+            type=Path,
+            metavar="FILE",
+            help="record figures of quality, of the form that docs/hub.md shows",
         )
         _add_card_options(parser)
         parser.add_argument("--overwrite", action="store_true", help="replace a README.md that was written by hand")

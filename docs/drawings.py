@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from optimum_neuron.step.spec import graph_specs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is docs/
 
-from benchmark.drawing import Drawing  # noqa: E402
+from benchmark.peers import report as peers  # noqa: E402
+from docs.drawing import Drawing, Panel, dots  # noqa: E402
 
 
-FOLDER = ROOT / "docs" / "drawings"
-STEPS = ROOT / "benchmark" / "published" / "stall.json"
+FOLDER, MEASURED = ROOT / "docs" / "drawings", ROOT / "docs" / "measured"
+PUBLISHED = ROOT / "benchmark" / "published"
+STEPS = PUBLISHED / "stall.json"
 DECODE, CHUNK, SECOND, EMPTY = "#4c9be8", "#f2a541", "#7fc97f", "#eceff3"
 # Widths of steps without a measurement: decode rows alone, a chunk alone, and both.
 MADE_UP = {"token_generation": 20.0, "chunked_prefill": 40.0, "mixed": 50.0}
@@ -238,10 +241,36 @@ def isolation() -> Drawing:
 DRAWINGS = {each.__name__: each for each in (steps, cache, graphs, export, isolation)}
 
 
+def runtimes(report: peers.Report) -> Drawing:
+    """How many times better this project is than each other runtime, row by row."""
+    panels = []
+    for group in report["groups"]:
+        rows: dict[str, dict[str, float]] = {}
+        for row in peers.compared({**report, "groups": [group]}):
+            ahead = {name: 1 / times for name, times in row.ahead().items() if times < math.inf}
+            if ahead:
+                rows[row.name] = ahead
+        if rows:
+            axis = "times better than the other runtime, above 1 this project wins"
+            panels.append(Panel(peers.place(group), axis, rows, 1))
+    return dots(peers.SECTION.picture, panels)
+
+
+def measured(folder: Path) -> dict[str, Drawing]:
+    """Draw each published run with other runtimes; the names are those of the runs' files."""
+    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {name: runtimes(report) for name, report in reports.items() if report["benchmark"] == "peers"}
+
+
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, draw in DRAWINGS.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+    pictures = {FOLDER / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
+    pictures |= {MEASURED / f"{name}.svg": drawing for name, drawing in measured(PUBLISHED).items()}
+    for folder in (FOLDER, MEASURED):
+        folder.mkdir(exist_ok=True)
+        for stale in set(folder.glob("*.svg")) - pictures.keys():
+            stale.unlink()
+    for path, drawing in pictures.items():
+        path.write_text(drawing.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from optimum_neuron.cli import reported_errors
 from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, StepTimes
 
 from ..options import add_result_options, make_parser
-from ..output import Table, publish
+from ..output import Table
 from ..section import Report, Section
 
 
@@ -49,8 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = list(_rows(data, left_out, times))
         found = {kind: asdict(accuracy(data, left_out, kind, times)) for kind in ("decode", "prefill")}
         report = {"benchmark": "estimate", "runs": rows, "accuracy": found, "times": asdict(times)}
-        SECTION.show(report)
-        publish(report, args.json)
+        SECTION.finish(report, args.json)
     return 0
 
 

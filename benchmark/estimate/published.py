@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published runs as what their steps had to do. Fits nothing."""
+"""Step times that others measured on Neuron devices, by published_runs.csv, and what their steps had to do. Fits nothing.
+
+All in bfloat16. Left out of the same pages: runs with weights in int8, which no graph of this project has; runs with
+speculation; times to the first token of several prompts at once, since no page tells whether they shared a graph; mixtures
+of experts, whose graphs read other experts than this project's; and models that a page does not name.
+
+Of AWS' tables a decode step's columns are those of the graph of the median token: the power of two, up to the sequence length, which
+holds the prompt and half of the answer. Llama-3.3-70B has the sizes of Llama-3-70B. One page does not tell Qwen3-32B's sequence length
+on 4 cores: 4096 is the default, and at 2 rows the cache is 3% of what a step reads.
+
+Which runs are held out of the fit was settled before any error was computed: fitted are the oldest family of AWS' tables,
+Llama-2, and what optimum-neuron published; all other models and software are held out.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig
@@ -18,7 +33,77 @@ from optimum_neuron.tools.estimate.core_sizes import CoreSizes, core_sizes
 from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure
 from optimum_neuron.tools.estimate.step_speed import step_work
 
-from .published_runs import MODELS, RUNS, PublishedRun
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One measured configuration of fixed-shape graphs.
+
+    Attributes:
+        context_length: columns of the cache that the decode step reads: the graph of the median token.
+        decode_ms: a token generation step of all `batch_size` rows.
+        prompt_tokens: that a graph which takes in a prompt computes, padding included; None where none was published.
+        first_token_ms: from a request of one prompt to its first token, by `chunks` runs of that graph, with what the host does.
+        prompt_context: columns that the prompt's tokens attend to.
+        held_out: whether the fit never saw it.
+    """
+
+    model: str
+    target: str
+    tensor_parallel_size: int
+    batch_size: int
+    context_length: int
+    decode_ms: float
+    prompt_tokens: int | None
+    first_token_ms: float | None
+    prompt_context: int | None
+    chunks: int
+    held_out: bool
+    source: str
+
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_ALIKE = {"head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False}
+
+
+def _llama(*sizes: int, kind: str = "llama") -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **_ALIKE}
+
+
+# Of their configs, what decides sizes.
+MODELS = {
+    "Llama-2-7B": _llama(4096, 11_008, 32, 32, 32, 32_000),
+    "Llama-2-13B": _llama(5120, 13_824, 40, 40, 40, 32_000),
+    "Llama-2-70B": _llama(8192, 28_672, 80, 64, 8, 32_000),
+    "CodeLlama-13B": _llama(5120, 13_824, 40, 40, 40, 32_016),
+    "Mistral-7B": _llama(4096, 14_336, 32, 32, 8, 32_000, kind="mistral") | {"sliding_window": None},
+    "Llama-3-70B": _llama(8192, 28_672, 80, 64, 8, 128_256),
+    "Llama-3.1-8B": _llama(4096, 14_336, 32, 32, 8, 128_256),
+    "Llama-3.1-405B": _llama(16_384, 53_248, 126, 128, 8, 128_256),
+    "Qwen3-32B": _llama(5120, 25_600, 64, 64, 8, 151_936, kind="qwen3"),
+}
+
+
+def _read(path: Path) -> Iterator[PublishedRun]:
+    """Read the table; a cell without a value was not published."""
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            values: dict[str, Any] = {
+                name: cell if name in _TEXTS else json.loads(cell) if cell else None for name, cell in row.items()
+            }
+            yield PublishedRun(**values)
+
+
+_TEXTS = ("model", "target", "source")
+RUNS = tuple(_read(Path(__file__).with_name("published_runs.csv")))
+# Pull request 1086, configuration D: the two chunks of a 1500-token prompt.
+LLAMA_8B_INF2 = next(run for run in RUNS if run.source.endswith("chunked-prefill, configuration D"))
 
 
 Setup = tuple[str, str, int]

@@ -11,15 +11,21 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
-from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
-from ..output import Table, digits, publish
+from ..options import (
+    add_file_options,
+    add_model_options,
+    artifacts_folder,
+    at_least,
+    make_parser,
+    positive,
+    recorded,
+)
+from ..output import Table, digits
 from ..section import Report, Section
 
 
@@ -34,26 +40,13 @@ examples:
 SEQUENCE_LENGTH = 2048
 
 
-@dataclass(frozen=True)
-class Result:
-    """Medians over all slots, in ms.
-
-    Attributes:
-        first_ms: of each slot's first prompt, without that of the first slot, which also finds the graph cold.
-        later_ms: of its later ones.
-    """
-
-    warm_up: bool
-    first_ms: float
-    later_ms: float
-
-
 def parse_arguments() -> Namespace:
     """Return the options; needs no torch, so that --help is quick."""
     parser = make_parser("generate.first_use", __doc__, EXAMPLES)
     what = parser.add_argument_group("what to measure")
     add_model_options(what)
-    add_option(what, "--slots", type=positive, metavar="SLOTS", default=16, help="of the artifact, at least 2")
+    # The first slot is not counted.
+    add_option(what, "--slots", type=at_least(2), metavar="SLOTS", default=16, help="of the artifact")
     add_option(what, "--prompt-length", type=positive, metavar="TOKENS", default=75, help="of each request")
     add_option(what, "--rounds", type=positive, metavar="ROUNDS", default=5, help="of later requests in all slots")
     add_file_options(parser)
@@ -64,30 +57,26 @@ def main() -> int:
     """Run the benchmark; return the exit code."""
     args = parse_arguments()
     with reported_errors():
-        if args.slots < 2:
-            raise ValueError(
-                f"--slots {args.slots} leaves no slot to measure, as the first one is not counted; give 2 or more"
-            )
-        from ..model import default_model, export
-        from ..systems import artifact_config, load_ours
+        from ..model import default_model, export, generate_config
+        from ..systems import load_ours
 
         warn_if_busy()
-        config = artifact_config(args.dtype, "cpu", args.slots, SEQUENCE_LENGTH)
+        config = generate_config(args.dtype, args.slots, SEQUENCE_LENGTH)
         with artifacts_folder(args.artifacts) as folder:
             path = export(args.model or default_model(), config, folder).path
-            results = [_measure(load_ours(path).model.runner, args, warm_up=each) for each in (False, True)]
+            results = [measure(load_ours(path).model.runner, args, warm_up=each) for each in (False, True)]
         report = {
             "benchmark": "first_use",
-            "options": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
+            "options": recorded(args),
             "machine": describe_machine(),
-            "results": [asdict(each) for each in results],
+            "results": results,
         }
-        SECTION.show(report)
-        publish(report, args.json)
+        SECTION.finish(report, args.json)
     return 0
 
 
-def _measure(runner: GraphRunner, args: Namespace, *, warm_up: bool) -> Result:
+def measure(runner: GraphRunner, args: Namespace, *, warm_up: bool) -> dict[str, Any]:
+    """Return medians over all slots in ms: of first prompts, without the first slot, which finds the graph cold, and of later ones."""
     import numpy as np
 
     from optimum_neuron.runtime.step_tensors import Chunk
@@ -102,7 +91,8 @@ def _measure(runner: GraphRunner, args: Namespace, *, warm_up: bool) -> Result:
             start = time.perf_counter()
             runner.prefill([Chunk(slot, prompt)])
             times.append(1e3 * (time.perf_counter() - start))
-    return Result(warm_up, statistics.median(times[1 : args.slots]), statistics.median(times[args.slots :]))
+    first, later = times[1 : args.slots], times[args.slots :]
+    return {"warm_up": warm_up, "first_ms": statistics.median(first), "later_ms": statistics.median(later)}
 
 
 def tables(report: Report) -> Iterator[Table]:

@@ -2,7 +2,7 @@
 """Weights of codes against plain ones, with the defaults of an export: decode steps of few rows, and prefill.
 
 Each instruction set has a process of its own, in which artifacts of one model take turns. A ratio is the median over rounds of the plain
-weights' time over the format's: below 1 the format is slower, and its row is marked.
+weights' time over the format's: below 1 the format is slower, and its row is lost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,13 @@ from optimum_neuron.cli import add_option, reported_errors
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
-from ..output import Table, publish
+from ..output import Table
 from ..section import Compared, Report, Section
 
 
 if TYPE_CHECKING:
     from optimum_neuron.kernels.build.host import InstructionSet
+    from optimum_neuron.runtime.runner import GraphRunner
 
     from ..systems import System
 
@@ -34,11 +37,13 @@ EXAMPLES = """
 examples:
   python -m benchmark.generate.formats --artifacts build/artifacts --json build/benchmark/formats.json
   python -m benchmark.generate.formats --instruction-sets avx2 --rows 1 2 4 8 16 32
-  python -m benchmark.generate.formats --formats int8 --rows 1 --context 8 --prompt-length 8 --steps 2 --rounds 1      # does it run?
+  python -m benchmark.generate.formats --formats int8 --rows 1 --rounds 1      # does it run?
 """
 PLAIN, PREFILL = "plain", "prefill"
 # Checkpoint: the codes of a .gguf file or of a quantized checkpoint as they are.
 FORMATS = ("int8", "int4", "checkpoint")
+# Tokens in the cache of each row, and of a prompt; decode steps of a turn.
+CONTEXT, PROMPT, STEPS = 256, 512, 16
 # Milliseconds round by round: by a format and its activations, then by the rows of a step or PREFILL.
 Times = dict[tuple[str, str | None], dict[str, list[float]]]
 
@@ -56,9 +61,6 @@ def parse_arguments() -> Namespace:
     add_option(what, "--instruction-sets", nargs="+", metavar="SET", default=None, help=sets_help)
     rows_help = "live rows of a decode step"
     add_option(what, "--rows", nargs="+", type=positive, metavar="ROWS", default=[1, 8], help=rows_help)
-    add_option(what, "--context", type=positive, metavar="TOKENS", default=256, help="in the cache of each row")
-    add_option(what, "--prompt-length", type=positive, metavar="TOKENS", default=512, help="of a prefill")
-    add_option(what, "--steps", type=positive, metavar="STEPS", default=16, help="of a turn")
     add_option(what, "--rounds", type=positive, metavar="ROUNDS", default=9, help="of all formats in turn")
     add_file_options(parser)
     args = parser.parse_args()
@@ -73,49 +75,35 @@ def main() -> int:
         from optimum_neuron.kernels.build.host import CPU_VARIABLE
 
         warn_if_busy()
-        sets = chosen_sets(args.instruction_sets)
         results: list[dict[str, Any]] = []
         with artifacts_folder(args.artifacts) as folder:
-            for each in sets:
+            for each in chosen_sets(args.instruction_sets):
                 if os.environ.get(CPU_VARIABLE) == each.name:
                     # Which activations an export rounds depends on the instruction set.
-                    own = summarize(each.name, measure(args, folder / each.name))
+                    results += summarize(each.name, measure(args, folder / each.name))
                 else:
-                    own = apart(each, folder)
-                results += own
+                    results += measure_apart(each, folder)
         report = {"benchmark": "formats", "dtype": args.dtype, "machine": describe_machine(), "results": results}
-        SECTION.show(report)
-        publish(report, args.json)
+        SECTION.finish(report, args.json)
     return 0
 
 
-def chosen_sets(names: list[str] | None) -> list[InstructionSet]:
-    """Return the instruction sets to measure.
-
-    Raises:
-        ValueError: this machine lacks one.
-    """
+def chosen_sets(names: Sequence[str] | None) -> list[InstructionSet]:
+    """Return the instruction sets to measure; raise ValueError where this machine lacks one."""
     from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_set, instruction_sets
 
-    if names is None:
-        return (
-            [instruction_set()]
-            if os.environ.get(CPU_VARIABLE)
-            else [each for each in instruction_sets() if each.needs]
-        )
     own = {each.name: each for each in instruction_sets()}
+    if names is None:
+        held = bool(os.environ.get(CPU_VARIABLE))
+        return [instruction_set()] if held else [each for each in own.values() if each.needs]
     for name in names:
         if name not in own:
             raise ValueError(f"--instruction-sets {name} is none of this machine's; choose of {', '.join(own)}")
     return [own[name] for name in dict.fromkeys(names)]
 
 
-def apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
-    """Measure in a process that is held to an instruction set.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+def measure_apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
+    """Measure in a process that is held to an instruction set; raise RuntimeError where that fails."""
     from optimum_neuron.kernels.build.host import CPU_VARIABLE
 
     options = [*sys.argv[1:], "--instruction-sets", chosen.name, "--artifacts", str(folder)]
@@ -130,41 +118,51 @@ def apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
 
 def measure(args: Namespace, folder: Path) -> Times:
     """Return the times of all rounds but a first one."""
-    import torch
+    from ..systems import PromptSource, timed_call
 
-    from ..systems import timed_call
-    from .decode import Case, turn
-
-    systems = load(args, folder)
-    vocabulary = systems[PLAIN].model.artifact.model.vocab_size
-    prompt = torch.randint(3, vocabulary, (1, args.prompt_length), generator=torch.Generator().manual_seed(0))
+    systems = load_formats(args, folder)
+    prompt = PromptSource(systems[PLAIN].model.artifact.model.vocab_size, 0).draw(1, PROMPT)
     times: Times = {}
     for number in range(args.rounds + 1):
         for name, system in systems.items():
             runner = system.model.runner
-            spent = {
-                str(rows): turn(runner, Case(args.rows[-1], rows, args.context), args.steps) for rows in args.rows
-            } | {PREFILL: 1e3 * timed_call(system, prompt, 1).first_token}
+            spent = {str(rows): decode_ms(runner, rows) for rows in args.rows}
+            spent[PREFILL] = 1e3 * timed_call(system, prompt, 1).first_token
             for case, ms in spent.items():
                 own = times.setdefault((name, runner.config.activations), {}).setdefault(case, [])
                 own.extend([ms] if number else [])
     return times
 
 
-def load(args: Namespace, folder: Path) -> dict[str, System]:
+def load_formats(args: Namespace, folder: Path) -> dict[str, System]:
     """Export the model in each format, and load it."""
-    from dataclasses import replace
+    from ..model import default_model, export, generate_config
+    from ..systems import load_ours
 
-    from ..model import default_model, export
-    from ..systems import artifact_config, load_ours
-
-    longest = max(args.prompt_length + 1, args.context + args.steps)
-    config = artifact_config(args.dtype, "cpu", args.rows[-1], longest)
+    config = generate_config(args.dtype, args.rows[-1], max(PROMPT + 1, CONTEXT + STEPS))
     model, systems = args.model or default_model(), {}
     for name in (PLAIN, *args.formats):
         own = config if name == PLAIN else replace(config, quantization=name)
         systems[name] = load_ours(export(model, own, folder).path)
     return systems
+
+
+def decode_ms(runner: GraphRunner, rows: int) -> float:
+    """Return milliseconds of a decode step of live rows, the mean of several that follow each other."""
+    import numpy as np
+
+    from optimum_neuron.step.spec import GREEDY
+
+    slots = runner.config.batch_size
+    active = np.arange(slots) < rows
+    token_ids, uniforms = np.ones(slots, dtype=np.int32), np.zeros(slots, dtype=np.float32)
+    params = np.tile(np.array(GREEDY, dtype=np.float32), (slots, 1))
+    runner.reset_all()
+    runner.lengths[active] = CONTEXT
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        runner.decode(token_ids, active, params, uniforms)
+    return 1e3 * (time.perf_counter() - start) / STEPS
 
 
 def summarize(instruction_set: str, times: Times) -> list[dict[str, Any]]:
@@ -174,17 +172,8 @@ def summarize(instruction_set: str, times: Times) -> list[dict[str, Any]]:
     for (name, activations), cases in times.items():
         for case, ms in cases.items():
             ratio = statistics.median(other / own for other, own in zip(plain[case], ms, strict=True))
-            results.append(
-                {
-                    "instruction_set": instruction_set,
-                    "format": name,
-                    "activations": activations,
-                    "case": case,
-                    "ms": statistics.median(ms),
-                    "times_plain": ratio,
-                    "lost": ratio < 1,
-                }
-            )
+            record = {"instruction_set": instruction_set, "format": name, "activations": activations, "case": case}
+            results.append({**record, "ms": statistics.median(ms), "times_plain": ratio, "lost": ratio < 1})
     return results
 
 

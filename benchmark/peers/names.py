@@ -15,8 +15,6 @@ FLOATS = ("float32", "bfloat16")
 QUANTIZED = ("int8", "int4")
 PRECISIONS = (*FLOATS, *QUANTIZED)
 OURS, REFERENCE = "optimum_neuron", "transformers"
-# How this project is asked to take activations to quantized weights, apart from its default.
-ROUNDED, PLAIN = "int8", "none"
 # What holds each library to AVX2 on a CPU that has more.
 AVX2 = {
     "OPTIMUM_NEURON_CPU": "avx2",
@@ -63,6 +61,11 @@ class Peer:
     beyond_avx2: str = ""
     variant: bool = False
 
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is this project, by whatever options."""
+        return self.worker[0] == "ours"
+
 
 LLAMA_CPP_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
 # As GCC 12 compiles llama.cpp's products with codes, a CPU with AMX ends the process; the file says why.
@@ -71,8 +74,8 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer(OURS, "this project", ("ours",), PRECISIONS),
-        Peer("optimum_neuron-rounded", "this project (activations int8)", ("ours", ROUNDED), QUANTIZED, variant=True),
-        Peer("optimum_neuron-plain", "this project (activations none)", ("ours", PLAIN), QUANTIZED, variant=True),
+        Peer("optimum_neuron-rounded", "this project (activations int8)", ("ours", "int8"), QUANTIZED, variant=True),
+        Peer("optimum_neuron-plain", "this project (activations none)", ("ours", "none"), QUANTIZED, variant=True),
         Peer(REFERENCE, "transformers", ("transformers", "eager")),
         Peer("transformers-static", "transformers (static cache)", ("transformers", "static"), variant=True),
         Peer(
@@ -80,9 +83,7 @@ PEERS = {
             "llama.cpp",
             ("llamacpp",),
             PRECISIONS,
-            Environment(
-                ("llama-cpp-python==0.3.36",), variables=WHOLE_TILE_CONFIG, avx2={"CMAKE_ARGS": LLAMA_CPP_AVX2}
-            ),
+            Environment(("llama-cpp-python==0.3.36",), (), WHOLE_TILE_CONFIG, {"CMAKE_ARGS": LLAMA_CPP_AVX2}),
         ),
         Peer(
             "openvino",

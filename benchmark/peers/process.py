@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of a worker: a process that is asked one thing at a time. Knows no runtime."""
+"""The parent's side of a worker: a process that is asked one thing at a time, and where it runs. Knows no runtime."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .environments import last_error
+from ..machine import last_error, openmp_of, proc_bytes
+from .names import Peer
 from .workers.protocol import UnsupportedError
 
 
+ROOT = Path(__file__).resolve().parents[2]
+CONVERTED = "converted.json"
 ANSWER_LIMIT_S = 1200.0
 STOP_LIMIT_S = 10.0
 
@@ -79,7 +85,11 @@ class Worker:
 
     def peak_bytes(self) -> int:
         """The most memory that its process had, and those that it started, by their own peaks."""
-        return sum(_peak(pid) for pid in _family(self._process.pid))
+        peak = 0
+        for pid in _family(self._process.pid):
+            with suppress(OSError):  # it ended
+                peak += proc_bytes(f"/proc/{pid}/status", "VmHWM")
+        return peak
 
     def close(self) -> None:
         """Ends it."""
@@ -133,9 +143,57 @@ def _family(pid: int) -> list[int]:
     return family
 
 
-def _peak(pid: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+def worker_variables(python: Path, threads: int) -> dict[str, str]:
+    """Return the environment variables of a worker: as many threads as all others have, and no network."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if python == Path(sys.executable):
+        return variables
+    vllm = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return variables | vllm | openmp_of(python)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a peer runs on a checkpoint in a precision.
+
+    Attributes:
+        loading: arguments of its worker's `load`.
+        log: what its worker says.
+    """
+
+    peer: Peer
+    python: Path
+    loading: dict[str, Any]
+    log: Path
+
+    def start(self) -> Worker:
+        """Start its worker, which has loaded nothing yet."""
+        module, *arguments = self.peer.worker
+        command = [str(self.python), "-m", f"benchmark.peers.workers.{module}", *arguments]
+        return Worker(self.peer.name, command, worker_variables(self.python, self.loading["threads"]), self.log)
+
+    def convert(self) -> float | None:
+        """Have a peer write what it loads, unless an earlier run did; return the seconds, of that run if need be.
+
+        Raises:
+            WorkerError: it failed.
+            UnsupportedError: it has no such precision.
+        """
+        folder = Path(self.loading["folder"])
+        stamp = folder / CONVERTED
+        if not self.peer.is_ours:  # our exports know themselves whether they are out of date
+            if stamp.is_file():
+                seconds: float | None = json.loads(stamp.read_text(encoding="utf-8"))["seconds"]
+                return seconds
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(self.start()) as worker:
+            arguments = {name: value for name, value in self.loading.items() if name != "threads"}
+            seconds = worker.ask("convert", **arguments)["seconds"]
+        stamp.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
+        return seconds

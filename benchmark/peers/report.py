@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..drawing import Drawing, Panel, dots
 from ..output import Table, digits
 from ..section import Compared, Report, Section
 from .names import OURS, PEERS
@@ -20,11 +18,6 @@ ABOUT = """Each runtime has an environment and a process of its own, the same we
 Prefill and new tokens are in tokens per second (more is better), a decode step in milliseconds (less is better). In brackets is the share of the \
 machine's limit: what reading weights and cache, or computing, takes at least, over what it took. \
 [What each row means](../benchmark/README.md#peers)."""
-
-
-def is_ours(peer: str) -> bool:
-    """Return whether a name is this project, by whatever options."""
-    return PEERS[peer].worker[0] == PEERS[OURS].worker[0]
 
 
 def place(group: Group) -> str:
@@ -65,7 +58,7 @@ def compared(report: Report) -> Iterator[Compared]:
     """Every figure of every group that this project has, with those of the other runtimes."""
     for group in report["groups"]:
         for figure, values in group["figures"].items():
-            others = {PEERS[peer].label: found["median"] for peer, found in values.items() if not is_ours(peer)}
+            others = {PEERS[peer].label: found["median"] for peer, found in values.items() if not PEERS[peer].is_ours}
             if OURS in values:
                 yield Compared(place(group), figure, values[OURS]["median"], others, figure.endswith("tok/s"))
 
@@ -88,26 +81,11 @@ def notes(report: Report) -> Iterator[str]:
     yield from report["notes"]
 
 
-def picture(report: Report) -> Drawing:
-    """How many times better this project is than each other runtime, row by row."""
-    panels = []
-    for group in report["groups"]:
-        rows: dict[str, dict[str, float]] = {}
-        for row in compared({**report, "groups": [group]}):
-            ahead = {name: 1 / times for name, times in row.ahead().items() if times < math.inf}
-            if ahead:
-                rows[row.name] = ahead
-        if rows:
-            panels.append(
-                Panel(place(group), "times better than the other runtime, above 1 this project wins", rows, 1)
-            )
-    return dots("This project and other runtimes", panels)
-
-
 def summary_table(report: Report) -> Table:
     """One table of medians: all rows of a run, and all other runtimes; variants of a runtime only where they win a row."""
     won = {name for row in compared(report) for name in row.lost()}
-    peers = [OURS, *(peer for peer in report["options"]["peers"] if _in_summary(peer, won))]
+    others = [peer for peer in report["options"]["peers"] if not PEERS[peer].is_ours]
+    peers = [OURS, *(peer for peer in others if not PEERS[peer].variant or PEERS[peer].label in won)]
     several = len({group["model"] for group in report["groups"]}) > 1
     table = Table("", ("",), [PEERS[peer].label for peer in peers])
     for group in report["groups"]:
@@ -118,21 +96,11 @@ def summary_table(report: Report) -> Table:
     return table
 
 
-def _in_summary(peer: str, won: set[str]) -> bool:
-    return not is_ours(peer) and (not PEERS[peer].variant or PEERS[peer].label in won)
-
-
 def kinds(rows: Sequence[Compared]) -> list[str]:
     """Return what is lost, each kind of row once."""
-    words = {
-        "prefill": "prefill",
-        "decode": "decode",
-        "first": "start",
-        "load,": "load",
-        "export": "export",
-    }
+    words = {"prefill": "prefill", "decode": "decode", "first": "start", "load,": "load", "export": "export"}
     found = [words.get(row.what.split()[0], "memory" if "memory" in row.what else "throughput") for row in rows]
     return list(dict.fromkeys(found))
 
 
-SECTION = Section("Other runtimes", ABOUT, tables, compared, notes, picture)
+SECTION = Section("Other runtimes", ABOUT, tables, compared, notes, "This project and other runtimes")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,8 @@ _LAYERS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
 _QUICK_VOCABULARY = 2048
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes.
-
-    Attributes:
-        config: of the model; quick, of its first layers and a small vocabulary.
-        about: which published model has these sizes, and what is less here.
-    """
-
-    config: Callable[[bool], PreTrainedConfig]
-    about: str
-
-
-def _qwen3_5(quick: bool) -> PreTrainedConfig:
+def qwen3_5(quick: bool) -> PreTrainedConfig:
+    """Return Qwen3.5-0.8B's text model; quick, its first layers and a small vocabulary."""
     return Qwen3_5TextConfig(
         **_NO_TEXT,
         vocab_size=_QUICK_VOCABULARY if quick else 248320,
@@ -49,7 +35,8 @@ def _qwen3_5(quick: bool) -> PreTrainedConfig:
     )
 
 
-def _nemotron_h(quick: bool) -> PreTrainedConfig:
+def nemotron_h(quick: bool) -> PreTrainedConfig:
+    """Return Nemotron-H-8B, a quarter as wide and half as deep; quick, its first layers and a small vocabulary."""
     return NemotronHConfig(
         **_NO_TEXT,
         vocab_size=_QUICK_VOCABULARY if quick else 131072,
@@ -62,23 +49,15 @@ def _nemotron_h(quick: bool) -> PreTrainedConfig:
     )
 
 
-SHAPES = {
-    "qwen3.5": Shape(
-        _qwen3_5, "Qwen3.5-0.8B's text model: 18 of its 24 layers are gated delta nets of 16 heads, 128 x 128"
-    ),
-    "nemotron-h": Shape(
-        _nemotron_h,
-        "Nemotron-H-8B, a quarter as wide and half as deep: 12 of 26 layers are Mamba-2 of 32 heads, 128 x 64",
-    ),
-}
+CONFIGS = {"qwen3.5": qwen3_5, "nemotron-h": nemotron_h}
 
 
-def checkpoint(name: str, folder: Path, *, quick: bool, seed: int) -> Path:
-    """A checkpoint of a shape in bfloat16, made where the folder has none yet."""
-    path = folder / f"{name}{'-quick' if quick else ''}-{seed}"
+def checkpoint(name: str, folder: Path, *, quick: bool) -> Path:
+    """Return a checkpoint of a shape in bfloat16, made where the folder has none yet."""
+    path = folder / f"{name}{'-quick' if quick else ''}"
     if not path.is_dir():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(SHAPES[name].config(quick), dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](quick), dtype=torch.bfloat16)
         folder.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder, path.name) as unfinished:
             model.save_pretrained(unfinished / path.name)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures serving: how long decoding pauses when a long prompt comes, under each policy and in transformers.
 
-Four scenarios, each served by every system in turn, on the same random prompts, in one process:
+Two scenarios, each served by every system in turn, on the same random prompts, in one process:
 
 stall    some requests decode and one long prompt comes: the pauses between their tokens (inter-token latency, ITL) until
          the newcomer's first token, its time to that token (TTFT), and all new tokens per second of the whole run
 users    users who each send a new request when their last one is finished: the same numbers over all requests
-behind   short prompts come behind the long one: their TTFT, with and without the right to pass it
-packing  many short prompts: one chunk row of 4 * C tokens, 4 rows of C tokens, and one row of C tokens
 
 The policies run on one artifact. mixed decodes and takes in prompts in the same step; alternate does so in turn;
 prefill_first takes in all prompts before it decodes; all_chunks takes in a whole prompt between two decode steps.
@@ -15,160 +13,190 @@ prefill_first takes in all prompts before it decodes; all_chunks takes in a whol
 
 from __future__ import annotations
 
+import gc
+import statistics
 import sys
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimum_neuron.cli import add_option, reported_errors
 
-from ..machine import warn_if_busy
-from ..options import (
-    add_file_options,
-    add_model_options,
-    artifacts_folder,
-    at_least,
-    make_parser,
-    positive,
-)
-from ..output import publish
+from ..machine import OtherProcesses, describe_machine, warn_if_busy
+from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive, recorded
+from ..output import Table, digits
+from ..section import Compared, Report, Section
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.generate import NeuronModelForCausalLM
+    from optimum_neuron.engine.policy import Policy
 
-    from .report import Results
-    from .servers import OurServer
+    from .servers import Server
+    from .workloads import Trace, Workload
 
-POLICIES = ("mixed", "alternate", "prefill_first", "all_chunks")
-SCENARIOS = ("stall", "users", "behind", "packing")
-PACKED_ROWS = 4
+POLICIES: tuple[Policy, ...] = ("mixed", "alternate", "prefill_first", "all_chunks")
+SCENARIOS = ("stall", "users")
+SLOTS, CHUNK_SIZE, SHORT_PROMPT = 4, 24, 512
 EXAMPLES = """
 examples:
   python -m benchmark.serving.stall --artifacts build/artifacts --json build/benchmark/stall.json
-  python -m benchmark.serving.stall --scenarios stall --chunk-size 32 --no-peer
-  python -m benchmark.serving.stall --long-prompt 256 --repeats 1 --no-peer      # does it run?
-
-Tables and, as the last line, one JSON object go to stdout; progress and warnings to stderr.
+  python -m benchmark.serving.stall --scenarios stall --long-prompt 256 --repeats 1 --no-peer      # does it run?
 """
 
 
 def parse_arguments() -> Namespace:
-    """The options; needs no torch, so that --help is quick."""
+    """Return the options; needs no torch, so that --help is quick."""
     parser = make_parser("serving.stall", __doc__, EXAMPLES)
     what = parser.add_argument_group("what to measure")
     add_model_options(what)
     add_option(what, "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), help="which of them")
-    add_option(what, "--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="which of them")
     add_option(what, "--no-peer", action="store_true", help="leave out transformers' continuous batching")
-    size = parser.add_argument_group("sizes")
-    # One decodes, one is the newcomer, one passes it.
-    add_option(size, "--slots", type=at_least(3), metavar="ROWS", default=4, help="requests at a time")
-    add_option(size, "--chunk-size", type=positive, metavar="TOKENS", default=24, help="prompt tokens of a step")
-    add_option(size, "--long-prompt", type=positive, metavar="TOKENS", default=2048, help="of the newcomer")
-    add_option(size, "--short-prompt", type=positive, metavar="TOKENS", default=512, help="of those that decode")
-    add_option(size, "--users", type=positive, metavar="USERS", default=8, help="of the scenario users")
-    add_option(size, "--requests", type=positive, metavar="COUNT", default=32, help="of all users")
-    add_option(size, "--repeats", type=positive, metavar="ROUNDS", default=5, help="rounds, all systems in turn")
-    add_option(size, "--seed", type=int, metavar="SEED", default=0, help="of the random prompts")
+    add_option(what, "--long-prompt", type=positive, metavar="TOKENS", default=2048, help="of the newcomer")
+    add_option(what, "--repeats", type=positive, metavar="ROUNDS", default=5, help="rounds, all systems in turn")
     add_file_options(parser)
-    args = parser.parse_args()
-    if "packing" in args.scenarios and args.slots < PACKED_ROWS:
-        parser.error(
-            f"--slots {args.slots} is fewer than the {PACKED_ROWS} chunk rows of the scenario packing: raise it, or name other "
-            f"--scenarios"
-        )
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
-    """Runs the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from .report import STALL
-
         warn_if_busy()
         with artifacts_folder(args.artifacts) as folder:
-            results = run(args, folder)
-        report = results.to_dict()
-        STALL.show(report)
-        publish(report, args.json)
+            report = run(args, folder)
+        SECTION.finish(report, args.json)
     return 0
 
 
-def run(args: Namespace, folder: Path) -> Results:
-    """Exports what the scenarios need, then lets all systems serve each workload in turn."""
+def run(args: Namespace, folder: Path) -> dict[str, Any]:
+    """Export, then let all systems serve each workload in turn; return the report."""
     from ..model import default_model
-    from .report import Results
-    from .workloads import Users
+    from .workloads import Stall, Users
 
     checkpoint = args.model or default_model()
-    results = Results.of("stall", checkpoint, args)
-    if set(args.scenarios) & {"stall", "users", "behind"}:
-        measure_policies(results, checkpoint, args, folder)
-    if "packing" in args.scenarios:
-        short_prompts = Users(args.slots * 4, args.slots * 8, 40, 8)
-        results.measure("packing", short_prompts, packing_servers(checkpoint, args, folder))
-    return results
+    stall = Stall(SLOTS - 1, SHORT_PROMPT, args.long_prompt, warm_tokens=16, after_tokens=96, long_new_tokens=16)
+    users = Users(2 * SLOTS, 8 * SLOTS, args.long_prompt // 6, args.long_prompt // 32)
+    longest = max(args.long_prompt, SHORT_PROMPT) + stall.warm_tokens + stall.after_tokens
+    servers = open_servers(checkpoint, args, folder, longest)
+    report: dict[str, Any] = {
+        "benchmark": "stall",
+        "model": Path(checkpoint).name,
+        "options": {**recorded(args), "slots": SLOTS, "chunk_size": CHUNK_SIZE},
+        "machine": describe_machine(),
+        **{name: {} for name in ("numbers", "padding", "workloads", "other_cores")},
+        "steps": [],
+    }
+    for scenario, workload in (("stall", stall), ("users", users)):
+        if scenario in args.scenarios:
+            measure(report, scenario, workload, servers)
+    return report
 
 
-def measure_policies(results: Results, checkpoint: str, args: Namespace, folder: Path) -> None:
-    """The scenarios that run on one artifact under several policies."""
+def open_servers(checkpoint: str, args: Namespace, folder: Path, longest: int) -> list[Server]:
+    """Return the engine under each policy over one artifact, and the peer."""
+    from optimum_neuron import progress
     from optimum_neuron.engine.policy import SchedulerOptions
+    from optimum_neuron.generate import NeuronModelForCausalLM
 
-    from ..model import load_transformers
+    from ..model import export, load_transformers, serving_config
     from .servers import OurServer, TransformersServer
-    from .workloads import Behind, Stall, Users
 
-    stall = Stall(args.slots - 1, args.short_prompt, args.long_prompt, 16, 96, 16)
-    longest = max(args.long_prompt, args.short_prompt) + stall.warm_tokens + stall.after_tokens
-    model = open_artifact(checkpoint, args, folder, args.chunk_size, 1, longest)
-    ours = [OurServer(policy, model, SchedulerOptions(policy=policy)) for policy in args.policies]
-    peers = []
+    with progress.stage("Exporting"):
+        path = export(checkpoint, serving_config(SLOTS, longest, CHUNK_SIZE, args.dtype), folder).path
+    model = NeuronModelForCausalLM.from_pretrained(path)
+    servers: list[Server] = [OurServer(policy, model, SchedulerOptions(policy=policy)) for policy in POLICIES]
     if not args.no_peer:
-        loaded, tokens = load_transformers(checkpoint, args.dtype), args.slots + args.chunk_size
-        peers = [TransformersServer("transformers", loaded, tokens, args.slots, args.slots * longest)]
-    if "stall" in args.scenarios:
-        results.measure("stall", stall, [*ours, *peers])
-    if "users" in args.scenarios:
-        users = Users(args.users, args.requests, args.long_prompt // 6, args.long_prompt // 32)
-        results.measure("users", users, [*ours, *peers])
-    if "behind" in args.scenarios:
-        waiting = SchedulerOptions(policy="mixed", max_bypass=0)
-        servers = [
-            OurServer("mixed", model, SchedulerOptions(policy="mixed")),
-            OurServer("mixed, no passing", model, waiting),
-        ]
-        fewer = Stall(args.slots - 2, args.short_prompt, args.long_prompt, 16, 96, 16)
-        results.measure("behind", Behind(fewer, 6, 0.15), servers)
-
-
-def packing_servers(checkpoint: str, args: Namespace, folder: Path) -> list[OurServer]:
-    """The same tokens per step as one row or as several, and one of the small rows alone."""
-    from optimum_neuron.engine.policy import SchedulerOptions
-
-    from .servers import OurServer
-
-    servers = []
-    size, longest = args.chunk_size, 1024
-    for rows, chunk in ((1, PACKED_ROWS * size), (PACKED_ROWS, size), (1, size)):
-        model = open_artifact(checkpoint, args, folder, chunk, rows, longest)
-        servers.append(OurServer(f"{rows} x {chunk}", model, SchedulerOptions()))
+        loaded = load_transformers(checkpoint, args.dtype)
+        # Its step holds as many tokens as a mixed one.
+        servers.append(TransformersServer("transformers", loaded, SLOTS + CHUNK_SIZE, SLOTS, SLOTS * longest))
     return servers
 
 
-def open_artifact(
-    checkpoint: str, args: Namespace, folder: Path, chunk: int, rows: int, longest: int
-) -> NeuronModelForCausalLM:
-    """Exports and loads the artifact that a scenario runs on."""
+def measure(report: dict[str, Any], scenario: str, workload: Workload, servers: Sequence[Server]) -> None:
+    """Let each server run the workload once and then, round after round, all in turn; add the results to the report."""
     from optimum_neuron import progress
-    from optimum_neuron.generate import NeuronModelForCausalLM
 
-    from ..model import export, serving_config
+    from ..systems import PromptSource
+    from .servers import OurServer
 
-    with progress.stage("Exporting"):
-        path = export(checkpoint, serving_config(args.slots, longest, chunk, args.dtype, rows), folder).path
-    return NeuronModelForCausalLM.from_pretrained(path)
+    rounds: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
+    repeats = report["options"]["repeats"]
+    traces: dict[str, Trace] = {}
+    # As servers do: or else the collector looks through all that was loaded, in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    others = OtherProcesses()
+    with progress.stage(f"Measuring {scenario}", len(servers) * (repeats + 1)) as advance:
+        for number in range(repeats + 1):
+            # Each round begins with another system: what runs after a slow one finds colder caches.
+            for server in [*servers[number % len(servers) :], *servers[: number % len(servers)]]:
+                trace = server.serve(workload.jobs(PromptSource(servers[0].vocab_size, number)))
+                rounds[server.name] += [workload.results(trace)] if number else []
+                traces[server.name] = trace
+                advance(server.name)
+    gc.unfreeze()
+    report["other_cores"][scenario] = others.cores()
+    report["workloads"][scenario] = asdict(workload)
+    report["numbers"][scenario] = {
+        name: {number: statistics.median(each[number] for each in found) for number in found[0]}
+        for name, found in rounds.items()
+    }
+    ours = [server for server in servers if isinstance(server, OurServer)]
+    report["padding"][scenario] = {server.name: padding(traces[server.name].counters) for server in ours}
+    report["steps"] += [step for server in ours for step in step_times(traces[server.name])]
+
+
+def step_times(trace: Trace) -> list[dict[str, Any]]:
+    """Return the median time of each kind of step."""
+    times: dict[str, list[float]] = {}
+    for kind, seconds in trace.steps:
+        times.setdefault(kind, []).append(1e3 * seconds)
+    return [{"kind": kind, "ms": statistics.median(of_kind)} for kind, of_kind in times.items()]
+
+
+def padding(counters: dict[str, Any]) -> dict[str, Any]:
+    """Return the share of chunk tokens that were padding, and the calls of each graph."""
+    real, padded = counters["prompt_tokens"], counters["padded_prompt_tokens"]
+    share = padded / (real + padded) if real + padded else 0.0
+    return {"padded_share": share, "graph_calls": counters["graph_calls"]}
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each scenario."""
+    for scenario, systems in report["numbers"].items():
+        load = report["workloads"][scenario].items()
+        sizes = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in load)
+        names = list(systems[POLICIES[0]])
+        table = Table(f"{scenario} ({sizes})", ("system",), (*map(_title, names), "padding"))
+        for system, numbers in systems.items():
+            padding = report["padding"][scenario].get(system)
+            share = f"{padding['padded_share']:.0%}" if padding else ""
+            table.add_row(system, *(digits(numbers[name]) for name in names), share)
+        yield table
+
+
+def _title(name: str) -> str:
+    words = name.replace("_ms", " ms").replace("tok_s", "tok/s").replace("_", " ")
+    return words.replace("ttft", "TTFT").replace("itl", "ITL")
+
+
+def compared(report: Report) -> Iterator[Compared]:
+    """The policy mixed, compared with the others and the peer."""
+    for scenario, systems in report["numbers"].items():
+        for number, value in systems[POLICIES[0]].items():
+            others = {name: numbers[number] for name, numbers in systems.items() if name != POLICIES[0]}
+            yield Compared(scenario, _title(number), value, others, number.endswith("tok_s"))
+
+
+SECTION = Section(
+    "Long prompts among decodes",
+    "The engine under each policy, and transformers' continuous batching, on the same prompts. `mixed` is the default. ITL is the pause between "
+    "two tokens of a request, TTFT the time to the first token. [What each scenario is](../benchmark/README.md#serving).",
+    tables,
+    compared,
+)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Measurements:
     Attributes:
         artifact: its `identity`.
         speeds: a record each, with `name`, `value`, `unit` and `conditions`.
-        quality: a record of `benchmark.quality` each: figures beside those of a reference, on a text.
+        quality: records of figures next to those of a reference, on a text.
         machine: on which speeds were measured.
     """
 
@@ -171,7 +171,7 @@ def with_bench(measured: Measurements, path: Path, artifact: Artifact) -> Measur
 
 
 def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Measurements:
-    """With the figures of a file of `python -m benchmark.quality --json` in the place of those before.
+    """Return the measurements with the figures of a file in the place of those before.
 
     Of the variants there, this artifact's is the one with its very weights, and its codes of activations, keys and values.
 
@@ -189,8 +189,7 @@ def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Meas
         )
         raise ValueError(
             f"{path} has no variant with the weights of {artifact.path} ({own['dtype']}, {own['weight_bytes']:,} bytes, sha256 "
-            f"{own['weights_sha256'][:12]}…, activations={own['activations']!r}, kv_cache_dtype={own['kv_cache_dtype']!r}), but {there or 'none'}; measure this artifact: "
-            f"python -m benchmark.quality --variants {artifact.path}"
+            f"{own['weights_sha256'][:12]}…, activations={own['activations']!r}, kv_cache_dtype={own['kv_cache_dtype']!r}), but {there or 'none'}; measure this artifact"
         )
     _checked(_QUALITY, found[0], path)
     name = found[0]["name"].rstrip("/").rpartition("/")[2]  # the artifact does not tell where it or a file was

@@ -18,7 +18,15 @@ from benchmark import options
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = sorted(set(re.findall(r"python -m (benchmark[\w.]+)", benchmark.__doc__ or "")))
-DOCUMENTS = ("Makefile", "README.md", "docs/results.md", "docs/serving.md", "AGENTS.md", "benchmark/README.md")
+DOCUMENTS = (
+    "Makefile",
+    "README.md",
+    "docs/results.md",
+    "docs/bench.md",
+    "docs/neuron.md",
+    "AGENTS.md",
+    "benchmark/README.md",
+)
 
 
 def help_of(module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -37,7 +45,7 @@ def test_the_package_names_every_command() -> None:
     files = [path for path in folder.rglob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
     started = {module for module in modules if module.startswith("benchmark.peers.workers.")}
-    assert modules == {*NAMED, "benchmark.generate.probe", *started}  # which others start
+    assert modules == {*NAMED, *started}  # which others start
 
 
 def test_no_folder_imports_another() -> None:
@@ -79,9 +87,3 @@ def test_counts_are_whole_numbers_of_at_least_so_many(text: str) -> None:
     assert options.at_least(3)("3") == 3
     with pytest.raises(ArgumentTypeError, match="is not a whole number of at least 3"):
         options.at_least(3)(text)
-
-
-def test_a_share_is_at_most_one() -> None:
-    assert options.share("1") == 1
-    with pytest.raises(ArgumentTypeError, match=r"'1\.5' is not a number above 0 and at most 1"):
-        options.share("1.5")

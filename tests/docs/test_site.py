@@ -74,6 +74,20 @@ def test_drawings_are_those_that_the_script_draws(name: str) -> None:
     assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run make results"
 
 
+def test_runs_with_other_runtimes_have_a_picture_each_with_a_mark_for_each_ratio(tmp_path: Path) -> None:
+    drawings = load("drawings")
+    pictures = drawings.measured(drawings.PUBLISHED)
+    assert {path.stem for path in drawings.MEASURED.glob("*")} == pictures.keys()
+    for name, drawing in pictures.items():
+        assert drawing.svg() == (drawings.MEASURED / f"{name}.svg").read_text(encoding="utf-8"), "run make results"
+    found = {"optimum_neuron": {"median": 100}, "openvino": {"median": 50}, "transformers": {"median": 25}}
+    run = {"benchmark": "peers", "groups": [{"model": "m", "precision": "int8", "figures": {"prefill, tok/s": found}}]}
+    (tmp_path / "mine.json").write_text(json.dumps(run), encoding="utf-8")
+    drawn = drawings.measured(tmp_path)["mine"].svg()
+    assert drawn.count("<circle") == 2 + 2  # the legend and the ratios
+    assert all(f">{text}</text>" in drawn for text in ("m, int8", "prefill", "OpenVINO", "transformers"))
+
+
 def test_steps_are_drawn_as_wide_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawings = load("drawings")
     kinds = {"mixed": 30.0, "token_generation": 15.0, "chunked_prefill": 20.0}

@@ -12,7 +12,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from .protocol import Generated, Prompt, Sizes, run
+from .protocol import Generated, Prompt, Runtime, Sizes, run
 
 
 STEP_TOKENS = 2048
@@ -35,13 +35,8 @@ class Row:
     done: int = 0
     tokens: list[int] = field(default_factory=list)
 
-    def next_tokens(self, room: int) -> Prompt:
-        """What the next step computes of it."""
-        left = self.prompt[self.done : self.done + room]
-        return left or self.tokens[-1:]
 
-
-class LlamaCpp:
+class LlamaCpp(Runtime):
     """A model, and a context that is made anew where rows do not fit."""
 
     def __init__(self) -> None:
@@ -54,8 +49,8 @@ class LlamaCpp:
         built = " ".join(word.split(" = ")[0].strip() for word in features.split("|") if "= 1" in word)
         return {"llama-cpp-python": llama_cpp.__version__, "built for": built}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
-        """Casts or quantizes `model.gguf` of the checkpoint's folder, which gguf_file.py writes."""
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
+        """Cast or quantize `model.gguf` of the checkpoint's folder, which gguf_file.py writes."""
         start, source = time.perf_counter(), Path(checkpoint) / "model.gguf"
         target = Path(folder) / "model.gguf"
         options = llama_cpp.llama_model_quantize_default_params()
@@ -65,7 +60,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp did not quantize {source} to {precision}")
         return time.perf_counter() - start
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         options = llama_cpp.llama_model_default_params()
         path = str(Path(folder) / "model.gguf")
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), options)
@@ -104,16 +99,15 @@ class LlamaCpp:
         return count
 
     def _hold(self, rows: int, length: int) -> None:
-        """A context for so many rows of such a length, empty."""
+        """Have an empty context for so many rows of such a length."""
         if rows != self._held[0] or length > self._held[1]:
-            self._new_context(rows, length)
+            self._new_context(rows, -(-length // 256) * 256)  # llama.cpp rounds up itself
         llama_cpp.llama_memory_clear(self._memory, False)
 
     def _new_context(self, rows: int, length: int) -> None:
         if self._context:
             llama_cpp.llama_free(self._context)
         options = llama_cpp.llama_context_default_params()
-        length = -(-length // 256) * 256  # llama.cpp rounds up itself
         options.n_ctx, options.n_seq_max, options.n_batch = rows * length, rows, STEP_TOKENS
         options.n_threads = options.n_threads_batch = self._threads
         if self._is_float32:  # else the default, float16
@@ -125,14 +119,13 @@ class LlamaCpp:
         self._memory, self._held = llama_cpp.llama_get_memory(self._context), (rows, length)
 
     def _step(self, rows: Sequence[Row]) -> None:
-        """One batch: rows that decode, and as much of the prompts as fits."""
-        batch, computed, room = self._batch, [], STEP_TOKENS
+        """Compute one batch: rows that decode, and as much of the prompts as fits."""
+        batch, computed = self._batch, []
         batch.n_tokens = 0
         for row in sorted(rows, key=lambda row: not row.tokens):
-            part = row.next_tokens(room)
+            part = row.prompt[row.done :][: STEP_TOKENS - batch.n_tokens] or row.tokens[-1:]
             for token in part:
                 self._add(row, token)
-            room -= len(part)
             if part and row.done >= len(row.prompt):
                 batch.logits[batch.n_tokens - 1] = True
                 computed.append((row, batch.n_tokens - 1))

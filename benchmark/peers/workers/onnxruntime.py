@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime GenAI: its generator, whose rows begin and end together."""
+"""ONNX Runtime GenAI: its generator, whose rows begin and end together; its batching engine is not driven here."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from importlib.metadata import version
 import numpy as np
 import onnxruntime_genai
 
-from .protocol import Generated, Prompt, Sizes, UnsupportedError, run
+from .protocol import Generated, Prompt, Runtime, Sizes, run
 
 
 WEIGHTS = {"float32": "fp32", "int8": "int8", "int4": "int4"}
 
 
-class OnnxRuntime:
+class OnnxRuntime(Runtime):
     """A model; every call has a generator of its own."""
 
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("onnxruntime-genai", "onnxruntime")}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
         start, command = time.perf_counter(), [sys.executable, "-m", "onnxruntime_genai.models.builder"]
         command += ["-m", checkpoint, "-o", folder, "-p", WEIGHTS[precision], "-e", "cpu", "-c", f"{folder}/cache"]
         subprocess.run(command, check=True)
         return time.perf_counter() - start
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         config = onnxruntime_genai.Config(folder)
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         self._model = onnxruntime_genai.Model(config)
@@ -52,9 +52,6 @@ class OnnxRuntime:
         end = time.perf_counter()
         tokens = [[int(token) for token in generator.get_sequence(row)[length:]] for row in range(rows)]
         return Generated(first - start, end - first, tokens)
-
-    def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
-        raise UnsupportedError("rows of its generator begin and end together; its batching engine is not driven here")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from .protocol import Generated, Prompt, Sizes, run
-from .stepping import spare_steps, timed_steps
+from .protocol import Prompt, Sizes, run
+from .stepping import SteppingRuntime
 
 
 # its default group of 128 weights does not divide SmolLM2's 576
 WEIGHTS = {"float32": ["fp32"], "bfloat16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--group-size", "64"]}
-# Unless told, it keeps the cache in 8 bits and quantizes activations: like precision is asked for. int8 and int4 are its defaults.
+# Unless asked otherwise, it keeps the cache in 8 bits and quantizes activations: like precision is asked for. int8 and int4 are its defaults.
 EXACT: dict[str, Any] = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 PROPERTIES: dict[str, dict[str, Any]] = {
     "float32": EXACT | {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
@@ -30,66 +29,50 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }
 
 
-class OpenVino:
+class OpenVino(SteppingRuntime):
     """A pipeline, advanced step by step."""
 
     def __init__(self) -> None:
         self._requests = 0
+        self._rows: list[tuple[Any, list[int]]] = []
 
     def versions(self) -> dict[str, str]:
         return {"openvino-genai": openvino_genai.__version__, "openvino": openvino.__version__}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
         start, command = time.perf_counter(), [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino"]
         command += ["--model", checkpoint, "--task", "text-generation-with-past"]
         subprocess.run([*command, "--weight-format", *WEIGHTS[precision], folder], check=True)
         return time.perf_counter() - start
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.max_num_batched_tokens = sizes.slots * sizes.length  # whole prompts, as its plain pipeline does
         scheduling.max_num_seqs, scheduling.enable_prefix_caching = sizes.slots, False
         properties = {"INFERENCE_NUM_THREADS": threads} | PROPERTIES[precision]
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduling, "CPU", properties)
 
-    def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> Generated:
-        spare = spare_steps(len(prompts)) if new_tokens > 1 else 0
-        rows: list[list[int]] = [[] for _ in prompts]
-        start = time.perf_counter()
-        handles = [self._add(prompt, new_tokens + spare) for prompt in prompts]
-
-        def tokens() -> list[list[int]]:
-            for handle, row in zip(handles, rows, strict=True):
-                row += _new_tokens(handle)
-            return rows
-
-        generated = timed_steps(self._pipeline.step, tokens, new_tokens, start)
-        for handle in handles:
-            handle.cancel()
-        while self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
-        return generated
-
-    def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
-        handles = [self._add(prompt, new_tokens) for prompt, new_tokens in requests]
-        count = 0
-        while self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
-            count += sum(len(_new_tokens(handle)) for handle in handles)
-        return count
-
-    def _add(self, prompt: Prompt, new_tokens: int) -> Any:
+    def add_request(self, prompt: Prompt, new_tokens: int) -> list[int]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
         self._requests += 1
-        return self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt], np.int64)), config)
+        handle = self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt], np.int64)), config)
+        self._rows.append((handle, []))
+        return self._rows[-1][1]
 
+    def step(self) -> None:
+        self._pipeline.step()
+        for handle, row in self._rows:
+            if handle.can_read():
+                row += [token for output in handle.read().values() for token in output.generated_ids]
 
-def _new_tokens(handle: Any) -> list[int]:
-    """What came since the last call."""
-    if not handle.can_read():
-        return []
-    return [token for output in handle.read().values() for token in output.generated_ids]
+    def is_busy(self) -> bool:
+        return bool(self._pipeline.has_non_finished_requests())
+
+    def cancel(self) -> None:
+        for handle, _ in self._rows:
+            handle.cancel()
+        self._rows.clear()
 
 
 if __name__ == "__main__":

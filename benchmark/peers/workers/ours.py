@@ -10,20 +10,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from benchmark.model import Export, export
-from benchmark.systems import System, artifact_config, load_ours, timed_call
+from benchmark.model import Export, export, generate_config
+from benchmark.systems import System, load_ours, timed_call
 from optimum_neuron import Request, __version__
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.kernels.build.host import instruction_set
 
 from ..names import QUANTIZED
-from .protocol import Generated, Prompt, Sizes, UnsupportedError, run
+from .protocol import Generated, Prompt, Runtime, Sizes, UnsupportedError, run
 
 
-class Ours:
+class Ours(Runtime):
     """One loaded artifact at a time: another number of rows loads another.
 
     Args:
@@ -37,39 +38,33 @@ class Ours:
     def versions(self) -> dict[str, str]:
         return {"optimum_neuron": __version__, "kernels": instruction_set().name, "torch": torch.__version__}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
-        """Exports for every number of rows; the seconds are those of the first export."""
-        (Path(folder) / "checkpoint").unlink(missing_ok=True)
-        (Path(folder) / "checkpoint").symlink_to(Path(checkpoint).resolve())
-        exports = [self._export(folder, precision, rows, sizes) for rows in sizes.batches]
-        for other in exports[1:]:  # the same bytes: large models would fill the disk
-            if _weights(other) == _weights(exports[0]):
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
+        """Export for every number of rows; the seconds are those of the first export."""
+        first, *others = self._exports(checkpoint, folder, precision, sizes).values()
+        weights = Artifact.open(first.path).manifest["files"][WEIGHTS_NAME]
+        for other in others:  # the same bytes: large models would fill the disk
+            if Artifact.open(other.path).manifest["files"][WEIGHTS_NAME] == weights:
                 (other.path / WEIGHTS_NAME).unlink()
-                os.link(exports[0].path / WEIGHTS_NAME, other.path / WEIGHTS_NAME)
-        return exports[0].seconds
+                os.link(first.path / WEIGHTS_NAME, other.path / WEIGHTS_NAME)
+        return first.seconds
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         torch.set_num_threads(threads)
-        self._sizes, self._paths = (
-            sizes,
-            {rows: self._export(folder, precision, rows, sizes).path for rows in sizes.batches},
-        )
+        self._exported, self._slots = self._exports(checkpoint, folder, precision, sizes), sizes.slots
         self._use(sizes.batches[0])
 
     def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> Generated:
-        if len(prompts) not in self._paths:
+        if len(prompts) not in self._exported:
             raise UnsupportedError(f"no artifact for {len(prompts)} rows was exported")
         call = timed_call(self._use(len(prompts)), torch.tensor(prompts), new_tokens)
         return Generated(call.first_token, call.step * (new_tokens - 1), call.tokens.tolist())
 
     def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
-        model = self._use(self._sizes.slots).model
+        model = self._use(self._slots).model
         engine = Engine(model.runner, vocab_size=model.artifact.model.vocab_size)
         for number, (prompt, new_tokens) in enumerate(requests):
-            request = Request(
-                request_id=str(number), prompt_token_ids=torch.tensor(prompt).numpy(), max_new_tokens=new_tokens
-            )
-            engine.add_request(request)
+            tokens = np.array(prompt)
+            engine.add_request(Request(request_id=str(number), prompt_token_ids=tokens, max_new_tokens=new_tokens))
         count = 0
         while engine.has_work:
             count += len(engine.step())
@@ -78,22 +73,19 @@ class Ours:
     def _use(self, rows: int) -> System:
         if rows not in self._loaded:
             self._loaded.clear()  # its memory is free before the next one takes some
-            self._loaded[rows] = load_ours(self._paths[rows])
+            self._loaded[rows] = load_ours(self._exported[rows].path)
         return self._loaded[rows]
 
-    def _export(self, folder: str, precision: str, rows: int, sizes: Sizes) -> Export:
-        config = artifact_config("bfloat16" if precision in QUANTIZED else precision, "cpu", rows, sizes.length)
-        if precision in QUANTIZED:
-            config = replace(config, quantization=precision, activations=self._activations)
-        if rows == sizes.slots and rows > 1:  # this one serves requests too
-            config = replace(config, mixed_step=True)
-        return export(str((Path(folder) / "checkpoint").resolve()), config, Path(folder))
-
-
-def _weights(exported: Export) -> dict[str, object]:
-    """Size and digest, as the manifest has them."""
-    described: dict[str, object] = Artifact.open(exported.path).manifest["files"][WEIGHTS_NAME]
-    return described
+    def _exports(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> dict[int, Export]:
+        exports = {}
+        for rows in sizes.batches:
+            config = generate_config("bfloat16" if precision in QUANTIZED else precision, rows, sizes.length)
+            if precision in QUANTIZED:
+                config = replace(config, quantization=precision, activations=self._activations)
+            if rows == sizes.slots and rows > 1:  # this one serves requests too
+                config = replace(config, mixed_step=True)
+            exports[rows] = export(checkpoint, config, Path(folder))
+        return exports
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's side of the conversation: JSON lines in, one JSON line out for each. Needs the standard library alone.
 
-    {"do": "convert", "checkpoint": ..., "precision": ..., "folder": ..., "sizes": ...}   -> {"seconds": ...}
-    {"do": "load", "folder": ..., "precision": ..., "threads": ..., "sizes": ...}         -> {"seconds": ...}
+    {"do": "convert", "checkpoint": ..., "folder": ..., "precision": ..., "sizes": ...}                -> {"seconds": ...}
+    {"do": "load", "checkpoint": ..., "folder": ..., "precision": ..., "threads": ..., "sizes": ...}   -> {"seconds": ...}
     {"do": "generate", "prompts": [[...]], "new_tokens": ...}  -> {"first_s": ..., "rest_s": ..., "tokens": [[...]]}
     {"do": "serve", "requests": [[[...], new_tokens]]}         -> {"seconds": ..., "tokens": ...}
 
@@ -17,16 +17,17 @@ import os
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 Prompt = list[int]
 
 
 class UnsupportedError(Exception):
-    """The runtime has no such thing; the message tells what."""
+    """The runtime has no such thing; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Sizes:
         length: tokens of the longest row, prompt and new tokens.
     """
 
-    batches: tuple[int, ...]
+    batches: Sequence[int]
     length: int
 
     @property
@@ -61,57 +62,60 @@ class Generated:
     tokens: list[list[int]]
 
 
-class Runtime(Protocol):
-    """What a worker drives. No text ends early, nothing is sampled, and no prefix is kept from call to call."""
+class Runtime(ABC):
+    """A runtime that a worker drives. No text ends early, nothing is sampled, and no prefix is kept from call to call."""
 
-    def versions(self) -> dict[str, str]: ...
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Return the versions of what it imported."""
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
-        """Writes into a folder what `load` reads; seconds, or None where it was there already."""
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
+        """Write into a folder what `load` reads; return seconds, or None where it was there already."""
+        return 0.0  # it reads the checkpoint itself
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None: ...
+    @abstractmethod
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+        """Load what `convert` wrote, or the checkpoint."""
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> Generated:
-        """Prompts are of one length."""
+        """Generate from prompts of one length."""
 
     def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
-        """Serves all requests, which are there at once, and counts their new tokens."""
+        """Serve all requests, which are there at once; return how many new tokens they got."""
+        raise UnsupportedError("rows of a batch begin and end together: it does not serve requests of mixed lengths")
 
 
 def run(make: Callable[[], Runtime]) -> None:
-    """Answers stdin's lines until it is closed.
+    """Answer stdin's lines until it is closed.
 
     Args:
         make: imports the runtime's packages.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
     runtime = make()
-    _say(answers, {"versions": runtime.versions()})
+    say({"versions": runtime.versions()})
     for line in sys.stdin:
-        _say(answers, _answer(runtime, json.loads(line)))
+        asked = json.loads(line)
+        try:
+            say(_answer(runtime, asked.pop("do"), asked))
+        except UnsupportedError as error:
+            say({"unsupported": str(error)})
+        except Exception as error:  # the other side decides what a failure means
+            traceback.print_exc()
+            first = str(error).strip().partition("\n")[0]
+            say({"error": f"{type(error).__name__}: {first}"})
 
 
-def _say(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
-
-
-def _answer(runtime: Runtime, asked: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return _do(runtime, asked.pop("do"), asked)
-    except UnsupportedError as error:
-        return {"unsupported": str(error)}
-    except Exception as error:  # the other side decides what a failure means
-        traceback.print_exc()
-        first = str(error).strip().partition("\n")[0]
-        return {"error": f"{type(error).__name__}: {first}"}
-
-
-def _do(runtime: Runtime, what: str, asked: dict[str, Any]) -> dict[str, Any]:
+def _answer(runtime: Runtime, what: str, asked: dict[str, Any]) -> dict[str, Any]:
     if "sizes" in asked:
-        sizes = asked.pop("sizes")
-        asked["sizes"] = Sizes(tuple(sizes["batches"]), sizes["length"])
+        asked["sizes"] = Sizes(**asked["sizes"])
     start = time.perf_counter()
     if what == "convert":
         return {"seconds": runtime.convert(**asked)}
@@ -119,8 +123,7 @@ def _do(runtime: Runtime, what: str, asked: dict[str, Any]) -> dict[str, Any]:
         runtime.load(**asked)
         return {"seconds": time.perf_counter() - start}
     if what == "generate":
-        generated = runtime.generate(**asked)
-        return {"first_s": generated.first_s, "rest_s": generated.rest_s, "tokens": generated.tokens}
+        return asdict(runtime.generate(**asked))
     if what == "serve":
         tokens = runtime.serve([(prompt, new_tokens) for prompt, new_tokens in asked["requests"]])
         return {"seconds": time.perf_counter() - start, "tokens": tokens}

@@ -1,39 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How steps are timed in an engine that takes requests in at its own pace: once all rows have begun, and none has ended."""
+"""Engines that take in requests at their own pace and are advanced step by step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 
-from .protocol import Generated
+from .protocol import Generated, Prompt, Runtime
 
 
-def timed_steps(
-    step: Callable[[], None], tokens: Callable[[], Sequence[Sequence[int]]], new_tokens: int, start: float
-) -> Generated:
-    """Steps until the row that began last has its tokens.
+class SteppingRuntime(Runtime):
+    """An engine that is advanced step by step."""
 
-    Rows that began earlier are ahead of it by then, so they must be allowed more tokens: `spare_steps` of them.
+    @abstractmethod
+    def add_request(self, prompt: Prompt, new_tokens: int) -> list[int]:
+        """Hand a request over; return the list that gets its new tokens."""
 
-    Args:
-        step: advances all requests.
-        tokens: all rows' tokens so far.
-        start: when the requests were handed over, of `time.perf_counter`.
-    """
-    first = 0.0
-    while True:
-        step()
-        now, rows = time.perf_counter(), tokens()
-        fewest = min(map(len, rows))
-        if fewest and not first:
-            first, behind = now, fewest
-        if fewest >= new_tokens:
-            steps = fewest - behind
-            rest = (now - first) * (new_tokens - 1) / steps if steps else 0.0
-            return Generated(first - start, rest, [list(row[:new_tokens]) for row in rows])
+    @abstractmethod
+    def step(self) -> None:
+        """Advance all requests."""
+
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Return whether a request is not finished."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End all requests, and forget them."""
+
+    def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> Generated:
+        """Step until the row that began last has its tokens; steps count once all rows have begun.
+
+        Rows that began earlier are ahead of it by then, so all are allowed more tokens.
+        """
+        spare = spare_steps(len(prompts)) if new_tokens > 1 else 0
+        first = behind = fewest = 0.0
+        start = now = time.perf_counter()
+        rows = [self.add_request(prompt, new_tokens + spare) for prompt in prompts]
+        while fewest < new_tokens:
+            self.step()
+            now, fewest = time.perf_counter(), min(map(len, rows))
+            if fewest and not first:
+                first, behind = now, fewest
+        steps = fewest - behind
+        rest = (now - first) * (new_tokens - 1) / steps if steps else 0.0
+        generated = Generated(first - start, rest, [row[:new_tokens] for row in rows])
+        self.cancel()
+        while self.is_busy():
+            self.step()
+        return generated
+
+    def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
+        rows = [self.add_request(prompt, new_tokens) for prompt, new_tokens in requests]
+        while self.is_busy():
+            self.step()
+        self.cancel()
+        return sum(map(len, rows))
 
 
 def spare_steps(rows: int) -> int:
-    """Steps by which a row may be ahead of the last: an engine takes in at least one prompt in two steps."""
+    """Return the steps by which a row may be ahead of the last: an engine takes in at least one prompt in two steps."""
     return 2 * rows

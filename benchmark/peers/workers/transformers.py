@@ -10,21 +10,17 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig
 
-from benchmark.systems import load_peers, timed_call
+from benchmark.model import load_transformers
+from benchmark.systems import System, continuous_batching, next_output, timed_call
 
-from .protocol import Generated, Prompt, Sizes, UnsupportedError, run
-
-
-PAGE_TOKENS = 128
+from .protocol import Generated, Prompt, Runtime, Sizes, run
 
 
-class Transformers:
+class Transformers(Runtime):
     """A model under one of the two ways."""
 
     def __init__(self, way: str) -> None:
@@ -34,57 +30,45 @@ class Transformers:
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("transformers", "torch")}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
-        """Nothing to convert: a link to the checkpoint."""
-        (Path(folder) / "checkpoint").symlink_to(Path(checkpoint).resolve())
-        return 0.0
-
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         torch.set_num_threads(threads)
-        (self._system,) = load_peers(str((Path(folder) / "checkpoint").resolve()), precision, [self._way])
-        self._sizes = sizes
+        self._sizes, self._system = sizes, System(self._way, load_transformers(checkpoint, precision))
+        if self._way == "static":
+            compiling = CompileConfig()
+            # On the CPU generate() skips compilation without this, even when it is given a compile_config.
+            compiling._compile_all_devices = True
+            self._system.options = {"cache_implementation": "static", "compile_config": compiling}
 
     def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> Generated:
         shape = (len(prompts), len(prompts[0]), new_tokens)
-        if shape != self._compiled_for:
-            self._system.forget_shapes()
+        if shape != self._compiled_for and self._way == "static":
+            self._forget_shapes()
             self._compiled_for = shape
         call = timed_call(self._system, torch.tensor(prompts), new_tokens)
         return Generated(call.first_token, call.step * (new_tokens - 1), call.tokens.tolist())
 
+    def _forget_shapes(self) -> None:
+        """Start afresh: a cache of this case's own size, and no recompilation limit in reach.
+
+        In one long process it would keep the largest cache so far, and slow down by dynamic shapes.
+        """
+        torch._dynamo.reset()
+        for name in ("_compiled_call", "_previous_max_cache_length"):
+            self._system.model.__dict__.pop(name, None)
+
     def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
         if self._way == "static":
-            raise UnsupportedError(
-                "rows of a static cache begin and end together: it does not serve requests of mixed lengths"
-            )
-        slots = self._sizes.slots
-        config = ContinuousBatchingConfig(
-            max_batch_tokens=max(512, slots),
-            page_size=PAGE_TOKENS,
-            num_blocks=slots * -(-self._sizes.length // PAGE_TOKENS) + slots,
-            max_requests_per_batch=slots,
-            allow_block_sharing=False,
-        )
-        generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
-        manager = self._system.model.init_continuous_batching(generation, continuous_batching_config=config)
-        manager.start()
-        try:
+            return super().serve(requests)
+        slots, count, open_requests = self._sizes.slots, 0, len(requests)
+        with continuous_batching(self._system.model, max(512, slots), slots, slots * self._sizes.length) as manager:
             for number, (prompt, new_tokens) in enumerate(requests):
                 manager.add_request(prompt, request_id=str(number), max_new_tokens=new_tokens)
-            return sum(self._finished(manager) for _ in requests)
-        finally:
-            manager.stop(block=True)
-
-    def _finished(self, manager: Any) -> int:
-        """The new tokens of the next request that is done."""
-        while True:
-            output = manager.get_result(timeout=0.1)
-            if output is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching stopped; see its log")
-            if output is not None and output.error is not None:
-                raise RuntimeError(f"transformers failed request {output.request_id}: {output.error}")
-            if output is not None and output.is_finished():
-                return len(output.generated_tokens)
+            while open_requests:
+                output = next_output(manager)
+                if output is not None and output.is_finished():
+                    open_requests -= 1
+                    count += len(output.generated_tokens)
+        return count
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,10 +32,11 @@ def test_an_instruction_set_that_the_machine_lacks_is_refused() -> None:
 
 
 def test_each_instruction_set_has_a_process_that_is_held_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
     started: list[tuple[str, list[str]]] = []
+    reports: list[dict[str, Any]] = []
 
     def run(command: list[str], *, env: dict[str, str], **options: object) -> subprocess.CompletedProcess[str]:
         started.append((env[CPU_VARIABLE], command))
@@ -43,7 +45,7 @@ def test_each_instruction_set_has_a_process_that_is_held_to_it(
 
     monkeypatch.setattr(formats, "warn_if_busy", lambda: None)
     monkeypatch.setattr(formats, "describe_machine", dict)
-    monkeypatch.setattr(formats, "SECTION", SimpleNamespace(show=lambda report: None))
+    monkeypatch.setattr(formats, "SECTION", SimpleNamespace(finish=lambda report, file: reports.append(report)))
     monkeypatch.setattr(formats.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["formats", "--rows", "2", "--artifacts", str(tmp_path)])
     assert formats.main() == 0
@@ -52,8 +54,7 @@ def test_each_instruction_set_has_a_process_that_is_held_to_it(
     for name, command in started:
         assert command[:5] == [sys.executable, "-m", "benchmark.generate.formats", "--rows", "2"]
         assert command[-4:] == ["--instruction-sets", name, "--artifacts", str(tmp_path)]
-    (last,) = capsys.readouterr().out.splitlines()
-    assert [each["instruction_set"] for each in json.loads(last)["results"]] == names
+    assert [each["instruction_set"] for each in reports[0]["results"]] == names
 
 
 @pytest.mark.slow
@@ -63,18 +64,9 @@ def test_it_runs(
     own = instruction_set()
     monkeypatch.setenv(CPU_VARIABLE, own.name)
     options = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--formats", "int8", "--rows", "2", "1"]
-    options += [
-        "--context",
-        "8",
-        "--prompt-length",
-        "9",
-        "--steps",
-        "1",
-        "--rounds",
-        "1",
-        "--artifacts",
-        str(tmp_path),
-    ]
+    options += ["--rounds", "1", "--artifacts", str(tmp_path)]
+    for name, value in {"CONTEXT": 8, "PROMPT": 9, "STEPS": 1}.items():
+        monkeypatch.setattr(formats, name, value)
     monkeypatch.setattr(sys, "argv", ["formats", *options])
     assert formats.main() == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]

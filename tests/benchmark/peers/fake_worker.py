@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmark.peers.workers.protocol import Generated, Prompt, Sizes, UnsupportedError, run
+from benchmark.peers.workers.protocol import Generated, Prompt, Runtime, Sizes, UnsupportedError, run
 
 
-class Fake:
+class Fake(Runtime):
     """Each new token is the sum of its prompt."""
 
     def __init__(self, way: str) -> None:
@@ -22,13 +22,13 @@ class Fake:
     def versions(self) -> dict[str, str]:
         return {"fake": "1"}
 
-    def convert(self, checkpoint: str, precision: str, folder: str, sizes: Sizes) -> float | None:
+    def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
         os.write(1, b"what a library prints is no answer\n")
         if precision == "int4":
             raise UnsupportedError("no int4")
         return float(sizes.slots)
 
-    def load(self, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None:
         if self._way == "no load":
             raise RuntimeError("the file is broken\nand more")
 
@@ -42,7 +42,7 @@ class Fake:
 
     def serve(self, requests: Sequence[tuple[Prompt, int]]) -> int:
         if self._way == "no requests":
-            raise UnsupportedError("it serves no requests")
+            return super().serve(requests)
         return sum(new_tokens for _, new_tokens in requests) - (self._way == "short")
 
 

@@ -15,24 +15,22 @@ from typing import Any
 
 import pytest
 
-from benchmark.limits import Limits
+from benchmark.machine import Limits
 from benchmark.peers import __main__ as peers
-from benchmark.peers.environments import STAMP, UnavailableError, python_of
 from benchmark.peers.measure import Runner
-from benchmark.peers.models import Needs, Shape
 from benchmark.peers.names import FLOATS, OURS, WHOLE_TILE_CONFIG, Environment, Peer
-from benchmark.peers.prepare import live_together
-from benchmark.peers.process import Worker, WorkerError
+from benchmark.peers.prepare import INSTALLED, UnavailableError, python_of
+from benchmark.peers.process import Place, Worker, WorkerError
 from benchmark.peers.report import SECTION, cell
-from benchmark.peers.results import FIRST_TOKEN, LOAD, PEAK, Group, agreed
-from benchmark.peers.schedule import Case, Prompts, Turn, cases, longest_row, turns
-from benchmark.peers.workers.protocol import Generated, UnsupportedError
-from benchmark.peers.workers.stepping import spare_steps, timed_steps
+from benchmark.peers.results import FIRST_TOKEN, LOAD, PEAK, Case, Group, Prompts, Shape, agreed, cases, longest_row
+from benchmark.peers.workers.protocol import Prompt, Sizes, UnsupportedError
+from benchmark.peers.workers.stepping import SteppingRuntime, spare_steps
 
 
 ROOT = Path(__file__).resolve().parents[3]
 PREFILL, DECODE, SERVE = CASES = (Case("prefill", 1, 8, 1), Case("decode", 2, 8, 3), Case("serve", 2))
 LOADING: dict[str, Any] = {
+    "checkpoint": "",
     "folder": "",
     "precision": "float32",
     "threads": 1,
@@ -45,50 +43,66 @@ def start(way: str, folder: Path, limit_s: float = 60.0) -> Worker:
     return Worker(way, command, os.environ | {"PYTHONPATH": str(ROOT)}, folder / f"{way}.log", limit_s)
 
 
+class FakePlace(Place):
+    """A fake worker, by its way."""
+
+    def start(self) -> Worker:
+        return start(self.peer.name, self.log.parent)
+
+
+def runner(folder: Path, *ways: str, **options: Any) -> Runner:
+    places = {way: FakePlace(Peer(way, way, (way,)), Path(), LOADING, folder / way) for way in ways}
+    return Runner(Group("fake", "float32", CASES), places, Prompts(10), settling_s=0, **options)
+
+
 def measured(folder: Path, *ways: str, together: bool = True, rounds: int = 2) -> Group:
-    group = Group("fake", "float32", list(CASES))
-    checks = ([[1, 2], [3]], [[3] * 16, [4] * 16])
-    runner = Runner(
-        group, lambda way: start(way, folder), dict.fromkeys(ways, LOADING), Prompts(10, 0), checks, settling_s=0
-    )
-    runner.run(turns(ways, CASES, rounds, together))
-    return group
+    running = runner(folder, *ways, checks=([[1, 2], [3]], [[3] * 16, [4] * 16]))
+    running.run_rounds(rounds, together=together)
+    return running.group
 
 
 def filled() -> Group:
-    group = Group("a-model", "float32", list(CASES))
+    group = Group("a-model", "float32", CASES)
     for peer, prefill, decode in ((OURS, 200.0, 10.0), ("llamacpp", 100.0, 30.0)):
         group.add(PREFILL.figure, peer, prefill)
         group.add(DECODE.figure, peer, decode)
-    group.limits = Limits(2e9, {"float32": 1e9, "bfloat16": 5e9})
-    group.needs = {PREFILL.figure: Needs(1.0, 1e7), DECODE.figure: Needs(1e7, 1.0)}
     return group
 
 
-def test_together_each_case_goes_round_all_peers_and_another_begins_each_round() -> None:
-    order = list(turns(["a", "b", "c"], CASES[:2], 2, together=True))
-    starts, measured = order[:6], order[6:]
-    assert [(turn.peer, turn.case) for turn in starts] == [(peer, None) for peer in "abcbca"]
-    assert [(turn.case, turn.peer) for turn in measured] == [(case, peer) for case in CASES[:2] for peer in "abcbca"]
-    # the workers of the last start stay until their last case
-    assert [turn.last for turn in order] == [True] * 3 + [False] * 12 + [True] * 3
+SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, head_weights=500, vocab_size=10)
 
 
-def test_one_at_a_time_a_peer_starts_and_takes_all_cases_before_the_next() -> None:
-    order = list(turns(["a", "b"], CASES, 2, together=False))
-    assert "".join(turn.peer for turn in order) == "aaaabbbbbbbbaaaa"
-    assert [turn.case for turn in order] == [None, *CASES] * 4
-    assert [turn.last for turn in order] == [False, False, False, True] * 4
+@pytest.mark.parametrize(
+    ("together", "order"),
+    [
+        # Each case goes round all peers; another begins each round.
+        (
+            True,
+            "a: start, b: start, b: start, a: start, a: p, b: p, b: p, a: p, a: d, b: d, b: d, a: d, a: s, b: s, b: s, a: s",
+        ),
+        # A peer starts and takes all cases before the next.
+        (
+            False,
+            "a: start, a: p, a: d, a: s, b: start, b: p, b: d, b: s, b: start, b: p, b: d, b: s, a: start, a: p, a: d, a: s",
+        ),
+    ],
+)
+def test_all_peers_take_turns(together: bool, order: str, tmp_path: Path) -> None:
+    taken: list[str] = []
+    running = runner(tmp_path, "a", "b", advance=taken.append)
+    running.run_rounds(2, together=together)
+    names = {case.figure: case.kind[0] for case in CASES} | {"start": "start"}
+    assert ", ".join(f"{peer}: {names[what]}" for peer, what in (each.split(": ") for each in taken)) == order
+    assert not running._workers
 
 
 def test_prompts_are_the_same_for_all_peers_and_never_again() -> None:
-    prompts = Prompts(100, seed=1)
+    prompts = Prompts(100)
     assert prompts.rows(DECODE, 0) == prompts.rows(DECODE, 0)
     drawn = [str(prompts.rows(case, when)) for case in CASES[:2] for when in (0, 1, "warm")]
     assert len(set(drawn)) == len(drawn)
     assert all(len(row) == DECODE.prompt and max(row) < 100 for row in prompts.rows(DECODE, 0))
     assert prompts.requests(SERVE, 0) == prompts.requests(SERVE, 0) != prompts.requests(SERVE, 1)
-    assert prompts.rows(DECODE, 0) != Prompts(100, seed=2).rows(DECODE, 0)
 
 
 def test_every_row_of_every_case_fits() -> None:
@@ -117,8 +131,8 @@ def test_all_figures_come_from_the_rounds(tmp_path: Path) -> None:
     for together in (True, False):
         group = measured(tmp_path, "well", "other", together=together)
         assert group.reasons == {}
-        assert group.values[PREFILL.figure]["well"] == [16.0, 16.0]
-        assert group.values[DECODE.figure]["other"] == [250.0, 250.0]
+        assert group.values[PREFILL.figure]["well"] == [(16.0, None)] * 2
+        assert group.values[DECODE.figure]["other"] == [(250.0, None)] * 2
         assert all(len(group.values[figure]["well"]) == 2 for figure in (SERVE.figure, LOAD, FIRST_TOKEN, PEAK))
         assert group.agreement == {"well": 0.5, "other": 0.5}  # the second prompt's sum is 3, not 4
         assert group.versions["well"] == {"fake": "1"}
@@ -130,7 +144,10 @@ def test_all_figures_come_from_the_rounds(tmp_path: Path) -> None:
         ("no import", r"start: no import ended with exit code 1: ImportError: no such runtime"),
         ("no load", r"start: no load failed: RuntimeError: the file is broken"),
         ("dies", r"decode x 2, ms/step: dies ended with exit code 3: fatal Error: out of memory"),
-        ("no requests", r"2 requests, new tok/s: it serves no requests"),
+        (
+            "no requests",
+            r"2 requests, new tok/s: rows of a batch begin and end together: it does not serve requests of mixed lengths",
+        ),
     ],
 )
 def test_a_peer_that_fails_is_named_and_the_others_are_measured(way: str, reason: str, tmp_path: Path) -> None:
@@ -164,7 +181,7 @@ def test_what_does_not_install_is_named_with_its_reason_and_tried_again(tmp_path
     for _ in range(2):
         with pytest.raises(UnavailableError, match=r"^not installed: .*nothing\.whl.* \(see .*lost\.log\)"):
             python_of(peer, tmp_path, avx2=False)
-    assert not (tmp_path / "lost" / STAMP).exists()
+    assert not (tmp_path / "lost" / INSTALLED).exists()
 
 
 def test_an_environment_is_made_once_and_another_one_for_avx2(tmp_path: Path) -> None:
@@ -172,52 +189,36 @@ def test_an_environment_is_made_once_and_another_one_for_avx2(tmp_path: Path) ->
     peer = Peer("made", "made", ("made",), FLOATS, Environment((), variables=always, avx2=avx2))
     for name, variables in (("made", always), ("made-avx2", always | avx2)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / STAMP).write_text(json.dumps({"packages": [], "variables": variables}))
+        (tmp_path / name / INSTALLED).write_text(json.dumps({"packages": [], "variables": variables}))
         assert python_of(peer, tmp_path, avx2=variables != always) == tmp_path / name / "bin" / "python"
     assert python_of(Peer("here", "here", ("here",)), tmp_path, avx2=True) == Path(sys.executable)
 
 
-def test_ratios_above_one_are_better_and_shares_are_of_the_limit() -> None:
-    group = filled()
-    assert group.ratio(PREFILL.figure, "llamacpp") == 2
-    assert group.ratio(DECODE.figure, "llamacpp") == 3
-    assert group.share(PREFILL.figure, OURS) == pytest.approx(0.25)
-    assert group.share(DECODE.figure, OURS) == pytest.approx(0.5)
-    assert group.ratio(SERVE.figure, "llamacpp") is group.share(SERVE.figure, "llamacpp") is None
-    figures = group.to_dict()["figures"]
-    assert cell(figures[DECODE.figure]["llamacpp"]) == "30.0 (17%)"
-    assert cell(figures[PREFILL.figure][OURS]) == "200 (25%)"
-
-
 def test_what_takes_longer_is_the_limit_reading_or_computing() -> None:
-    group = Group("a-model", "bfloat16", [Case("prefill", 1, 100, 1), Case("decode", 1, 10, 2)])
-    shape = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, head_weights=500, vocab_size=10)
+    prefill, decode = Case("prefill", 1, 100, 1), Case("decode", 1, 10, 2)
+    group = Group("a-model", "bfloat16", [prefill, decode, SERVE])
     for case in group.cases:
         group.add(case.figure, OURS, 100.0)
-    assert group.share(group.cases[0].figure, OURS) is None  # before the limits are known
-    group.set_limits(Limits(100.0, {"float32": 1.0, "bfloat16": 1e3}), shape)
-    prefill, decode = (group.share(case.figure, OURS) for case in group.cases)
-    assert prefill == pytest.approx((2 * (1000 * 100 + 500) + 2 * 2 * 4 * 8 * 100**2) / 1e3 / (100 / 100))
-    assert decode == pytest.approx((1500 * 2 + 11 * 2 * 2 * 8 * 2 * 2) / 100 / (100 / 1e3))
+    limits = Limits(100.0, {"float32": 1.0, "bfloat16": 1e3})
+    computed = (2 * (1000 * 100 + 500) + 2 * 2 * 4 * 8 * 100**2) / 1e3 / (100 / 100)
+    read = (1500 * 2 + 11 * 2 * 2 * 8 * 2 * 2) / 100 / (100 / 1e3)
+    assert group.share(prefill.figure, OURS, limits, SHAPE) == pytest.approx(computed)
+    assert group.share(decode.figure, OURS, limits, SHAPE) == pytest.approx(read)
+    figures = group.to_dict(limits, SHAPE)["figures"]
+    assert list(figures) == [case.figure for case in group.cases] and figures[SERVE.figure][OURS]["share"] is None
+    assert cell({"median": 30.0, "share": 0.17}) == "30.0 (17%)" and cell({"median": 200.0, "share": None}) == "200"
 
 
 def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: Path) -> None:
     rates = iter([2e9, 1e9, 4e9])
-    group = Group("fake", "float32", list(CASES))
-    runner = Runner(
-        group,
-        lambda way: start(way, tmp_path),
-        {"good": LOADING},
-        Prompts(10, 0),
-        settling_s=0,
-        read_rate=lambda: next(rates),
-    )
-    runner.run(turns(["good"], CASES, 3, True))
-    assert group.reads == {DECODE.figure: {"good": [2e9, 1e9, 4e9]}}
-    group.values[DECODE.figure]["good"] = [10.0, 20.0, 6.0]
-    group.limits, group.needs = Limits(8e9, {"float32": 1e12}), {DECODE.figure: Needs(1e7, 1.0)}
-    # Of 0.5, 0.5 and 0.42, where the best rate gives 0.125.
-    assert group.share(DECODE.figure, "good") == pytest.approx(0.5)
+    running = runner(tmp_path, "good", read_rate=lambda: next(rates))
+    running.run_rounds(3, together=True)
+    assert running.group.values[DECODE.figure]["good"] == [(250.0, rate) for rate in (2e9, 1e9, 4e9)]
+    limits, group = Limits(8e9, {"float32": 1e12}), running.group
+    group.values[DECODE.figure]["good"] = [(10.0, 2e9), (20.0, 1e9), (6.0, 4e9)]
+    bytes_read = SHAPE.weights * 4 + 2 * (8 + 1.5) * 2 * 2 * 8 * 2 * 4
+    # Of two equal ones and a lower one; by the best rate it would be a fourth.
+    assert group.share(DECODE.figure, "good", limits, SHAPE) == pytest.approx(bytes_read / 2e9 / 0.01)
 
 
 def test_of_two_measurements_each_limit_is_the_higher() -> None:
@@ -229,25 +230,42 @@ def test_tokens_agree_up_to_the_first_other_one() -> None:
     assert agreed([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == pytest.approx(6 / 8)
 
 
+class Steps(SteppingRuntime):
+    """An engine whose second request begins two steps late."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.count = 0
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None: ...
+
+    def add_request(self, prompt: Prompt, new_tokens: int) -> list[int]:
+        self.rows.append([])
+        return self.rows[-1]
+
+    def step(self) -> None:
+        for late, row in enumerate(self.rows):
+            row.extend([self.count] if self.count >= 2 * late else [])
+        self.count += 1
+
+    def is_busy(self) -> bool:
+        return self.count < 4 and bool(self.rows)
+
+    def cancel(self) -> None:
+        self.rows = []
+
+
 def test_steps_are_timed_once_all_rows_have_begun_and_until_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[list[int]] = [[], []]
-    count = iter(range(100))
-
-    def step() -> None:
-        number = next(count)
-        rows[0].append(number)
-        rows[1].extend([number] if number >= 2 else [])
-
-    monkeypatch.setattr(time, "perf_counter", lambda: float(len(rows[0])))  # a second a step
-    generated: Generated = timed_steps(step, lambda: rows, 3, 0.0)
-    assert generated.tokens == [[0, 1, 2], [2, 3, 4]]
+    engine = Steps()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(engine.count))  # a second a step
+    generated = engine.generate([[1], [2]], 3)
+    assert generated.tokens == [[0, 1, 2], [2, 3, 4]] and not engine.rows
     assert (generated.first_s, generated.rest_s) == (3.0, 2.0)
-    assert len(rows[0]) == 5 <= 3 + spare_steps(2)
-
-
-def test_workers_live_together_where_memory_has_room_for_all() -> None:
-    assert live_together(135_000_000, 7, 32, 16 << 30)
-    assert not live_together(1_200_000_000, 7, 32, 16 << 30)
+    assert engine.count == 5 <= 3 + spare_steps(2)
+    assert Steps().serve([([1], 4), ([2], 2)]) == 6
 
 
 def test_a_run_is_shown_with_its_reasons_notes_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,11 +277,11 @@ def test_a_run_is_shown_with_its_reasons_notes_and_limits(capsys: pytest.Capture
         "missing": {"openvino": "not installed: no wheel"},
         "notes": ["a note"],
         "limits": {"read": 3e10, "products": {"float32": 4e11, "bfloat16": 2e12}},
-        "groups": [group.to_dict()],
+        "groups": [group.to_dict(Limits(3e10, {"float32": 4e11}), SHAPE)],
     }
-    SECTION.show(report)
+    SECTION.finish(report, None)
     shown = capsys.readouterr().out
-    for text in ("30.0 (17%)", "vLLM (CPU): has no int8", "OpenVINO: not installed: no wheel", "a note", "30.0 GB/s"):
+    for text in ("30.0 (0%)", "vLLM (CPU): has no int8", "OpenVINO: not installed: no wheel", "a note", "30.0 GB/s"):
         assert text in shown
     assert "Won, a-model, float32: 2 of 2 rows." in shown
 
@@ -290,10 +308,6 @@ def test_quick_asks_for_less_and_named_options_win(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["peers", "--quick", "--rounds", "7", "--batches", "8", "1", "8"])
     args = peers.parse_arguments()
     assert (args.rounds, args.batches, args.models) == (7, [1, 8], ["smollm2-135m"])
-
-
-def test_turns_of_no_cases_start_and_end_workers() -> None:
-    assert list(turns(["a"], [], 1, together=False)) == [Turn(0, "a", None, last=True)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs a g++ for x86-64")

@@ -13,7 +13,8 @@ from transformers import NemotronHConfig
 
 from benchmark.recurrent import __main__ as recurrent
 from benchmark.recurrent import shapes
-from benchmark.recurrent.parts import parts_of
+from benchmark.recurrent.measure import parts_of, state_share
+from benchmark.recurrent.results import SHAPES
 
 
 def _span(track: str, name: str, begin: float, end: float, **facts: int) -> dict[str, Any]:
@@ -34,10 +35,10 @@ def test_parts_are_medians_of_all_runs_but_the_first() -> None:
     events.append(_span("graphs", "token_generation_context8", 9e4, 9.5e4, run=5))  # not told by operator
     parts = parts_of(events)
     assert parts.keys() == {"decode"}
-    ms = {name: value for name, value in parts["decode"].ms.items() if value}
+    ms = {name: value for name, value in parts["decode"].items() if value}
     expected = {"recurrence": 3e-3, "convolution": 1e-3, "elementwise": 5e-3, "other": 2e-3}
     assert ms == pytest.approx(expected)
-    assert parts["decode"].state_share == pytest.approx(4 / 11)
+    assert state_share(parts["decode"]) == pytest.approx(4 / 11)
 
 
 @pytest.mark.slow
@@ -57,10 +58,11 @@ def test_it_runs_and_float32_tokens_are_equal(
         ssm_state_size=8,
         n_groups=2,
     )
-    assert tuple(shapes.SHAPES) == recurrent.NAMES
-    monkeypatch.setitem(shapes.SHAPES, "nemotron-h", shapes.Shape(lambda quick: tiny, "tiny"))
+    assert shapes.CONFIGS.keys() == SHAPES.keys()
+    monkeypatch.setitem(shapes.CONFIGS, "nemotron-h", lambda quick: tiny)
+    monkeypatch.setattr(recurrent, "NEW_TOKENS", 4)
     options = ["--shapes", "nemotron-h", "--dtypes", "float32", "--rows", "2", "1", "--prompt-lengths", "8"]
-    options += ["--new-tokens", "4", "--rounds", "1", "--artifacts", str(tmp_path)]
+    options += ["--rounds", "1", "--artifacts", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["recurrent", *options])
     assert recurrent.main() == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from benchmark.estimate.fit import accuracy, error, fit, left_out_errors
-from benchmark.estimate.published import Measurement, measurements
-from benchmark.estimate.published_runs import LLAMA_8B_INF2, MODELS, RUNS
+from benchmark.estimate.published import LLAMA_8B_INF2, MODELS, RUNS, Measurement, measurements
 from optimum_neuron.targets.neuron.sdk.hardware import PARALLEL_SIZES
 from optimum_neuron.targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 from optimum_neuron.tools.estimate.core_sizes import core_sizes

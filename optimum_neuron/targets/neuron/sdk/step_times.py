@@ -52,7 +52,7 @@ class Accuracy:
     high: float
 
 
-# By `python -m benchmark.estimate` on its published_runs.py, whose runs name their sources; a test refits them.
+# By `python -m benchmark.estimate` on its published_runs.csv, whose runs name their sources; a test refits them.
 STEP_TIMES = StepTimes(weights=0.788, cache=0.570, flops=0.275, scores=0.125, layer_s=26.0e-6, request_s=9.64e-3)
 DECODE = Accuracy(fitted=0.055, held_out=0.079, strangers=0.218, left_out=0.076, low=0.78, high=1.41)
 PREFILL = Accuracy(fitted=0.129, held_out=0.155, strangers=0.578, left_out=0.218, low=0.35, high=2.75)

@@ -6,24 +6,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
-from gguf import GGUFReader
 from safetensors.torch import load_file
 from tiny import TINY_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmark.peers.gguf_file import gguf_name, write_gguf
+from benchmark.peers.checkpoints import write_gguf
 
 
 def test_bfloat16_weights_keep_their_bits_and_names(tmp_path: Path) -> None:
     config = LlamaConfig(**TINY_SIZES, dtype="bfloat16")
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    found = {tensor.name: tensor for tensor in GGUFReader(write_gguf(tmp_path)).tensors}
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(write_gguf(tmp_path)).tensors}
     weights = load_file(tmp_path / "model.safetensors")
-    assert {gguf_name(name) for name in weights} == set(found)
+    assert len(weights) == len(found)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in weights.items():
-        tensor = found[gguf_name(name)]
+        tensor = found[f"{names.get_name(name.removesuffix('.weight'))}.weight"]
         assert tuple(reversed(tensor.shape.tolist())) == tuple(weight.shape)
         if weight.dim() == 1:
             assert torch.equal(torch.tensor(tensor.data), weight.float())

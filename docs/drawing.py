@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings as SVG, by text alone: the same numbers give the same file. Measures nothing."""
+"""Drawings as SVG, by text alone: the same numbers give the same file."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Panel:
     Attributes:
         axis: what the values are, with their unit.
         rows: by the label of a row, the value of each system.
-        middle: the value of a line to compare with, if any; the axis is then logarithmic.
+        middle: the value of a line to compare with; the axis is logarithmic.
     """
 
     title: str
     axis: str
     rows: Mapping[str, Mapping[str, float]]
-    middle: float | None = None
+    middle: float
 
 
 ROW, LABELS, WIDTH = 22, 190, 760
@@ -97,14 +97,11 @@ def dots(title: str, panels: Sequence[Panel]) -> Drawing:
 
 def _panel(drawing: Drawing, panel: Panel, systems: Sequence[str], top: int) -> None:
     values = [value for row in panel.rows.values() for value in row.values()]
-    ticks = _powers(values) if panel.middle is not None else _steps(max(values) or 1.0)
+    ticks = _powers(values)
     bottom = top + 14 + len(panel.rows) * ROW
 
-    def scale(value: float) -> float:
-        return value if panel.middle is None else math.log(value)
-
     def across(value: float) -> float:
-        share = (scale(value) - scale(ticks[0])) / (scale(ticks[-1]) - scale(ticks[0]))
+        share = math.log(value / ticks[0]) / math.log(ticks[-1] / ticks[0])
         return LABELS + 10 + (WIDTH - LABELS - 50) * share
 
     drawing.text(20, top + 4, panel.title, bold=True)
@@ -125,10 +122,3 @@ def _powers(values: Sequence[float]) -> list[float]:
     """Return powers of two around all values and 1."""
     least, most = math.floor(math.log2(min(*values, 1))), math.ceil(math.log2(max(*values, 1)))
     return [2.0**power for power in range(least, max(most, least + 1) + 1)]
-
-
-def _steps(most: float) -> list[float]:
-    """Return round numbers from 0 to at least the largest value."""
-    size = 10 ** math.floor(math.log10(most))
-    step = next(size * factor for factor in (0.2, 0.5, 1, 2) if size * factor * 6 >= most)
-    return [step * number for number in range(math.ceil(most / step) + 1)]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder of a Llama as a GGUF file, without a vocabulary: workers exchange token ids."""
+"""The checkpoints that all runtimes load: folders as transformers saves them, and a GGUF file of each for llama.cpp."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,44 @@ import gguf
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..model import default_model, plain_checkpoint
+from .names import RANDOM_1B, SMOLLM2
 
 
-# Of transformers' names to GGUF's; those of layers begin with their number.
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+RANDOM_1B_SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
 }
-NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def checkpoint_folder(model: str, folder: Path) -> Path:
+    """Return the folder of a model, written if need be; raise FileNotFoundError where the package with SmolLM2 is missing."""
+    smollm2, path = Path(plain_checkpoint(default_model(), "float32", folder)), folder / RANDOM_1B
+    if model == SMOLLM2 or path.is_dir():
+        return smollm2 if model == SMOLLM2 else path
+    torch.manual_seed(0)
+    unfinished = path.with_suffix(".partial")
+    config = LlamaConfig(**RANDOM_1B_SIZES, dtype="bfloat16")
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(unfinished, max_shard_size="100GB")
+    for file in smollm2.glob("*token*"):
+        shutil.copy(file, unfinished)
+    return unfinished.rename(path)
 
 
 def write_gguf(checkpoint: Path) -> Path:
-    """Writes `model.gguf` into the folder, unless it is there.
+    """Write `model.gguf` into the folder, unless it is there. It has no vocabulary: workers exchange token ids.
 
     Raises:
         ValueError: the checkpoint is no Llama.
@@ -45,8 +65,13 @@ def write_gguf(checkpoint: Path) -> Path:
     unfinished = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(unfinished, "llama")
     _describe(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        _add(writer, gguf_name(name), _rows_as_rope_takes_them(name, tensor, config))
+        _add(
+            writer,
+            names.mapping[name.removesuffix(".weight")][1] + ".weight",
+            _rows_as_rope_takes_them(name, tensor, config),
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,17 +93,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a transformers weight."""
-    stem = name.removesuffix(".weight")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
-    number, _, rest = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{LAYER_NAMES[rest]}.weight"
-
-
 def _rows_as_rope_takes_them(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """llama.cpp rotates neighbours, transformers a head's halves: rows of queries and keys change places."""
+    """Reorder rows of queries and keys: llama.cpp rotates neighbours, transformers a head's halves."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     if heads is None:
         return tensor
@@ -86,7 +102,7 @@ def _rows_as_rope_takes_them(name: str, tensor: Tensor, config: dict[str, Any]) 
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
-    """Norms in float32, as llama.cpp takes them, all else as it is."""
+    """Add norms in float32, as llama.cpp takes them, all else as it is."""
     if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
         kind = gguf.GGMLQuantizationType.BF16
         writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=kind)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from helpers import export_tiny, random_tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from benchmark.quality import harness
 from optimum_neuron import NeuronModelForCausalLM
 
 
@@ -71,12 +69,3 @@ def test_it_generates_with_the_arguments_of_the_harness(models: tuple[Any, Any])
     options |= {"pad_token_id": 0, "do_sample": False, "stopping_criteria": StoppingCriteriaList([_After()])}
     ours, expected = (model.generate(input_ids=ids, **options) for model in models)
     assert torch.equal(ours, expected) and ours.shape == (2, 14)
-
-
-def test_a_missing_package_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit):
-        harness.main(["artifact", "--tasks", "arc_easy"])
-    assert "pip install lm_eval" in capsys.readouterr().err
