@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own folder is docs/
 
 from benchmark.peers import report as peers  # noqa: E402
-from docs.drawing import Drawing, Panel, dots  # noqa: E402
+from benchmark.serving import stall  # noqa: E402
+from docs.drawing import COLORS, Drawing, Panel, dots  # noqa: E402
 
 
 FOLDER, MEASURED = ROOT / "docs" / "drawings", ROOT / "docs" / "measured"
@@ -256,10 +257,42 @@ def runtimes(report: peers.Report) -> Drawing:
     return dots(peers.SECTION.picture, panels)
 
 
+STALL_SYSTEMS = {"mixed": "this project", "prefill_first": "the whole prompt first", "transformers": "transformers"}
+
+
+def long_prompt(report: peers.Report) -> Drawing:
+    """What a long prompt costs those who decode, and what that costs the newcomer."""
+    numbers, workload = report["numbers"]["stall"], report["workloads"]["stall"]
+    drawing = Drawing(760, 250, stall.SECTION.picture)
+    prompt, decodes = workload["long_prompt"], workload["decodes"]
+    drawing.text(20, 26, f"A prompt of {prompt:,} tokens comes while {decodes} requests decode", bold=True, size=14)
+    panels = (
+        ("the longest pause of those who decode, ms", "itl_max_ms"),
+        ("the first token of the newcomer: the price, ms", "ttft_ms"),
+    )
+    for number, (title, key) in enumerate(panels):
+        top = 58 + number * 96
+        drawing.text(20, top, title, bold=True)
+        values = {name: numbers[name][key] for name in STALL_SYSTEMS if name in numbers}
+        for row, (name, value) in enumerate(values.items()):
+            y = top + 12 + row * 22
+            drawing.text(165, y + 13, STALL_SYSTEMS[name], anchor="end", size=11)
+            drawing.box(175, y, max(500 * value / max(values.values()), 2), 17, COLORS[row])
+            drawing.text(183 + 500 * value / max(values.values()), y + 13, f"{value:,.0f}", size=11)
+    return drawing
+
+
+MEASURED_PICTURES = {"peers": runtimes, "stall": long_prompt}
+
+
 def measured(folder: Path) -> dict[str, Drawing]:
-    """Draw each published run with other runtimes; the names are those of the runs' files."""
+    """Draw each published run that has a picture; the names are those of the runs' files."""
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    return {name: runtimes(report) for name, report in reports.items() if report["benchmark"] == "peers"}
+    return {
+        name: MEASURED_PICTURES[report["benchmark"]](report)
+        for name, report in reports.items()
+        if report["benchmark"] in MEASURED_PICTURES
+    }
 
 
 def main() -> None:

@@ -196,6 +196,7 @@ SECTION = Section(
     "two tokens of a request, TTFT the time to the first token. [What each scenario is](../benchmark/README.md#serving).",
     tables,
     compared,
+    picture="A long prompt among decodes: the longest pause, and its price",
 )
 
 
