@@ -20,6 +20,8 @@ DEFAULT_STEP_TIMEOUT = 300.0
 BACKENDS = ("auto", "vllm", "engine")
 # What this package's own server imports.
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
+# Options of replicas of the engine's server.
+SCALE_OPTIONS = ("replicas", "max_replicas", "target_ongoing_requests")
 
 DESCRIPTION = """\
 Serve an artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming; /health for
@@ -32,7 +34,11 @@ pip install 'optimum-neuron-runtime[serve]'.
 
 The engine's server refuses what it cannot do, and says why. Requests that find no slot wait, up to --max-queue of
 them; others are refused with a time to try again (429). A client that disconnects frees its slot. After SIGTERM or Ctrl-C
-running requests finish within --drain-timeout, and new ones are refused (503); a second signal ends at once."""
+running requests finish within --drain-timeout, and new ones are refused (503); a second signal ends at once.
+
+--replicas starts several engines behind one address, by Ray Serve (pip install 'optimum-neuron-runtime[ray]'). Each has its
+share of the cores. Ray replaces one that ends; another one then answers its requests that have no token yet. RAY_ADDRESS
+names a cluster of several machines, each with the artifact at the same path."""
 
 EXAMPLES = f"""\
 examples:
@@ -43,7 +49,8 @@ examples:
   optimum-cli neuron serve smollm2/ --backend engine --max-queue 32 --served-model-name chat
   {KEY_VARIABLE}=secret optimum-cli neuron serve smollm2/ --host 0.0.0.0 --port 80
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
-  optimum-cli neuron serve smollm2/ --backend vllm --data-parallel-size 2
+  optimum-cli neuron serve smollm2/ --backend vllm --vllm-options --data-parallel-size 2
+  optimum-cli neuron serve smollm2/ --backend engine --replicas 2
 
 from Python:
   from openai import OpenAI
@@ -101,11 +108,26 @@ class NeuronServeCommand(BaseOptimumCLICommand):
         )
         add_option(
             parser,
-            "--data-parallel-size",
+            "--replicas",
             type=int,
-            default=1,
-            metavar="REPLICAS",
-            help="with vLLM, engines at one address, each with its own copy of the state and its own cores",
+            metavar="N",
+            help="with the engine's server, engines behind one address, by Ray Serve, each with its own cores and state (default: "
+            "one server without Ray)",
+        )
+        add_option(
+            parser,
+            "--max-replicas",
+            type=int,
+            metavar="N",
+            help="with --replicas, most replicas when many requests come; --replicas is then the fewest (default: --replicas)",
+        )
+        add_option(
+            parser,
+            "--target-ongoing-requests",
+            type=float,
+            metavar="REQUESTS",
+            help="with --max-replicas, requests of a replica, running and waiting, above which Ray starts another one (default: the "
+            "artifact's batch size)",
         )
         add_option(
             parser,
@@ -150,8 +172,7 @@ def _key(args: Namespace) -> str | None:
 def _check(args: Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must lie between 0 and 65535; 0 takes a free one")
-    if args.data_parallel_size < 1:
-        raise ValueError(f"--data-parallel-size {args.data_parallel_size} must be at least 1")
+    _check_scale(args)
     if args.max_queue is not None and args.max_queue < 0:
         raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
     if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
@@ -163,19 +184,31 @@ def _check(args: Namespace) -> None:
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
 
+def _check_scale(args: Namespace) -> None:
+    replicas, most, target = (getattr(args, name) for name in SCALE_OPTIONS)
+    if replicas is not None and replicas < 1:
+        raise ValueError(f"--replicas {replicas} must be at least 1")
+    if most is not None and most <= (replicas or most):
+        raise ValueError(
+            f"--max-replicas {most} must be larger than --replicas, which is {replicas or 'not given'}; give both, or --replicas alone"
+        )
+    if target is not None and most is None:
+        raise ValueError(
+            f"--target-ongoing-requests {target:g} says when Ray adds a replica; give --max-replicas, too"
+        )
+    if target is not None and not 0 < target < float("inf"):
+        raise ValueError(f"--target-ongoing-requests {target:g} must be a number above 0")
+
+
 def _check_backend(args: Namespace, backend: str) -> None:
-    for option in ("max_queue", "drain_timeout", "step_timeout"):
+    for option in ("max_queue", "drain_timeout", "step_timeout", *SCALE_OPTIONS):
         value = getattr(args, option)
         if backend == "vllm" and value is not None:
+            other = "; for vLLM's own replicas add --vllm-options --data-parallel-size" if option == "replicas" else ""
             raise ValueError(
                 f"--{option.replace('_', '-')} {value} is an option of the engine's server, and vLLM serves; leave it out, or add "
-                f"--backend engine"
+                f"--backend engine{other}"
             )
-    if backend == "engine" and args.data_parallel_size > 1:
-        raise ValueError(
-            f"--data-parallel-size {args.data_parallel_size} needs vLLM, and the engine serves, which is one server; use --backend "
-            f"vllm, or start {args.data_parallel_size} servers and balance them, as deploy/kubernetes does"
-        )
     if backend == "engine" and args.vllm_options:
         raise ValueError(
             f"{' '.join(args.vllm_options)} are options of vLLM, and the engine serves; leave them out, or use --backend vllm"
@@ -186,8 +219,6 @@ def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.tools.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
     shared = [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
-    if args.data_parallel_size > 1:
-        shared += ["--data-parallel-size", str(args.data_parallel_size)]
     words = vllm_command(
         path,
         name=args.served_model_name or str(Path(args.model)),
@@ -205,6 +236,8 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
         raise ImportError(
             f"the server needs {', '.join(missing)}: pip install 'optimum-neuron-runtime[serve]', or [vllm] to serve by vLLM"
         )
+    if args.replicas is not None and find_spec("ray") is None:
+        raise ImportError(f"--replicas {args.replicas} needs Ray Serve: pip install 'optimum-neuron-runtime[ray]'")
     from optimum_neuron.tools.serve.listen import listen
 
     with listen(args.host, args.port) as listening:
@@ -220,4 +253,13 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
             **run_options(args),
             otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
-        serve(options, listening)
+        if args.replicas is None:
+            serve(options, listening)
+            return
+        from optimum_neuron.tools.serve.replicas import set_ray_environment
+
+        joins = set_ray_environment()  # before Ray is imported
+        from optimum_neuron.tools.serve.replicas.launch import serve_replicas
+
+        most = args.max_replicas or args.replicas
+        serve_replicas(options, args.replicas, most, args.target_ongoing_requests, listening, joins=joins)

@@ -47,9 +47,9 @@ NOT_RUN = {
     "push_to_hub(": "uploads to the Hub; tests/tools/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tools/tune has some",
     "optimum-cli neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/export/test_first_use.py does it with tiny checkpoints",
-    "docker ": "there is no docker here; tests/serve/test_deploy.py reads the files",
-    "kubectl": "there is no cluster here; tests/serve/test_deploy.py reads the files",
-    "python -m optimum_neuron.tools.serve.transformers_serve": "needs transformers' own server; tests/serve tests this one",
+    "docker ": "there is no docker here; tests/tools/serve/test_deploy.py reads the files",
+    "kubectl": "there is no cluster here; tests/tools/serve/test_deploy.py reads the files",
+    "python -m optimum_neuron.tools.serve.transformers_serve": "needs transformers' own server; tests/tools/serve tests this one",
     "python -m tests.records": "compares what moves of code leave; tests/records does with small models",
     "python3.12 -m venv": "makes an environment for a device's runtime",
     "export LD_LIBRARY_PATH": "is of a device's runtime",
@@ -162,7 +162,7 @@ class Reader:
         self.exported.add(output)
 
     def serve(self, words: list[str]) -> None:
-        """The server's application on the artifact, without its process: tests/serve/test_serve_process.py has that."""
+        """The server's application on the artifact, without its process: tests/tools/serve/test_serve_process.py has that."""
         command = importlib.import_module("optimum.commands.register.neuron_serve").NeuronServeCommand
         parser = ArgumentParser()
         command.parse_args(parser)

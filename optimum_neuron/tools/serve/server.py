@@ -6,12 +6,18 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+from starlette.applications import Starlette
 
 from ...checkpoints.tokenizer import load_tokenizer
 from ...generate import NeuronModelForCausalLM
+from ...config import NeuronConfig
 from .app import create_app
 from .draining import LAST_READS, DrainingServer, server_config
 from .gate import Gate
@@ -45,11 +51,18 @@ class ServerOptions:
     otlp_traces_endpoint: str | None
 
 
-def serve(options: ServerOptions, listening: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
+class LoadedApp(NamedTuple):
+    """An application over a loaded model, and what ends and measures it."""
 
-    Args:
-        listening: at the address; who connects before the model is loaded waits.
+    app: Starlette
+    served: ServedModel
+    gate: Gate
+    metrics: Metrics
+
+
+@contextmanager
+def load_app(options: ServerOptions) -> Iterator[LoadedApp]:
+    """Load the artifact and start its engine; the context's end ends it.
 
     Raises:
         ValueError: the artifact has no tokenizer.
@@ -67,26 +80,37 @@ def serve(options: ServerOptions, listening: socket.socket) -> None:
     )
     # The model's files are verified: this may run code among them.
     tokenizer = load_tokenizer(options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code)
-    with model.serve(step_timeout=options.step_timeout) as service:
+    with model.serve(step_timeout=options.step_timeout) as service, ExitStack() as last:
         served = ServedModel.of(model, service, tokenizer, options.name, time.perf_counter() - start)
-        _run(served, options, listening, tracing)
+        gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.stopped)
+        metrics = Metrics(served, gate)
+        if tracing is not None:
+            last.callback(tracing.close)
+        encoder = last.enter_context(closing(PromptEncoder(served.tokenizer, served.config)))
+        app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
+        yield LoadedApp(app, served, gate, metrics)
 
 
-def _run(served: ServedModel, options: ServerOptions, listening: socket.socket, tracing: Tracing | None) -> None:
-    gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.stopped)
-    metrics = Metrics(served, gate)
-    encoder = PromptEncoder(served.tokenizer, served.config)
-    app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
+def serve(options: ServerOptions, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
+
+    Args:
+        listening: at the address; who connects before the model is loaded waits.
+
+    Raises:
+        ValueError, ImportError: as `load_app`.
+    """
+    with load_app(options) as loaded:
+        announce(options, loaded.served.config, listening)
+        stop = partial(loaded.served.service.close, timeout=LAST_READS)
+        DrainingServer(server_config(loaded.app), loaded.gate, options.drain_timeout, stop).run(sockets=[listening])
+
+
+def announce(options: ServerOptions, config: NeuronConfig, listening: socket.socket, replicas: str = "") -> None:
+    """Say on stderr where a server answers, and for how many."""
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     sys.stderr.write(
-        f"serving {served.name} at http://{where}:{port}/v1: {served.config.batch_size} requests of up to "
-        f"{served.config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
+        f"serving {options.name} at http://{where}:{port}/v1: {replicas}{config.batch_size} requests of up to "
+        f"{config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
     )
-    try:
-        stop = partial(served.service.close, timeout=LAST_READS)
-        DrainingServer(server_config(app), gate, options.drain_timeout, stop).run(sockets=[listening])
-    finally:
-        encoder.close()
-        if tracing is not None:
-            tracing.close()

@@ -76,13 +76,13 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         "--trust-remote-code",
     ]
     ranks = ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"]
-    traces = ["--otlp-traces-endpoint", "http://c", "--data-parallel-size", "2"]
+    traces = ["--otlp-traces-endpoint", "http://c"]
     words, environment = became(
-        artifact, *options, *ranks, *traces, "--vllm-options", "--max-model-len", "32", "--port", "10"
+        artifact, *options, *ranks, *traces, "--vllm-options", "--data-parallel-size", "2", "--port", "10"
     )
     assert words[4:] == [
         "--served-model-name", "a b; c", "--host", "::1", "--port", "9", "--trust-remote-code", *traces,
-        "--max-model-len", "32", "--port", "10",
+        "--data-parallel-size", "2", "--port", "10",
     ]  # fmt: skip
     found = {name: environment[name] for name in environment.keys() - os.environ.keys()}
     assert found == {"VLLM_API_KEY": "secret", "OPTIMUM_NEURON_RANK_PYTHON": "/py", "NEURON_RT_EXEC_TIMEOUT": "7.5"}
@@ -101,11 +101,15 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--api-key", " secret"], "--api-key begins or ends with a space"),
         (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
         (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
-        (["--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
+        (["--replicas", "0"], "--replicas 0 must be at least 1"),
+        (["--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is not given"),
+        (["--replicas", "2", "--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is 2"),
+        (["--replicas", "2", "--target-ongoing-requests", "3"], "--target-ongoing-requests 3 says when Ray adds a"),
         (
-            ["--data-parallel-size", "2"],
-            "--data-parallel-size 2 needs vLLM, and the engine serves, which is one server; use --backend vllm",
+            ["--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "0"],
+            "--target-ongoing-requests 0 must be a number above 0",
         ),
+        (["--replicas", "2", "--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
         (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
@@ -127,6 +131,9 @@ def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
     assert "--max-queue 5 is an option of the engine's server, and vLLM serves" in line
     line = refusal(monkeypatch, capsys, artifact, "--drain-timeout", "5")
     assert "--drain-timeout 5.0 is an option of the engine's server, and vLLM serves" in line
+    line = refusal(monkeypatch, capsys, artifact, "--replicas", "2")
+    assert "--replicas 2 is an option of the engine's server, and vLLM serves" in line
+    assert "for vLLM's own replicas add --vllm-options --data-parallel-size" in line
 
 
 def test_a_missing_package_is_named_with_what_brings_it(
@@ -136,6 +143,9 @@ def test_a_missing_package_is_named_with_what_brings_it(
     monkeypatch.setattr(module, "SERVER_MODULES", ("starlette", "no_such_package"))
     line = refusal(monkeypatch, capsys, artifact, "--backend", "engine")
     assert "the server needs no_such_package: pip install 'optimum-neuron-runtime[serve]'" in line
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "ray" else name)
+    line = refusal(monkeypatch, capsys, artifact, "--backend", "engine", "--replicas", "2")
+    assert line == "error: --replicas 2 needs Ray Serve: pip install 'optimum-neuron-runtime[ray]'\n"
 
 
 def test_an_address_in_use_is_told(

@@ -78,8 +78,8 @@ def resolve_lowered_target(name: str) -> str:
     return name if name == "hlo" else resolve_neuron_target(name)
 
 
-def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
-    """The logical cores that `world_size` ranks take, one each.
+def check_devices(target: str, lnc: int, world_size: int, replicas: int = 1) -> list[int]:
+    """Return the logical cores that the `world_size` ranks of each replica take, one each.
 
     Raises:
         RuntimeError: this machine cannot run graphs compiled for `target` with logical cores of `lnc` physical ones.
@@ -102,7 +102,7 @@ def check_devices(target: str, lnc: int, world_size: int) -> list[int]:
             f"the model again"
         )
     cores = None if found.physical_cores is None else found.physical_cores // lnc
-    return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES))
+    return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES), replicas)
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:
@@ -118,15 +118,17 @@ def take_replica_cores(replica: int, world_size: int) -> None:
     os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
 
 
-def _take_cores(present: int | None, world_size: int, visible: str | None) -> list[int]:
-    cores = list(range(world_size if present is None else present)) if visible is None else _ranges(visible)
-    if len(cores) < world_size:
+def _take_cores(present: int | None, world_size: int, visible: str | None, replicas: int = 1) -> list[int]:
+    wanted = world_size * replicas
+    cores = list(range(wanted if present is None else present)) if visible is None else _ranges(visible)
+    if len(cores) < wanted:
         source = f"{VISIBLE_CORES}={visible} names" if visible is not None else "this machine has"
+        each = "" if replicas == 1 else f" for {replicas} replicas"
         raise RuntimeError(
-            f"tensor_parallel_size={world_size} needs as many logical cores, and {source} {len(cores)}; run it on a "
+            f"tensor_parallel_size={world_size} needs {wanted} logical cores{each}, and {source} {len(cores)}; run it on a "
             f"larger instance, or export the model with a smaller tensor_parallel_size"
         )
-    return cores[:world_size]
+    return cores[:wanted]
 
 
 def _ranges(text: str) -> list[int]:

@@ -22,8 +22,13 @@ def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.Mon
     assert check_devices("trn2", 2, 8) == list(range(8))
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-11,20")
     assert check_devices("trn2", 2, 5) == [8, 9, 10, 11, 20]
+    assert check_devices("trn2", 2, 2, replicas=2) == [8, 9, 10, 11]
     with pytest.raises(RuntimeError, match=r"tensor_parallel_size=8 .* NEURON_RT_VISIBLE_CORES=8-11,20 names 5"):
         check_devices("trn2", 2, 8)
+    with pytest.raises(
+        RuntimeError, match=r"tensor_parallel_size=2 needs 6 logical cores for 3 replicas, and .* names 5"
+    ):
+        check_devices("trn2", 2, 2, replicas=3)
 
 
 def test_devices_are_found_without_neuron_ls(
