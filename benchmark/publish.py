@@ -28,7 +28,8 @@ from .serving import stall
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmark" / "published"
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
-SUMMARY = PUBLISHED / "peers.json"
+# The runs that README.md shows.
+SUMMARY, STALL = PUBLISHED / "peers.json", PUBLISHED / "stall.json"
 EXAMPLES = """
 examples:
   python -m benchmark.peers --json benchmark/published/peers.json && python -m benchmark.publish
@@ -76,7 +77,8 @@ def documents(folder: Path) -> Iterator[tuple[Path, str]]:
         taken.add(section.title)
         pages.append(text)
     yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
-    yield README, replaced(README, summary(json.loads((folder / SUMMARY.name).read_text(encoding="utf-8"))))
+    runs = [json.loads((folder / each.name).read_text(encoding="utf-8")) for each in (SUMMARY, STALL)]
+    yield README, replaced(README, summary(runs[0]) | pauses(runs[1]))
 
 
 def summary(report: Report) -> dict[str, str]:
@@ -88,6 +90,14 @@ def summary(report: Report) -> dict[str, str]:
     sentence = f"of {len(rows)} rows {won} won, {len(level)} level, {len(lost)} lost: {', '.join(peers.kinds(lost)) or 'none'}"
     lines = "\n".join(f"- {line}" for line in verdict(rows))
     return {"speed": sentence, "peers": f"{run_line(report)}\n\n{table.markdown()}\n\n{lines}"}
+
+
+def pauses(report: Report) -> dict[str, str]:
+    """Return what README.md says of a long prompt among decodes."""
+    numbers = report["numbers"]["stall"]
+    ours, others = numbers["mixed"], {"transformers": "transformers", "prefill_first": "prompt-first"}
+    longest = ", ".join(f"{name} {numbers[key]['itl_max_ms']:,.0f}" for key, name in others.items())
+    return {"stall": f"longest pause {ours['itl_max_ms']:.0f} ms, {longest}", "stall-run": run_line(report)}
 
 
 def replaced(document: Path, blocks: dict[str, str]) -> str:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from starlette.applications import Starlette
 
 from ...checkpoints.tokenizer import load_tokenizer
-from ...generate import NeuronModelForCausalLM
 from ...config import NeuronConfig
+from ...generate import NeuronModelForCausalLM
 from .app import create_app
 from .draining import LAST_READS, DrainingServer, server_config
 from .gate import Gate
