@@ -140,16 +140,16 @@ def _inspect(args: Namespace) -> None:
         print_artifact(artifact, measured or read_measurements(artifact), console())
         return
     from optimum_neuron.artifact.filesystem import replace_file
-    from optimum_neuron.tools.inspect.collect import check_output, collect
+    from optimum_neuron.tools.inspect.collect import check_output, collect_facts
 
     for path in outputs:
         check_output(artifact, path)
-    facts = collect(artifact, measured)
+    facts = collect_facts(artifact, measured)
     if args.html is not None:
-        from optimum_neuron.tools.inspect.html import render
+        from optimum_neuron.tools.inspect.html import render_page
 
         args.html.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(args.html, render(facts))
+        replace_file(args.html, render_page(facts))
     if args.json is not None:
         write_json(args.json, facts.to_dict())
     for path in outputs:

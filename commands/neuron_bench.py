@@ -12,7 +12,6 @@ from optimum_neuron.cli import (
     add_named_model,
     add_option,
     add_rank_options,
-    check_plot,
     console,
     explain,
     refuse_existing,
@@ -31,13 +30,13 @@ least and the most of all repetitions. Prompts are random tokens, and nothing is
 padding      the share of a prompt's graphs that holds no token of it
 idle rows    the share of the decode graph's rows that holds no request
 
---json writes all of it, in the form that docs/bench.md explains, and --plot draws it. Neither replaces a file."""
+--json writes all of it, in the form that docs/bench.md explains, to a new file."""
 
 EXAMPLES = """\
 examples:
   optimum-cli neuron bench smollm2/
   optimum-cli neuron bench smollm2/ --prompt-lengths 128 1024 --batch 1 4 --new-tokens 64 --repeat 5
-  optimum-cli neuron bench smollm2/ --json smollm2.json --plot smollm2.svg
+  optimum-cli neuron bench smollm2/ --json smollm2.json
 """
 
 
@@ -77,7 +76,6 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
             "--repeat", type=int, default=3, help="repetitions of each measurement (default: %(default)s)"
         )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a new file")
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
 
     @reported_errors()
@@ -87,21 +85,15 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
 
         # Before torch is imported: wrong files and folders are reported at once.
         refuse_existing("--json", args.json)
-        refuse_existing("--plot", args.plot)
-        if args.plot is not None:
-            check_plot(args.plot)
         artifact = open_named(args)
 
-        from optimum_neuron.tools.bench.measure import Plan
-        from optimum_neuron.tools.bench.report import plot, print_report
-        from optimum_neuron.tools.bench.run import run_bench
+        from optimum_neuron.tools.bench.measure import make_plan
+        from optimum_neuron.tools.bench.report import print_report, run_bench
 
-        plan = Plan.of(
+        plan = make_plan(
             artifact.config, args.prompt_lengths, args.batch, args.context_length, args.new_tokens, args.repeat
         )
         report = run_bench(artifact, plan, **run_options(args))
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, report.to_dict())
-        if args.plot is not None:
-            plot(report, args.plot)

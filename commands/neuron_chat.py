@@ -51,24 +51,24 @@ class NeuronChatCommand(BaseOptimumCLICommand):
     @reported_errors("\ninterrupted")
     def run(self) -> None:
         args = self.args
-        settings = Settings.of(args)
+        settings = Settings.from_args(args)
         start = time.perf_counter()
         if sys.stdin.isatty():
             print(f"loading {args.model} ...", file=sys.stderr, flush=True)
         model, tokenizer = _load(args)
 
-        from optimum_neuron.tools.chat.loop import Terminal, chat
+        from optimum_neuron.tools.chat.loop import Terminal, run_chat
         from optimum_neuron.tools.chat.session import ChatSession
 
         with model.serve() as service:
             session = ChatSession(model, service, tokenizer, settings, args.system)
             terminal = Terminal()
             if terminal.is_interactive:
-                terminal.note(
+                terminal.show_note(
                     f"{args.model} loaded in {time.perf_counter() - start:.1f} s; {model.neuron_config.sequence_length:,} tokens "
                     f"fit; {session.kept}\n/help lists the commands, Ctrl-D leaves"
                 )
-            chat(session, terminal)
+            run_chat(session, terminal)
 
 
 def _load(args: Namespace) -> tuple[Any, Any]:

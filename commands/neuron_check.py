@@ -22,7 +22,7 @@ from optimum_neuron.cli import (
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.tools.check.report import Report
+    from optimum_neuron.tools.check.report import CheckReport
 
 DESCRIPTION = """\
 Prove an artifact on the machine that it is for: does everything load there, and compute the right thing? It is the first
@@ -90,7 +90,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
             raise SystemExit(1)
 
 
-def _print(report: Report, title: str) -> None:
+def _print(report: CheckReport, title: str) -> None:
     from rich.table import Table
 
     table = Table("check", "result", "s", "what was seen", title=title, title_justify="left")

@@ -10,7 +10,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 
-from optimum_neuron.cli import add_option, check_plot, console, explain, hub_options, reported_errors, write_json
+from optimum_neuron.cli import add_option, console, explain, hub_options, reported_errors, write_json
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
 
@@ -33,7 +33,7 @@ EXAMPLES = """\
 examples:
   optimum-cli neuron estimate --model meta-llama/Llama-3.1-8B --batch-size 32 --sequence-length 4096
   optimum-cli neuron estimate --model checkpoint/ --target trn2 --sequence-length 32768 --context-length 8000
-  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1 --plot estimate.png
+  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1
   optimum-cli neuron estimate --model artifact/ --target trn2 --tensor-parallel-size 4 --json estimate.json
 
 then:
@@ -63,18 +63,14 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         )
         add_quantization_options(parser)
         group = parser.add_argument_group("files")
-        group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the estimates; needs matplotlib")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
         from optimum_neuron.tools.estimate.estimate import estimate_model
-        from optimum_neuron.tools.estimate.plot import plot
         from optimum_neuron.tools.estimate.report import print_report, to_json
 
-        if args.plot is not None:
-            check_plot(args.plot)
         report = estimate_model(
             args.model,
             given_options(args),
@@ -84,8 +80,6 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
             **hub_options(args),
         )
         print_report(report, console())
-        if args.plot is not None:
-            plot(report, args.plot)
         if args.json is not None:
             write_json(args.json, to_json(report))
 

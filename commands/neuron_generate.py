@@ -75,7 +75,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         from optimum_neuron.runtime.profile import profile_to
 
         # Before torch is imported: wrong options and folders are reported at once.
-        options = {"max_new_tokens": args.max_new_tokens, **Settings.of(args).keywords()}
+        options = {"max_new_tokens": args.max_new_tokens, **Settings.from_args(args).generate_keywords()}
         if args.prompt is None and sys.stdin.isatty():
             raise ValueError(
                 f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"

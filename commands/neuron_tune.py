@@ -11,7 +11,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import add_option, check_plot, console, explain, hub_options, reported_errors, write_json
+from optimum_neuron.cli import add_option, console, explain, hub_options, reported_errors, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS
 
 
@@ -58,7 +58,6 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         group.add_argument(
             "--artifact", type=Path, help="in place of --model: an exported artifact, with the sizes that it has"
         )
-        # As optimum_neuron.tools.tune.tune.TARGETS, without its imports.
         targets = ("auto", "cpu", *NEURON_TARGETS)
         group.add_argument("--target", choices=targets, help="where graphs run; auto is this machine (default: auto)")
         size: dict[str, Any] = {"type": int, "metavar": "CORES"}
@@ -77,7 +76,6 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         )
         _add_search_options(parser.add_argument_group("search"))
         group = parser.add_argument_group("files")
-        group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all candidates; needs matplotlib")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in seconds, bytes and minutes")
 
     @reported_errors()
@@ -87,11 +85,11 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         from optimum_neuron.tools.tune.trace_formats import read_trace
 
         _check(args)
-        if args.plot is not None:
-            check_plot(args.plot)
-        slo = Slo(()) if args.slo is None else Slo.parse(args.slo)
+        slo = Slo(()) if args.slo is None else Slo.parse_limits(args.slo)
         trace = read_trace(args.trace)
-        trace = trace.first(DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests))
+        trace = trace.first_requests(
+            DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests)
+        )
 
         from optimum_neuron.tools.tune.report import print_report, to_json
         from optimum_neuron.tools.tune.tune import tune_artifact, tune_model
@@ -112,10 +110,6 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
                 **hub_options(args),
             )
         print_report(report, console())
-        if args.plot is not None:
-            from optimum_neuron.tools.tune.plot import plot
-
-            plot(report, args.plot)
         if args.json is not None:
             write_json(args.json, to_json(report))
         if not report.search.best.meets:

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.tools.inspect.collect import collect
-from optimum_neuron.tools.inspect.html import render
+from optimum_neuron.tools.inspect.collect import collect_facts
+from optimum_neuron.tools.inspect.html import render_page
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         parser.error("there is no Chromium; install one")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        page.write_text(render(collect(Artifact.open(args.artifact))), encoding="utf-8")
+        page.write_text(render_page(collect_facts(Artifact.open(args.artifact))), encoding="utf-8")
         root = ["--no-sandbox"] if os.geteuid() == 0 else []
         subprocess.run(
             [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import logging
 import os
@@ -222,24 +221,6 @@ def write_json(path: Path, data: Any) -> None:
     """Writes what `--json` asks for; its folder is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def check_plot(path: Path) -> None:
-    """Raises before anything is computed where no picture can be drawn.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: it cannot write such a file.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"--plot {path} needs matplotlib, which is not installed; pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ValueError(
-            f"--plot {path} does not end with a known type of picture; use .png, or one of {sorted(known)}"
-        )
 
 
 def refuse_existing(option: str, path: Path | None) -> None:

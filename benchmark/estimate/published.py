@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.step_times import StepTimes
 from optimum_neuron.tools.estimate.core_sizes import CoreSizes, core_sizes
-from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure
+from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure_model
 from optimum_neuron.tools.estimate.step_speed import step_work
 
 
@@ -183,7 +183,7 @@ def _core(model: str, cores: int) -> CoreSizes:
 
 @cache
 def _sizes(model: str) -> ModelSizes:
-    return measure(AutoConfig.for_model(**MODELS[model]), model, "bfloat16", trust_remote_code=False)
+    return measure_model(AutoConfig.for_model(**MODELS[model]), model, "bfloat16", trust_remote_code=False)
 
 
 def _group(run: PublishedRun) -> tuple[str, str, int, int]:

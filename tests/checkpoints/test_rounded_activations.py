@@ -33,8 +33,8 @@ from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.features.experts.experts import dequantized_experts
 from optimum_neuron.targets import cpu
 from optimum_neuron.tools.hub.card import make_card
-from optimum_neuron.tools.inspect.collect import collect
-from optimum_neuron.tools.inspect.html import render
+from optimum_neuron.tools.inspect.collect import collect_facts
+from optimum_neuron.tools.inspect.html import render_page
 
 
 TARGETS = ("eager", "cpu")
@@ -143,12 +143,12 @@ def test_codes_of_a_checkpoint_meet_rounded_activations(stored: str, tiny_checkp
 
 
 def test_inspect_and_the_card_tell_which_weights_meet_rounded_activations(mixed: Callable[[str], Path]) -> None:
-    facts = collect(Artifact.open(mixed("eager")))
+    facts = collect_facts(Artifact.open(mixed("eager")))
     assert {(each.kind, each.activations) for each in facts.quantized} == {
         ("int8", "int8"), ("int4", "int8"), ("fp8", None), ("fp4", None)
     }  # fmt: skip
     assert "--activations int8" in facts.command
-    card, page = make_card(facts), render(facts)
+    card, page = make_card(facts), render_page(facts)
     assert (
         "- int8-activations\n" in card
         and "Activations are rounded to int8, each token's by blocks of 64 inputs" in card
@@ -187,7 +187,7 @@ def test_by_default_the_cpu_target_rounds_activations_where_that_is_faster(
     assert artifact.config.activations == rounded
     assert {form.get("activations") for form in _forms(folder).values()} == {rounded}
     assert ("--activations none" in caplog.text) == (rounded is not None)
-    command = collect(artifact).command
+    command = collect_facts(artifact).command
     assert ("--activations none" in command) == (target == "cpu" and rounded is None)
     assert ("--activations int8" in command) == (rounded is not None)
 

@@ -24,7 +24,7 @@ import torch
 from documents import DOCUMENTS, ROOT, SHELL, Command, all_commands, blocks, commands
 from gguf_files import write_gguf
 from optimum.commands import optimum_cli
-from serve.served_app import App, start_app
+from served_app import App, start_app
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -37,6 +37,7 @@ from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 NOT_RUN = {
     "pip install": "would change the environment of this test; the extras are compared with pyproject.toml, and CI installs them",
     "make ": "targets are compared with the Makefile; CI runs demo and test, which run this",
+    "--backend vllm": "becomes vLLM's server, which has an environment of its own; tests/vllm starts it",
     "vllm serve": "vLLM has an environment of its own; tests/vllm/test_documents.py has its parser take it, and other files start its server",
     "--target trn2": "lowering needs torch-xla, which has an environment of its own; tests/targets/neuron exports and lints",
     "--repo org/compiled": "needs a repository on the Hub; tests/targets/cache has a Hub of its own",

@@ -25,12 +25,12 @@ from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.score_graphs import score_graphs
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 from optimum_neuron.targets.neuron.sharding import shard_plan
-from optimum_neuron.tools.certify.comparison import Comparison, compare, expect
-from optimum_neuron.tools.certify.expected import Expected
-from optimum_neuron.tools.certify.host_ranks import Module
+from optimum_neuron.tools.certify.comparison import Comparison, compare
+from optimum_neuron.tools.certify.expected import Expected, expect_results
+from optimum_neuron.tools.certify.host_ranks import LoweredModule
 from optimum_neuron.tools.certify.parts import state_parts
 from optimum_neuron.tools.certify.reference import run_reference, state_scales
-from optimum_neuron.tools.certify.setup import Setup, steps_of
+from optimum_neuron.tools.certify.setup import Setup, record_config
 from optimum_neuron.tools.certify.trial import Trial
 
 
@@ -42,7 +42,7 @@ class Case:
     expected: Expected
     scales: dict[str, int]
 
-    def lower(self, *names: str, split: bool | None = None) -> dict[str, Module]:
+    def lower(self, *names: str, split: bool | None = None) -> dict[str, LoweredModule]:
         """The named kinds of graphs.
 
         Args:
@@ -61,11 +61,11 @@ class Case:
             lower.lower_scores(graph, rank.vocab_size, rank.plan) for graph in score_graphs(config, rank.vocab_size)
         ]
         graphs += [lower.lower_copy(graph, ranks) for graph in copy_graphs(config, rank.spec) if graph.name in names]
-        return {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
+        return {graph.name: LoweredModule(graph.hlo, graph.io) for graph in graphs}
 
-    def compare(self, modules: Mapping[str, Module]) -> list[Comparison]:
+    def compare(self, modules: Mapping[str, LoweredModule]) -> list[Comparison]:
         setup = dataclasses.replace(self.setup, modules=modules)
-        return compare(self.expected, setup.execute("float32", self.scales))
+        return compare(self.expected, setup.execute_steps("float32", self.scales))
 
 
 def _checkpoint(folder: Path, window: int) -> PreTrainedModel:
@@ -90,15 +90,15 @@ def make_case(folder: Path, ranks: int, *names: str, window: int = 8, **sizes: A
     (artifact / "weights").mkdir(parents=True)
     model.config.save_pretrained(artifact)
     tied = get_target("trn2").write_model(model, config, artifact)
-    steps = tuple(step for step in steps_of(config, spec) if step.graph.startswith(names))
+    steps = tuple(step for step in record_config(config, spec) if step.graph.startswith(names))
     parts = None if ranks == 1 else state_parts(shard_plan(model, ranks), spec, model)
     setup = Setup(artifact, Trial(artifact, config, config, 1, 1), spec, tied, {}, steps, parts)
-    states = setup.states("float32")
+    states = setup.state_specs("float32")
     scales = state_scales(model, states, setup.graphs, spec, steps)
     one, moved = (
         run_reference(model, states, setup.graphs, spec, steps, scales, shake=shake) for shake in (False, True)
     )
-    return Case(setup, expect(one, moved, steps, "float32", ranks, parts), scales)
+    return Case(setup, expect_results(one, moved, steps, "float32", ranks, parts), scales)
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..., Any]) -> None:

@@ -41,7 +41,7 @@ from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
 from optimum_neuron.targets.neuron.run.draws import draws
 from optimum_neuron.targets.neuron.run.load_plan import copy_inputs
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
-from optimum_neuron.tools.certify.host_ranks import Given, Module, Ranks
+from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, RankGroup
 
 
 NOISE = 2e-6  # of logits between -1 and 1, in float32
@@ -54,11 +54,11 @@ class RanksExecutable(Executable):
     def __init__(
         self, graphs: Sequence[LoweredGraph], config: NeuronConfig, weights: Sequence[dict[str, Tensor]]
     ) -> None:
-        modules = {graph.name: Module(graph.hlo, graph.io) for graph in graphs}
+        modules = {graph.name: LoweredModule(graph.hlo, graph.io) for graph in graphs}
         states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
         self._states = states.keys()
         zeros = {name: torch.zeros(state.shape, dtype=getattr(torch, state.dtype)) for name, state in states.items()}
-        self._ranks = Ranks(modules, [(own | zeros).items() for own in weights])
+        self._ranks = RankGroup(modules, [(own | zeros).items() for own in weights])
         self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
         self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
         self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
@@ -93,7 +93,7 @@ class RanksExecutable(Executable):
                 bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
 
     def _run(self, graph: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        first, *others = self._ranks.run(Given(graph, given))
+        first, *others = self._ranks.run_graph(GraphRun(graph, given))
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in first)
         return first

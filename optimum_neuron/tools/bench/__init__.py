@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimum-cli neuron bench`: how fast an artifact is on this machine, by the engine that serves it."""
+"""`optimum-cli neuron bench`: the speed of an artifact on this machine, by the engine that serves it."""

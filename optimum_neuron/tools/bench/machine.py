@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speeds depend on besides the artifact: the machine and the versions. Imports torch late."""
+"""Facts that speeds depend on besides the artifact: the machine and the versions. Imports torch late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...version import __version__
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, instruction sets of torch and of the kernels, cores that may be used, threads that compute, and versions."""
+    """Return CPU, instruction sets of torch and of the kernels, usable cores, threads that compute, and versions."""
     import torch
     import transformers
 
@@ -33,7 +33,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The name that the CPU has for itself."""
+    """Return the CPU's own name."""
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
         if line.startswith("model name"):
@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 def peak_bytes() -> int | None:
-    """The most memory of the host that this process had, mapped weights that were read included; None where nobody tells."""
+    """Return the most host memory of this process so far, with mapped weights that were read; None where it is unknown."""
     try:
         import resource
     except ImportError:  # as on Windows

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of an engine's steps: prompts alone, then rows that decode together. What is run first of each is not counted."""
+"""Times of an engine's steps: prompts alone, then rows that decode together. The first run of each is not counted."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from ...engine.request import Request
 from ...engine.step import RequestFailure
 from ...runtime.limits import check_fits
 from ...runtime.runner import GraphRunner
+from ...runtime.stopwatch import seconds_of
 from ...step.model_spec import ModelSpec
 
 
@@ -26,15 +26,15 @@ CONTEXT = 128
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured.
+class BenchPlan:
+    """Measurements to make.
 
     Attributes:
-        prompt_lengths: tokens of prompts that are taken in alone.
-        rows: how many requests decode together.
-        context_length: tokens before those that are decoded.
-        new_tokens: that each of them gets, the first one from its prompt.
-        repeat: measurements of each, beside one that is not counted.
+        prompt_lengths: tokens of prompts that run alone.
+        rows: numbers of requests that decode together.
+        context_length: tokens of each row before it decodes.
+        new_tokens: tokens that each row gets, the first one from its prompt.
+        repeat: counted runs of each measurement.
     """
 
     prompt_lengths: tuple[int, ...]
@@ -43,50 +43,51 @@ class Plan:
     new_tokens: int
     repeat: int
 
-    @classmethod
-    def of(
-        cls,
-        sizes: NeuronConfig,
-        prompt_lengths: Sequence[int] | None,
-        rows: Sequence[int] | None,
-        context_length: int | None,
-        new_tokens: int,
-        repeat: int,
-    ) -> Plan:
-        """Of what was asked for; where nothing was, what the artifact's sizes hold.
 
-        Raises:
-            ValueError: it does not fit the artifact, or measures nothing.
-        """
-        least_values = (("new-tokens", new_tokens, 2), ("repeat", repeat, 1), ("context-length", context_length, 1))
-        for name, value, least in least_values:
-            if value is not None and value < least:
-                raise ValueError(f"--{name} {value} must be at least {least}; raise it")
-        most = max(1, sizes.sequence_length - new_tokens + 1)
-        context = min(CONTEXT, most) if context_length is None else context_length
-        if prompt_lengths is None:
-            fitting = [length for length in PROMPT_LENGTHS if length <= sizes.sequence_length]
-            prompt_lengths = fitting or [sizes.sequence_length]
-        if rows is None:
-            doubled = itertools.takewhile(lambda count: count < sizes.batch_size, (2**power for power in range(32)))
-            rows = [count for count in (*doubled, sizes.batch_size) if _fits(count, context, new_tokens, sizes)]
-        for name, values in (("prompt-lengths", prompt_lengths), ("batch", rows)):
-            if not values or min(values) < 1:
-                raise ValueError(f"--{name} {' '.join(map(str, values))} must be whole numbers of at least 1")
-        if max(rows) > sizes.batch_size:
-            raise ValueError(
-                f"--batch {max(rows)} rows are more than the batch_size={sizes.batch_size} that the artifact was exported with; lower it, "
-                f"or export with --batch-size {max(rows)}"
-            )
-        for length in prompt_lengths:
-            check_fits([range(length)], 1, sizes)
-        for count in rows:
-            check_fits([range(context)] * count, new_tokens, sizes)
-        return cls(tuple(dict.fromkeys(prompt_lengths)), tuple(dict.fromkeys(rows)), context, new_tokens, repeat)
+def make_plan(
+    sizes: NeuronConfig,
+    prompt_lengths: Sequence[int] | None,
+    rows: Sequence[int] | None,
+    context_length: int | None,
+    new_tokens: int,
+    repeat: int,
+) -> BenchPlan:
+    """Return the plan for these options; None takes what the artifact's sizes hold.
+
+    Raises:
+        ValueError: an option does not fit the artifact, or leaves nothing to measure.
+    """
+    for name, value, least in (
+        ("new-tokens", new_tokens, 2),
+        ("repeat", repeat, 1),
+        ("context-length", context_length, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value} must be at least {least}; raise it")
+    most = max(1, sizes.sequence_length - new_tokens + 1)
+    context = min(CONTEXT, most) if context_length is None else context_length
+    if prompt_lengths is None:
+        prompt_lengths = [each for each in PROMPT_LENGTHS if each <= sizes.sequence_length] or [sizes.sequence_length]
+    if rows is None:
+        doubled = itertools.takewhile(lambda count: count < sizes.batch_size, (2**power for power in range(32)))
+        rows = [count for count in (*doubled, sizes.batch_size) if _can_hold(count, context, new_tokens, sizes)]
+    for name, values in (("prompt-lengths", prompt_lengths), ("batch", rows)):
+        if not values or min(values) < 1:
+            raise ValueError(f"--{name} {' '.join(map(str, values))} must be whole numbers of at least 1")
+    if max(rows) > sizes.batch_size:
+        raise ValueError(
+            f"--batch {max(rows)} rows are more than the batch_size={sizes.batch_size} that the artifact was exported with; lower it, "
+            f"or export with --batch-size {max(rows)}"
+        )
+    for length in prompt_lengths:
+        check_fits([range(length)], 1, sizes)
+    for count in rows:
+        check_fits([range(context)] * count, new_tokens, sizes)
+    return BenchPlan(tuple(dict.fromkeys(prompt_lengths)), tuple(dict.fromkeys(rows)), context, new_tokens, repeat)
 
 
-def _fits(rows: int, context: int, new_tokens: int, sizes: NeuronConfig) -> bool:
-    """Whether the cache holds rows that nobody asked for; what one row cannot is told."""
+def _can_hold(rows: int, context: int, new_tokens: int, sizes: NeuronConfig) -> bool:
+    """Return whether the cache holds these rows; one row stays in the plan, so that its refusal is seen."""
     try:
         check_fits([range(context)] * rows, new_tokens, sizes)
     except ValueError:
@@ -96,7 +97,7 @@ def _fits(rows: int, context: int, new_tokens: int, sizes: NeuronConfig) -> bool
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one number over the repetitions."""
+    """Median, least and most of a number over the repetitions."""
 
     median: float
     min: float
@@ -104,6 +105,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """Summarize at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -112,9 +114,9 @@ class Prefill:
     """A prompt alone.
 
     Attributes:
-        ttft_ms: from the request to its first token.
-        tokens_per_second: of the prompt, over that time.
-        padding_share: of the tokens that its graphs have room for, those that are none of its own.
+        ttft_ms: time from the request to its first token.
+        tokens_per_second: tokens of the prompt over that time.
+        padding_share: share of the graphs' tokens that are padding.
     """
 
     prompt_tokens: int
@@ -128,11 +130,11 @@ class Decode:
     """Rows that decode together, all of them in every step.
 
     Attributes:
-        context_tokens: that each has before the first of these steps.
-        step_ms: the median step of each repetition.
+        context_tokens: tokens of each row before the first of these steps.
+        step_ms: median step of each repetition.
         itl_p50_ms, itl_p99_ms: time between two tokens of a row, over the steps of all repetitions.
-        tokens_per_second: of all rows together, at the median step.
-        idle_share: of the decode rows of the graphs, those that run along empty.
+        tokens_per_second: tokens of all rows together, at the median step.
+        idle_share: share of the graphs' decode rows that hold no request.
     """
 
     rows: int
@@ -145,11 +147,11 @@ class Decode:
 
 
 class Bench:
-    """Measures one artifact's graphs.
+    """Measurements of one artifact's graphs.
 
     Args:
-        runner: which nobody else uses.
-        advance: called behind each repetition, with what it was.
+        runner: a runner that nothing else uses.
+        advance: called after each repetition, with its name.
     """
 
     def __init__(self, runner: GraphRunner, model: ModelSpec, advance: Callable[[str], None]) -> None:
@@ -161,17 +163,13 @@ class Bench:
         self._numbers = itertools.count()
         self._advance = advance
 
-    def prefill(self, length: int, repeat: int) -> Prefill:
-        """Raises RuntimeError where a step fails."""
+    def measure_prefill(self, length: int, repeat: int) -> Prefill:
+        """Measure single prompts of one length; raise RuntimeError where a step fails."""
         counts, seconds = self._engine.statistics, []
         for number in range(repeat + 1):
             if number == 1:
                 before = counts.prompt_tokens, counts.padded_prompt_tokens
-            start = time.perf_counter()
-            self._add(length, 1)
-            while self._engine.has_work:
-                self._step()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(seconds_of(lambda: self._serve_prompt(length)))
             self._advance(f"a prompt of {length:,} tokens")
         computed, padding = counts.prompt_tokens - before[0], counts.padded_prompt_tokens - before[1]
         return Prefill(
@@ -181,21 +179,19 @@ class Bench:
             padding_share=padding / (computed + padding),
         )
 
-    def decode(self, rows: int, context: int, new_tokens: int, repeat: int) -> Decode:
-        """Raises RuntimeError where a step fails."""
+    def measure_decode(self, rows: int, context: int, new_tokens: int, repeat: int) -> Decode:
+        """Measure rows that decode together; raise RuntimeError where a step fails."""
         counts, runs = self._engine.statistics, []
         for number in range(repeat + 1):
             if number == 1:
                 before = counts.decode_tokens, counts.idle_decode_rows
             for _ in range(rows):
-                self._add(context, new_tokens)
+                self._add_request(context, new_tokens)
             while self._engine.scheduler.running < rows:
-                self._step()
+                self._run_step()
             steps = []
             while self._engine.has_work:
-                start = time.perf_counter()
-                self._step()
-                steps.append((time.perf_counter() - start) * 1000)
+                steps.append(seconds_of(self._run_step) * 1000)
             runs.append(steps)
             self._advance(f"{rows} rows that decode")
         busy, idle = counts.decode_tokens - before[0], counts.idle_decode_rows - before[1]
@@ -211,13 +207,18 @@ class Bench:
             idle_share=idle / (busy + idle),
         )
 
-    def _add(self, length: int, new_tokens: int) -> None:
+    def _serve_prompt(self, length: int) -> None:
+        self._add_request(length, 1)
+        while self._engine.has_work:
+            self._run_step()
+
+    def _add_request(self, length: int, new_tokens: int) -> None:
         prompt = self._random.integers(0, self._tokens, length)
         self._engine.add_request(
             Request(request_id=str(next(self._numbers)), prompt_token_ids=prompt, max_new_tokens=new_tokens)
         )
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         for event in self._engine.step():
             if isinstance(event, RequestFailure):
                 raise event.error

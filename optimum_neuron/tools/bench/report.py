@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as JSON, as tables and as a picture."""
+"""From an artifact to its measured speeds, as JSON and as tables."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .measure import Decode, Prefill, Spread
+from ... import progress
+from ...artifact.artifact import Artifact, is_weight_file
+from ...generate import NeuronModelForCausalLM
+from ...step.state_sizes import byte_count
+from .machine import describe_machine, peak_bytes
+from .measure import Bench, BenchPlan, Decode, Prefill, Spread
 
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Of the JSON: another number where a reader of the one before would misread it.
+# Version of the JSON: another number where a reader of the one before would misread it.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes: of the weights in the artifact, of the cache and all other state, and the most that this process had of the host's."""
+class MemoryUse:
+    """Bytes of the artifact's weights, of the cache and all other state, and of this process at its peak."""
 
     weights_bytes: int
     state_bytes: int
@@ -28,14 +34,14 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """Speeds of an artifact on a machine.
 
     Attributes:
         artifact: its folder.
         config: its sizes and options.
-        load_seconds: from its folder to graphs that can run, without the imports of libraries.
-        warm_up_seconds: the first run of each graph.
+        load_seconds: time from the folder to graphs that can run, without the imports of libraries.
+        warm_up_seconds: time of the first run of each graph.
     """
 
     artifact: str
@@ -45,20 +51,63 @@ class Report:
     repeat: int
     load_seconds: float
     warm_up_seconds: float
-    memory: Memory
+    memory: MemoryUse
     prefill: tuple[Prefill, ...]
     decode: tuple[Decode, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON: these fields, those of `measure.py`, and the format's number."""
+        """Return the JSON: these fields, those of `measure.py`, and the format's number."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
-def print_report(report: Report, terminal: Console) -> None:
-    """The tables."""
+def run_bench(
+    artifact: Artifact,
+    plan: BenchPlan,
+    *,
+    trust_remote_code: bool,
+    rank_python: Path | str | None,
+    rank_timeout: float | None,
+) -> BenchReport:
+    """Load an artifact and measure it; raise ValueError or RuntimeError where it cannot be loaded or run here."""
+    start = time.perf_counter()
+    model = NeuronModelForCausalLM.from_pretrained(
+        artifact.path,
+        export=False,
+        trust_remote_code=trust_remote_code,
+        rank_python=rank_python,
+        rank_timeout=rank_timeout,
+    )
+    loaded = time.perf_counter()
+    model.runner.warm_up()
+    warm = time.perf_counter()
+    runs = (len(plan.prompt_lengths) + len(plan.rows)) * (plan.repeat + 1)
+    with progress.stage("Measuring", runs) as advance:
+        bench = Bench(model.runner, artifact.model, advance)
+        prefill = tuple(bench.measure_prefill(length, plan.repeat) for length in plan.prompt_lengths)
+        decode = tuple(
+            bench.measure_decode(rows, plan.context_length, plan.new_tokens, plan.repeat) for rows in plan.rows
+        )
+    weights = sum(entry["size"] for name, entry in artifact.manifest["files"].items() if is_weight_file(name))
+    state = byte_count(artifact.states()) + byte_count(artifact.snapshots())
+    return BenchReport(
+        artifact=str(artifact.path),
+        config=artifact.config.to_dict(),
+        machine=describe_machine(),
+        new_tokens=plan.new_tokens,
+        repeat=plan.repeat,
+        load_seconds=loaded - start,
+        warm_up_seconds=warm - loaded,
+        memory=MemoryUse(weights, state, peak_bytes()),
+        prefill=prefill,
+        decode=decode,
+    )
+
+
+def print_report(report: BenchReport, terminal: Console) -> None:
+    """Print the tables."""
     from rich.table import Table
 
-    machine, config = report.machine, report.config
+    machine, config, memory = report.machine, report.config, report.memory
     terminal.print(
         f"{report.artifact}: {config['target']}, {config['dtype']}, {config['batch_size']} rows of {config['sequence_length']:,} tokens, "
         f"chunks of {config['prefill_chunk_size']}\n"
@@ -66,29 +115,21 @@ def print_report(report: Report, terminal: Console) -> None:
         f"{machine['torch']}, transformers {machine['transformers']}, optimum-neuron-runtime {machine['optimum_neuron']}",
         soft_wrap=True,
     )
-    prompts = Table(
-        "prompt tokens", "tok/s", "TTFT, ms", "padding", title="Prefill, a prompt alone", title_justify="left"
-    )
+    prompts = Table("prompt tokens", "tok/s", "TTFT, ms", "padding", title="Prefill, a prompt alone")
     for row in report.prefill:
-        prompts.add_row(
-            f"{row.prompt_tokens:,}", _told(row.tokens_per_second), _told(row.ttft_ms), f"{row.padding_share:.0%}"
-        )
-    rows = Table("rows", "tok/s", "step, ms", "ITL p50, ms", "ITL p99, ms", "idle rows", title_justify="left")
+        speed, ttft = _spread_text(row.tokens_per_second), _spread_text(row.ttft_ms)
+        prompts.add_row(f"{row.prompt_tokens:,}", speed, ttft, f"{row.padding_share:.0%}")
+    rows = Table("rows", "tok/s", "step, ms", "ITL p50, ms", "ITL p99, ms", "idle rows")
     rows.title = f"Decode, after {report.decode[0].context_tokens:,} tokens a row"
     for each in report.decode:
-        rows.add_row(
-            str(each.rows),
-            f"{each.tokens_per_second:,.1f}",
-            _told(each.step_ms),
-            f"{each.itl_p50_ms:,.2f}",
-            f"{each.itl_p99_ms:,.2f}",
-            f"{each.idle_share:.0%}",
-        )
+        numbers = (f"{each.tokens_per_second:,.1f}", _spread_text(each.step_ms))
+        latencies = (f"{each.itl_p50_ms:,.2f}", f"{each.itl_p99_ms:,.2f}")
+        rows.add_row(str(each.rows), *numbers, *latencies, f"{each.idle_share:.0%}")
     for table in (prompts, rows):
+        table.title_justify = "left"
         for column in table.columns:
             column.justify, column.no_wrap = "right", True
         terminal.print(table)
-    memory = report.memory
     peak = (
         "" if memory.host_peak_bytes is None else f", {memory.host_peak_bytes / 1e6:,.0f} MB of the host at the peak"
     )
@@ -100,41 +141,6 @@ def print_report(report: Report, terminal: Console) -> None:
     )
 
 
-def _told(spread: Spread) -> str:
+def _spread_text(spread: Spread) -> str:
     digits = 0 if spread.median >= 1000 else 1 if spread.median >= 100 else 2
     return f"{spread.median:,.{digits}f} ({spread.min:,.{digits}f} to {spread.max:,.{digits}f})"
-
-
-def plot(report: Report, path: Path) -> None:
-    """Prefill speed by prompt length, and decode speed and time per step by rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    lengths = [row.prompt_tokens for row in report.prefill]
-    speeds = [row.tokens_per_second for row in report.prefill]
-    _line(axes[0], lengths, speeds, "Prefill", "prompt tokens", "tokens per second")
-    rows = [each.rows for each in report.decode]
-    axes[1].plot(rows, [each.tokens_per_second for each in report.decode], "o-")
-    axes[1].set(title="Decode", xlabel="rows", ylabel="tokens per second, all rows")
-    _line(axes[2], rows, [each.step_ms for each in report.decode], "Decode", "rows", "ms per step")
-    axes[2].plot(rows, [each.itl_p99_ms for each in report.decode], "k_", label="ITL p99")
-    axes[2].legend(frameon=False, fontsize=8)
-    for panel, ticks in zip(axes, (lengths, rows, rows), strict=True):
-        panel.set_xticks(ticks)
-        panel.set_ylim(bottom=0)
-        panel.grid(lw=0.4)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{report.artifact} on {report.machine['cpu']}, {report.machine['threads']} threads", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _line(panel: Any, places: list[int], values: list[Spread], title: str, xlabel: str, ylabel: str) -> None:
-    medians = [value.median for value in values]
-    errors = [[value.median - value.min for value in values], [value.max - value.median for value in values]]
-    panel.errorbar(places, medians, yerr=errors, fmt="o-", capsize=3)
-    panel.set(title=title, xlabel=xlabel, ylabel=ylabel)

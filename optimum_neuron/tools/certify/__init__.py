@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates: graphs in HLO, executed on this CPU and compared with the model. An export makes one where it is asked to."""
+"""Certificates: an export with --certify executes its HLO on this CPU and compares it with the model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def certify_export(model: PreTrainedModel, job: CompileJob) -> None:
     """Write the certificate of an export, as the `certify` of `export_model`.
 
     Raises:
-        ValueError: a graph computes something else than the model does; what, and where, is named.
+        ValueError: a graph computes something else than the model does; the message names what, and where.
         RuntimeError: XLA cannot execute a graph.
     """
-    from .certify import certify
+    from .certify import make_certificate
 
     with progress.stage("Comparing executed graphs with the eager step"):
-        certify(model, job).write(job.folder)
+        make_certificate(model, job).write(job.folder)

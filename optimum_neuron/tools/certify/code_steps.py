@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of keys and values by their order. Where a number lies between two codes, its last bit decides which it gets: that is rounding, and
-moves what is computed by much more than other rounding does."""
+"""Codes of keys and values by their order. The last bit of a number between two codes decides which of them it gets:
+that is rounding, and it moves results much further than other rounding does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...step.features.codes.coded_states import LARGEST_CODE, Stored
 
 
 def as_steps(values: Tensor) -> Tensor:
-    """Codes as float32 in which neighbours differ by 1, NaN where one is no number; other numbers as they are, in float32."""
+    """Return fp8 codes as float32 in which neighbours differ by 1, with NaN as NaN; other numbers as float32."""
     if values.dtype != torch.float8_e4m3fn:
         return values.float()
     bits = values.contiguous().view(torch.uint8).float()
@@ -21,16 +21,16 @@ def as_steps(values: Tensor) -> Tensor:
 
 
 def write_moved(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """As `kv_cache.write`, but that of each token's head a number has the code next to its own."""
-    kv_cache.write_rounded(_put, cache, states, blocks, columns)
+    """Write as `kv_cache.write` does, with one code of each token's head replaced by the code next to it."""
+    kv_cache.write_rounded(_write_codes, cache, states, blocks, columns)
 
 
-def _put(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    kv_cache.write(cache, _moved(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
+def _write_codes(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    kv_cache.write(cache, _move_codes(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
 
 
-def _moved(codes: Tensor) -> Tensor:
-    """Codes `[..., dim]`: nearer to zero, so that none is beyond the largest, or beside it."""
+def _move_codes(codes: Tensor) -> Tensor:
+    """Move one of the codes `[..., dim]` towards zero, so that none exceeds the largest."""
     heads = codes.contiguous().view(-1, codes.shape[-1])
     chosen = torch.nn.functional.one_hot(torch.arange(len(heads)) % heads.shape[-1], heads.shape[-1]).bool()
     bits = heads.view(torch.uint8)

@@ -16,7 +16,7 @@ from ...artifact.schema import TEXT, choice, listed, named, number, optional, re
 from ...config import NeuronConfig
 from . import CERTIFICATE_NAME
 from .comparison import Comparison
-from .expected import STATISTICS, TIMES_ROUNDING, Entry, Expected
+from .expected import STATISTICS, TIMES_ROUNDING, Expected, ExpectedValues
 
 
 VERSION = 1
@@ -26,57 +26,49 @@ _COMPARISON = record(
     | dict.fromkeys(("difference", "noise", "bound"), number(0)),
     closed=True,
 )
-_ENTRY = record(
-    {
-        "step": whole(0),
-        "name": TEXT,
-        "rank": whole(0),
-        "subject": TEXT,
-        "place": TEXT,
-        "noise": number(0),
-        "rows": optional(listed(whole(0))),
-        "heads": optional(listed(whole(0))),
-        "positions": listed(whole(0, 2**63 - 1)),
-        "values": listed(number()),
-    },
+_OUTPUT = record(
+    {"step": whole(0), "name": TEXT, "rank": whole(0), "subject": TEXT, "place": TEXT, "noise": number(0)}
+    | {"rows": optional(listed(whole(0))), "heads": optional(listed(whole(0)))}
+    | {"positions": listed(whole(0, 2**63 - 1)), "values": listed(number())},
     closed=True,
 )
 _TOKENS = record({"step": whole(0), "name": TEXT, "row": whole(0), "accepted": listed(whole(0))}, closed=True)
 _EXPECTED = record(
-    {"dtype": choice(tuple(STATISTICS)), "outputs": listed(_ENTRY), "tokens": listed(_TOKENS)}, closed=True
+    {"dtype": choice(tuple(STATISTICS)), "outputs": listed(_OUTPUT), "tokens": listed(_TOKENS)}, closed=True
 )
+_RULES = record({"version": whole(1), "passed": listed(TEXT)}, closed=True)
+_EXECUTED = record(
+    {"layers": whole(1), "all_layers": whole(1), "config": record({}), "graphs": named(_DIGEST)}, closed=True
+)
+_STEPS = record({"count": whole(1), "tokens": whole(1), "sha256": _DIGEST}, closed=True)
 _DOCUMENT = record(
-    {
-        "version": whole(1, VERSION),
-        "rules": record({"version": whole(1), "passed": listed(TEXT)}, closed=True),
-        "graphs": named(_DIGEST),
-        "executed": record(
-            {"layers": whole(1), "all_layers": whole(1), "config": record({}), "graphs": named(_DIGEST)}, closed=True
-        ),
-        "steps": record({"count": whole(1), "tokens": whole(1), "sha256": _DIGEST}, closed=True),
-        "scales": named(whole(-126, 126)),
-        "comparisons": listed(_COMPARISON),
-        "expected": listed(_EXPECTED),
-        "versions": named(TEXT),
-    },
+    {"version": whole(1, VERSION), "rules": _RULES, "graphs": named(_DIGEST), "executed": _EXECUTED, "steps": _STEPS}
+    | {"scales": named(whole(-126, 126)), "comparisons": listed(_COMPARISON), "expected": listed(_EXPECTED)}
+    | {"versions": named(TEXT)},
     closed=True,
 )
+# Objects of the file, and the fields of a certificate that they hold.
+_OBJECTS = {
+    "rules": {"version": "rules_version", "passed": "rules"},
+    "executed": {"layers": "layers", "all_layers": "all_layers", "config": "config", "graphs": "executed"},
+    "steps": {"count": "steps", "tokens": "tokens", "sha256": "steps_sha256"},
+}
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found when the artifact was exported.
+    """The record of a certified export.
 
     Attributes:
-        rules_version, rules: of the lint: the rules that no graph broke.
+        rules_version, rules: version of the lint, and its rules that no graph broke.
         graphs: sha256 of every HLO module of the artifact by name.
-        layers, all_layers: how many layers were executed, of how many.
-        config: the sizes at which they were.
-        executed: sha256 of the modules that were.
-        steps, tokens, steps_sha256: how much was executed, and a digest of all inputs.
-        scales: of each state's history, a power of two.
-        expected: numbers that the eager step made, in each type in which modules were executed.
-        versions: of what computed and lowered, by distribution.
+        layers, all_layers: executed layers, and layers of the model.
+        config: sizes at which they were executed.
+        executed: sha256 of the executed modules.
+        steps, tokens, steps_sha256: amount of the executed work, and a digest of all inputs.
+        scales: power of two of each state's history.
+        expected: numbers of the eager step, in each type in which modules were executed.
+        versions: of the libraries that computed and lowered, by distribution.
     """
 
     rules_version: int
@@ -94,32 +86,21 @@ class Certificate:
     expected: tuple[Expected, ...]
     versions: dict[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "rules": {"version": self.rules_version, "passed": list(self.rules)},
-            "graphs": self.graphs,
-            "executed": {
-                "layers": self.layers,
-                "all_layers": self.all_layers,
-                "config": self.config.to_dict(),
-                "graphs": self.executed,
-            },
-            "steps": {"count": self.steps, "tokens": self.tokens, "sha256": self.steps_sha256},
-            "scales": self.scales,
+    def write(self, folder: Path) -> None:
+        """Write the file; raise ValueError where a number is not finite, which JSON does not have."""
+        data = vars(self) | {
+            "config": self.config.to_dict(),
             "comparisons": [dataclasses.asdict(each) for each in self.comparisons],
             "expected": [_expected_to_dict(each) for each in self.expected],
-            "versions": self.versions,
         }
-
-    def write(self, folder: Path) -> None:
-        """Raises ValueError where a number is not finite: JSON has none such."""
-        document = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True)
+        objects = {name: {key: data.pop(field) for key, field in fields.items()} for name, fields in _OBJECTS.items()}
+        data |= {"version": VERSION, **objects}
+        document = json.dumps(data, allow_nan=False, sort_keys=True)
         (folder / CERTIFICATE_NAME).write_text(document + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Certificate:
-        """A folder's certificate.
+        """Read a folder's certificate.
 
         Raises:
             FileNotFoundError: it has none.
@@ -127,14 +108,16 @@ class Certificate:
         """
         path = folder / CERTIFICATE_NAME
         try:
-            return _from_dict(read_object(path))
+            return _certificate_from_dict(read_object(path))
         except (TypeError, ValueError) as error:
             raise ArtifactError(f"{path} is no certificate: {error}; export the model again") from error
 
 
-def _from_dict(data: dict[str, Any]) -> Certificate:
+def _certificate_from_dict(data: dict[str, Any]) -> Certificate:
     _DOCUMENT("the certificate", data)
-    executed, steps = data["executed"], data["steps"]
+    del data["version"]
+    objects = {name: data.pop(name) for name in _OBJECTS}
+    data |= {field: objects[name][key] for name, fields in _OBJECTS.items() for key, field in fields.items()}
     comparisons = tuple(Comparison(**each) for each in data["comparisons"])
     for each in comparisons:
         if not each.holds or each.bound != TIMES_ROUNDING * each.noise:
@@ -144,35 +127,22 @@ def _from_dict(data: dict[str, Any]) -> Certificate:
             )
     if not comparisons or not data["expected"]:
         raise ValueError("it compares nothing")
-    return Certificate(
-        rules_version=data["rules"]["version"],
-        rules=tuple(data["rules"]["passed"]),
-        graphs=data["graphs"],
-        layers=executed["layers"],
-        all_layers=executed["all_layers"],
-        config=NeuronConfig.from_dict(executed["config"]),
-        executed=executed["graphs"],
-        steps=steps["count"],
-        tokens=steps["tokens"],
-        steps_sha256=steps["sha256"],
-        scales=data["scales"],
-        comparisons=comparisons,
-        expected=tuple(_expected_from_dict(each) for each in data["expected"]),
-        versions=data["versions"],
-    )
+    changes = {
+        "rules": tuple(data["rules"]),
+        "config": NeuronConfig.from_dict(data["config"]),
+        "comparisons": comparisons,
+        "expected": tuple(_expected_from_dict(each) for each in data["expected"]),
+    }
+    return Certificate(**data | changes)
 
 
 def _expected_to_dict(expected: Expected) -> dict[str, Any]:
     outputs = [
-        {
-            "step": step,
-            "name": name,
-            "rank": rank,
-            **{name: value for name, value in vars(entry).items() if name != "trash"},
-            "values": entry.values.float().tolist(),
-        }
+        {"step": step, "name": name, "rank": rank, **vars(entry), "values": entry.values.float().tolist()}
         for (step, name, rank), entry in expected.outputs.items()
     ]
+    for each in outputs:
+        del each["trash"]  # it lies after all positions
     tokens = [
         {"step": step, "name": name, "row": row, "accepted": list(accepted)}
         for (step, name), rows in expected.tokens.items()
@@ -189,7 +159,7 @@ def _expected_from_dict(data: dict[str, Any]) -> Expected:
         step, name, rank = (each.pop(key) for key in ("step", "name", "rank"))
         each["rows"] = None if each["rows"] is None else tuple(each["rows"])
         each["values"] = torch.tensor(each["values"])
-        expected.outputs[step, name, rank] = Entry(**each, trash=0)  # which lies behind all positions
+        expected.outputs[step, name, rank] = ExpectedValues(**each, trash=0)
     for each in data["tokens"]:
         expected.tokens.setdefault((each["step"], each["name"]), {})[each["row"]] = tuple(each["accepted"])
     return expected

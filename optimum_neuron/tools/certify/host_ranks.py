@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes lowered modules by XLA on this machine's CPU: all ranks at once, collectives included, a device of XLA's each.
+"""Lowered modules, executed by XLA on this machine's CPU: all ranks at once, each on a device of XLA's, with collectives.
 
 XLA's CPU client has as many devices as CPU_NUM_DEVICES says when it starts, so several ranks need a process of their own.
 """
@@ -31,7 +31,7 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "col
 _ROOT = Path(__file__).parents[3]
 
 
-class Module(NamedTuple):
+class LoweredModule(NamedTuple):
     """A lowered module as it is executed."""
 
     hlo: bytes
@@ -39,11 +39,11 @@ class Module(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Given:
+class GraphRun:
     """One run of a module: its inputs by name, the same for all ranks.
 
     Attributes:
-        states: written before the run, on all ranks.
+        states: states that are written before the run, on all ranks.
     """
 
     graph: str
@@ -51,48 +51,56 @@ class Given:
     states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# By rank: the outputs of each run by name, with the slots' tokens where it updates them, and last what the states hold at the end.
-Found = list[list[dict[str, Tensor]]]
+# By rank: the outputs of each run by name, with the slots' tokens where it updates them, and last the states at the end.
+RankResults = list[list[dict[str, Tensor]]]
 # A rank's weights and states by name, in the types that modules take; made one by one, as a large model's are not all needed at once.
-Tensors = Iterable[tuple[str, Tensor]]
+RankTensors = Iterable[tuple[str, Tensor]]
 
 
-def execute(modules: Mapping[str, Module], tensors: Sequence[Tensors], runs: Sequence[Given]) -> Found:
-    """Runs modules one after the other.
+def execute_ranks(
+    modules: Mapping[str, LoweredModule], tensors: Sequence[RankTensors], runs: Sequence[GraphRun]
+) -> RankResults:
+    """Run modules one after the other.
 
     Args:
-        tensors: by rank.
+        tensors: weights and states by rank.
 
     Raises:
-        RuntimeError: XLA refuses a module, or ranks wait for each other for ever.
+        RuntimeError: XLA refuses a module, or a rank waits for ever.
     """
     # It brings transformers, which a process of ranks does without.
     from ...targets.neuron.lowering.kernel_calls import by_reference
 
     modules = {name: each._replace(hlo=by_reference(each.hlo)) for name, each in modules.items()}
     if len(tensors) == 1:
-        return Ranks(modules, tensors).run_all(runs)
+        return RankGroup(modules, tensors).run_all(runs)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        for name, module in modules.items():
-            (folder / f"{name}.hlo").write_bytes(module.hlo)
-        document = {
-            "modules": {name: module.io.to_dict() for name, module in modules.items()},
-            "runs": [{"graph": run.graph, "inputs": list(run.inputs), "states": list(run.states)} for run in runs],
-            "ranks": len(tensors),
-        }
-        (folder / "job.json").write_text(json.dumps(document), encoding="utf-8")
-        inputs = {
-            f"{number}:{name}": each
-            for number, run in enumerate(runs)
-            for name, each in {**run.inputs, **run.states}.items()
-        }
-        # No two names share memory.
-        save_file({name: each.clone() for name, each in inputs.items()}, folder / "inputs.safetensors")
-        for rank, own in enumerate(tensors):
-            save_file({name: each.clone() for name, each in own}, folder / f"rank{rank}.safetensors")
+        _write_job(folder, modules, tensors, runs)
         _run_child(folder, len(tensors))
         return [_read_results(folder / f"found{rank}.safetensors", len(runs)) for rank in range(len(tensors))]
+
+
+def _write_job(
+    folder: Path, modules: Mapping[str, LoweredModule], tensors: Sequence[RankTensors], runs: Sequence[GraphRun]
+) -> None:
+    for name, module in modules.items():
+        (folder / f"{name}.hlo").write_bytes(module.hlo)
+    document = {
+        "modules": {name: module.io.to_dict() for name, module in modules.items()},
+        "runs": [{"graph": run.graph, "inputs": list(run.inputs), "states": list(run.states)} for run in runs],
+        "ranks": len(tensors),
+    }
+    (folder / "job.json").write_text(json.dumps(document), encoding="utf-8")
+    inputs = _number_tensors({**run.inputs, **run.states} for run in runs)
+    # No two names share memory.
+    save_file({name: each.clone() for name, each in inputs.items()}, folder / "inputs.safetensors")
+    for rank, own in enumerate(tensors):
+        save_file({name: each.clone() for name, each in own}, folder / f"rank{rank}.safetensors")
+
+
+def _number_tensors(each_run: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{number}:{name}": each for number, run in enumerate(each_run) for name, each in run.items()}
 
 
 def _run_child(folder: Path, ranks: int) -> None:
@@ -130,23 +138,23 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.get_tensor(name)
 
 
-class Ranks:
+class RankGroup:
     """Programs, and per rank its weights and states on a device of XLA's.
 
     Args:
-        modules: without calls of kernels.
+        modules: modules without calls of kernels.
     """
 
-    def __init__(self, modules: Mapping[str, Module], tensors: Sequence[Tensors]) -> None:
+    def __init__(self, modules: Mapping[str, LoweredModule], tensors: Sequence[RankTensors]) -> None:
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         from torch_xla.core import xla_builder
 
         self._modules = modules
         self._programs = {
-            name: xla_builder.computation_from_module_proto(name, with_channels(module.hlo))
+            name: xla_builder.computation_from_module_proto(name, number_channels(module.hlo))
             for name, module in modules.items()
         }
-        self._aliases = {name: _aliases(module) for name, module in modules.items()}
+        self._aliases = {name: _aliased_states(module) for name, module in modules.items()}
         needed = {each.name for module in modules.values() for each in module.io.inputs if each.role != "input"}
         self._devices = [f"xla:{rank}" for rank in range(len(tensors))]
         self._bound = [
@@ -154,26 +162,24 @@ class Ranks:
             for device, own in zip(self._devices, tensors, strict=True)
         ]
 
-    def run_all(self, runs: Sequence[Given]) -> Found:
-        """Runs modules one after the other."""
-        found: Found = [[] for _ in self._devices]
-        for run in runs:
-            for results, outputs in zip(found, self.run(run), strict=True):
-                results.append(outputs)
+    def run_all(self, runs: Sequence[GraphRun]) -> RankResults:
+        """Run modules one after the other; return all outputs and the states at the end."""
+        found: RankResults = [list(outputs) for outputs in zip(*map(self.run_graph, runs), strict=True)]
+        found = found or [[] for _ in self._devices]
+        names = {name for module in self._modules.values() for name in module.io.names("state")}
         for results, bound in zip(found, self._bound, strict=True):
-            names = {name for module in self._modules.values() for name in module.io.names("state")}
             results.append({name: tensor.cpu() for name, tensor in bound.items() if name in names})
         return found
 
-    def run(self, run: Given) -> list[dict[str, Tensor]]:
-        """One run on all ranks; the outputs of each by name.
+    def run_graph(self, run: GraphRun) -> list[dict[str, Tensor]]:
+        """Run a module on all ranks; return the outputs of each by name.
 
-        The first rank compiles the module for all before any waits for another: XLA ends a process whose ranks wait for long.
+        The first rank compiles the module for all before any waits for another: XLA ends a process if its ranks wait for long.
         """
-        started = [self._start(rank, run) for rank in range(len(self._devices))]
-        return [self._outputs(rank, run, results) for rank, results in enumerate(started)]
+        started = [self._start_rank(rank, run) for rank in range(len(self._devices))]
+        return [self._take_outputs(rank, run, results) for rank, results in enumerate(started)]
 
-    def _start(self, rank: int, run: Given) -> list[Tensor]:
+    def _start_rank(self, rank: int, run: GraphRun) -> list[Tensor]:
         import torch_xla
 
         io, bound, device = self._modules[run.graph].io, self._bound[rank], self._devices[rank]
@@ -186,28 +192,27 @@ class Ranks:
         torch_xla._XLAC._xla_sync_multi(results, [device], False, True)
         return results
 
-    def _outputs(self, rank: int, run: Given, results: Sequence[Tensor]) -> dict[str, Tensor]:
-        io, bound = self._modules[run.graph].io, self._bound[rank]
+    def _take_outputs(self, rank: int, run: GraphRun, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        io, bound, aliases = self._modules[run.graph].io, self._bound[rank], self._aliases[run.graph]
         outputs = {}
-        aliases = self._aliases[run.graph]
         for index, (each, result) in enumerate(zip(io.outputs, results, strict=True)):
             if index in aliases:
                 bound[aliases[index]] = result
-            elif rank == 0 or each.name != PROMPT_LOGITS:  # which nobody reads of others, and are large
+            elif rank == 0 or each.name != PROMPT_LOGITS:  # which are large, and compared of the first rank alone
                 outputs[each.name] = result.cpu()
         if CHOSEN in outputs or CHOSEN in aliases.values():
-            outputs[CHOSEN] = bound[CHOSEN].cpu()  # what is kept, whatever the module returns
+            outputs[CHOSEN] = bound[CHOSEN].cpu()  # the kept state, whatever the module returns
         return outputs
 
 
-def _aliases(module: Module) -> dict[int, str]:
-    """By result, the parameter whose memory it is written to: by the module itself, which is what a device does."""
+def _aliased_states(module: LoweredModule) -> dict[int, str]:
+    """Return by result the parameter that gives it its memory, as on a device."""
     entries = hlo.parse(module.hlo).input_output_alias.entries
     return {entry.output_shape_index[0]: module.io.inputs[entry.parameter_number].name for entry in entries}
 
 
-def with_channels(data: bytes) -> bytes:
-    """XLA tells collectives apart by channel, or else by its own number of the module, which differs between ranks."""
+def number_channels(data: bytes) -> bytes:
+    """Give each collective a channel: XLA else uses its own number of the module, which differs between ranks."""
     module = hlo.parse(data)
     collectives = [each for _, each in hlo.instructions(module) if each.opcode in _COLLECTIVES]
     for channel, instruction in enumerate(collectives, start=1):
@@ -216,23 +221,21 @@ def with_channels(data: bytes) -> bytes:
 
 
 def main(folder: Path) -> None:
-    """Runs what `execute` left in a folder."""
+    """Run the job that `execute_ranks` left in a folder."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     modules = {
-        name: Module((folder / f"{name}.hlo").read_bytes(), GraphIO.from_dict(io))
+        name: LoweredModule((folder / f"{name}.hlo").read_bytes(), GraphIO.from_dict(io))
         for name, io in job["modules"].items()
     }
     given = load_file(folder / "inputs.safetensors")
-    runs = [
-        Given(
-            run["graph"], *({name: given[f"{number}:{name}"] for name in run[part]} for part in ("inputs", "states"))
-        )
-        for number, run in enumerate(job["runs"])
-    ]
+    runs = []
+    for number, run in enumerate(job["runs"]):
+        inputs, states = ({name: given[f"{number}:{name}"] for name in run[part]} for part in ("inputs", "states"))
+        runs.append(GraphRun(run["graph"], inputs, states))
     tensors = [_read_tensors(folder / f"rank{rank}.safetensors") for rank in range(job["ranks"])]
-    for rank, results in enumerate(Ranks(modules, tensors).run_all(runs)):
-        flat = {f"{number}:{name}": each for number, outputs in enumerate(results) for name, each in outputs.items()}
-        save_file({name: each.contiguous() for name, each in flat.items()}, folder / f"found{rank}.safetensors")
+    for rank, results in enumerate(RankGroup(modules, tensors).run_all(runs)):
+        flat = {name: each.contiguous() for name, each in _number_tensors(results).items()}
+        save_file(flat, folder / f"found{rank}.safetensors")
 
 
 if __name__ == "__main__":

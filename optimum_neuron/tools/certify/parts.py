@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a state each rank holds, by the plan by which the model is shared."""
+"""The part of each state that a rank holds, by the plan that shards the model."""
 
 from __future__ import annotations
 
@@ -11,70 +11,68 @@ from torch import Tensor, nn
 
 from ...step.model_spec import ModelSpec
 from ...targets.neuron.graph_io import SNAPSHOTS, cut_dim
-from ...targets.neuron.sharding.heads import PADDING, HeadLayout
+from ...targets.neuron.sharding.heads import PADDING
 from ...targets.neuron.sharding.plan import ShardPlan
 
 
-# By state: of each rank, the head or channel in each of its places, or PADDING. Without those that every rank has whole.
+# By state and rank, the head or channel in each of the rank's places, or PADDING. States that every rank has whole are missing.
 StateParts = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
-    """By the plan of a model, whose layers have their numbers."""
-    return dict(_heads(plan, spec, model)) | dict(_channels(plan, spec, model)) | dict(_recurrences(plan, spec, model))
+    """Return the parts by the plan of a model with numbered layers."""
+    return dict(_head_parts(plan, spec, model)) | dict(_recurrence_parts(plan, spec, model))
 
 
 def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
-    """What a rank holds of a state, or of snapshots of it; None where that is all of it."""
+    """Return the rank's places of a state, or of snapshots of it; None where it has all of it."""
     state = name.removeprefix(SNAPSHOTS)
     return None if parts is None or state not in parts else parts[state][rank]
 
 
-def _heads(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
-    layouts: dict[int, HeadLayout] = {}
-    for name, shared in plan.attention.items():
-        layouts[cast(int, model.get_submodule(name).layer_idx)] = shared.layout
+def _layer_numbers(names: Mapping[str, object] | set[str], model: nn.Module) -> dict[int, str]:
+    return {cast(int, model.get_submodule(name).layer_idx): name for name in names}
+
+
+def _head_parts(
+    plan: ShardPlan, spec: ModelSpec, model: nn.Module
+) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
+    shared = _layer_numbers(plan.attention, model)
     for layer in spec.layers:
-        if layer.layer_idx not in layouts:
+        if layer.layer_idx not in shared:
             continue
-        layout = layouts[layer.layer_idx]
+        layout = plan.attention[shared[layer.layer_idx]].layout
         slots, count = layout.key_value, layout.local_key_value
         parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
         for role in ("key", "value", "keyscale", "valuescale"):
             yield f"kv_cache.{role}_{layer.layer_idx}", parts
 
 
-def _channels(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
-    cut = {cast(int, model.get_submodule(name).layer_idx) for name in plan.convolutions}
-    for state in spec.convolutions:
-        if state.layer_idx not in cut:
-            continue
-        count = state.channels // plan.world_size
-        parts = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in range(plan.world_size))
-        yield f"kv_cache.conv_{state.layer_idx}_{state.index}", parts
-
-
-def _recurrences(
+def _recurrence_parts(
     plan: ShardPlan, spec: ModelSpec, model: nn.Module
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
-    cut = {cast(int, model.get_submodule(name).layer_idx): name for name in plan.recurrences}
+    """Yield the parts of convolutions, which are equal or follow their recurrence's heads, and of recurrences."""
     ranks = range(plan.world_size)
+    convolutions, recurrences = (_layer_numbers(each, model) for each in (set(plan.convolutions), plan.recurrences))
     for each in spec.convolutions:
-        if each.layer_idx in cut:
-            channels = [plan.channels(cut[each.layer_idx], each.index, rank) for rank in ranks]
-            if None not in channels:
-                yield f"kv_cache.conv_{each.layer_idx}_{each.index}", tuple(own for own in channels if own is not None)
+        name, layer = f"kv_cache.conv_{each.layer_idx}_{each.index}", recurrences.get(each.layer_idx)
+        channels = [None if layer is None else plan.channels(layer, each.index, rank) for rank in ranks]
+        if None not in channels:
+            yield name, tuple(own for own in channels if own is not None)
+        elif each.layer_idx in convolutions:
+            count = each.channels // plan.world_size
+            yield name, tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in ranks)
     for state in spec.recurrences:
-        if state.layer_idx in cut:
-            shared = plan.recurrences[cut[state.layer_idx]]
+        if state.layer_idx in recurrences:
+            shared = plan.recurrences[recurrences[state.layer_idx]]
             heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))
             number = f"{state.layer_idx}_{state.index}"
             yield from ((f"kv_cache.{role}_{number}", heads) for role in ("state", "anchor"))
             yield f"kv_cache.tail_{number}", inputs
 
 
-def part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
-    """A rank's part of a state, of heads or of channels; zeros where it holds padding. All of it without `places`."""
+def take_part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
+    """Return a rank's heads or channels of a state, zeros where it holds padding; all of it without `places`."""
     if places is None:
         return state
     dim = cut_dim(state.shape)
@@ -84,7 +82,7 @@ def part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
 
 
 def real_heads(places: tuple[int, ...] | None) -> list[int] | None:
-    """The places of a rank that hold a head; None where all do."""
+    """Return the places of a rank that hold a head; None where all do."""
     if places is None or PADDING not in places:
         return None
     return [place for place, head in enumerate(places) if head != PADDING]

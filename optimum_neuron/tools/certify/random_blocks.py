@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of recorded steps have their blocks: anywhere, anew in each step, and some of them together."""
+"""Blocks of the rows of recorded steps: anywhere, other ones in each step, and some of them shared."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ...step.features.shared_blocks.block_owners import BlockOwners, fill_owners
 from ...step.spec import BLOCK_TABLE, CHUNK, DECODE, WRITE_BLOCKS, GraphSpec
 
 
-def gathered(spec: GraphSpec) -> GraphSpec:
-    """The step of a graph as the reference runs it: rows gather the blocks of their tables, of any number."""
+def gathered_spec(spec: GraphSpec) -> GraphSpec:
+    """Return a graph's step as the reference runs it: rows gather the blocks of their tables, of any number."""
     if spec.kv_block_size is None:
         return spec
     return replace(spec, blocks_in_place=0, shared_blocks=0, context_length=spec.sequence_length)
 
 
 class RandomBlocks:
-    """Gives the rows of one step blocks.
+    """Blocks of the rows of one step.
 
     Every block of the cache holds numbers before the first step, so that a row may find its text in any of them.
 
     Attributes:
-        tables: `[slots, row_blocks]` int32; behind a row's last block, block 0.
-        positions: of decode rows, by slot; lower than asked for where blocks are few, and without those that found none.
+        tables: `[slots, row_blocks]` int32; after a row's last block, block 0.
+        positions: positions of decode rows by slot; lower than asked for where blocks are few, without rows that got none.
     """
 
     def __init__(self, spec: GraphSpec, random: np.random.Generator) -> None:
@@ -39,17 +39,13 @@ class RandomBlocks:
         self._free = [int(block) for block in random.permutation(spec.kv_blocks)]
 
     def give_chunks(self, ends: Mapping[int, int]) -> None:
-        """Gives slots blocks for so many tokens each, wherever they lie."""
+        """Give each slot blocks for its number of tokens, wherever they lie."""
         for slot, end in ends.items():
             needed = -(-end // self._length)
             self.tables[slot, :needed] = [self._free.pop() for _ in range(needed)]
 
-    def room(self) -> int:
-        """Return the number of tokens for which blocks are left."""
-        return len(self._free) * self._length
-
     def give_decodes(self, positions: Mapping[int, int]) -> None:
-        """Gives decode rows blocks that the graph reads; the second row has full ones of the first, where that may be."""
+        """Give decode rows blocks that the graph reads; the second row shares full ones of the first, where it may."""
         free = [block for block in self._free if block < (self._spec.blocks_in_place or self._spec.kv_blocks)]
         waiting = len(positions)
         first: int | None = None
@@ -67,26 +63,26 @@ class RandomBlocks:
             self.positions[slot] = min(position, (shared + own) * self._length - 1)
             first = slot if number == 0 else first
 
-    def place(self, slot: int, position: int) -> tuple[int, int]:
-        """Block and column of a token."""
+    def place_token(self, slot: int, position: int) -> tuple[int, int]:
+        """Return block and column of a token."""
         return int(self.tables[slot, position // self._length]), position % self._length
 
-    def write(self, inputs: Mapping[str, Tensor], spec: GraphSpec) -> None:
-        """Sets what a graph is told of blocks, of the inputs of `spec`, which have their positions."""
+    def write_inputs(self, inputs: Mapping[str, Tensor], spec: GraphSpec) -> None:
+        """Set the block inputs of `spec` in inputs that have their positions."""
         if spec.has_decode:
             positions = inputs[f"{DECODE}.position_ids"].numpy()
             if spec.owner_sizes is None:
                 inputs[f"{DECODE}.{BLOCK_TABLE}"].copy_(torch.from_numpy(self.tables))
             else:
-                told = {name: inputs[f"{DECODE}.{name}"].numpy() for name in spec.owner_sizes.shapes()}
-                assert told.keys() <= set(BlockOwners._fields)
-                fill_owners(told, spec.owner_sizes, self.tables, -(-positions[:, 0].clip(0) // self._length))
-            blocks = np.take_along_axis(self.tables, positions.clip(0) // self._length, axis=1)
-            inputs[f"{DECODE}.{WRITE_BLOCKS}"].copy_(torch.from_numpy(blocks))
+                owners = {name: inputs[f"{DECODE}.{name}"].numpy() for name in spec.owner_sizes.shapes()}
+                assert owners.keys() <= set(BlockOwners._fields)
+                fill_owners(owners, spec.owner_sizes, self.tables, -(-positions[:, 0].clip(0) // self._length))
+            self._write_blocks(inputs[f"{DECODE}.{WRITE_BLOCKS}"], self.tables, positions)
         if spec.has_chunk:
-            positions = inputs[f"{CHUNK}.position_ids"].numpy()
             tables = self.tables[inputs[f"{CHUNK}.seq_ids"].numpy()]
             table = inputs[f"{CHUNK}.{BLOCK_TABLE}"]
             table.copy_(torch.from_numpy(tables[:, : table.shape[1]]))
-            blocks = np.take_along_axis(tables, positions.clip(0) // self._length, axis=1)
-            inputs[f"{CHUNK}.{WRITE_BLOCKS}"].copy_(torch.from_numpy(blocks))
+            self._write_blocks(inputs[f"{CHUNK}.{WRITE_BLOCKS}"], tables, inputs[f"{CHUNK}.position_ids"].numpy())
+
+    def _write_blocks(self, blocks: Tensor, tables: np.ndarray, positions: np.ndarray) -> None:
+        blocks.copy_(torch.from_numpy(np.take_along_axis(tables, positions.clip(0) // self._length, axis=1)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the eager step makes of recorded steps, how far rounding moves it, and which tokens rounding may choose."""
+"""Recorded steps, run by the eager target: their results, and the tokens that rounding may choose."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from ...step.step import StepModule
 from ...targets.eager import EagerExecutable
 from ...targets.neuron.graph_io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
 from .code_steps import write_moved
-from .random_blocks import gathered
-from .recording import Step, drawn, history
+from .random_blocks import gathered_spec
+from .recording import RecordedStep, drawn_name, state_history
 
 
-_TOKENS = ".tokens"
 _TEMPERATURE = SamplingParams._fields.index("temperature")
-# Where a uniform number may lie, as parts of how far rounding moves it.
+# Tried places of a uniform number, in parts of how far rounding moves it.
 _PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A call of the sampler: logits `[rows, vocab]`, and what else it is given."""
+class SamplerCall:
+    """A call of the sampler: logits `[rows, vocab]`, and its other arguments."""
 
     logits: Tensor
     others: tuple[Any, ...]
 
-    def greedy(self) -> Choice:
-        """The same at temperature 0."""
+    def at_temperature_0(self) -> SamplerCall:
+        """Return the same call with greedy rows."""
         params, *rest = self.others
-        return Choice(self.logits, (torch.zeros_like(params), *rest))
+        return SamplerCall(self.logits, (torch.zeros_like(params), *rest))
 
-    def accepted(self, row: int, bound: float) -> tuple[int, ...]:
-        """The tokens that a row's sampler may choose where each logit is off by up to `bound`.
+    def accepted_tokens(self, row: int, bound: float) -> tuple[int, ...]:
+        """Return the tokens that a row's sampler may choose where each logit is off by up to `bound`.
 
-        Greedy, whoever is so near to the largest. Sampled, whatever the row's own number finds when it is moved by as much
-        as such logits move a probability.
+        A greedy row may choose every token that is so near to the largest. A sampled row may choose what its uniform
+        number finds when it moves by as much as such logits move a probability.
         """
         params, uniforms, *rest = self.others
         logits, own = self.logits[row : row + 1], params[row : row + 1]
@@ -63,18 +62,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What steps make.
+class ReferenceRun:
+    """Results of recorded steps.
 
     Attributes:
         logits: by number of the step and name of the output, `[rows, vocab]`.
         choices: the same of the outputs that are tokens.
         states: at the end, by name; snapshots are among them.
-        trash: by name of a state, how many of its last rows take padding.
+        trash: by name of a state, the number of its last rows that take padding.
     """
 
     logits: dict[tuple[int, str], Tensor]
-    choices: dict[tuple[int, str], Choice]
+    choices: dict[tuple[int, str], SamplerCall]
     states: dict[str, Tensor]
     trash: dict[str, int]
 
@@ -85,61 +84,60 @@ def run_reference(
     states: Sequence[TensorSpec],
     graphs: Sequence[GraphSpec],
     spec: ModelSpec,
-    steps: Sequence[Step],
+    steps: Sequence[RecordedStep],
     scales: Mapping[str, int],
     *,
     shake: bool = False,
-) -> Reference:
-    """Runs the eager target over a history of its own.
+) -> ReferenceRun:
+    """Run the eager target over a history of its own.
 
     Args:
-        states: all that lie beside weights, snapshots of states among them.
-        shake: whether all modules' results are off by a unit in their last place, and of keys and values that are codes one of each head
-            by one code.
+        states: all states, with snapshots of them.
+        shake: move each module's results by a unit in their last place, and one code of each head of coded keys and values.
     """
     cache = KVCache(each for each in states if each.name.startswith(CACHE))
-    places = {each.name: each for each in states if each.name.startswith(SNAPSHOTS)}
-    snapshots = {name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for name, each in places.items()}
-    calls: list[Choice] = []
+    places = [each for each in states if each.name.startswith(SNAPSHOTS)]
+    snapshots = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in places}
+    calls: list[SamplerCall] = []
 
     def sample(logits: Tensor, *others: Any) -> Tensor:
-        calls.append(Choice(logits.clone(), others))
+        calls.append(SamplerCall(logits.clone(), others))
         return EAGER_OPS.sample(logits, *others)
 
     ops = replace(EAGER_OPS, sample=sample, write_cache=write_moved if shake else EAGER_OPS.write_cache)
-    modules = {each.name: StepModule(model, cache, gathered(each), ops).eval() for each in graphs}
+    modules = {each.name: StepModule(model, cache, gathered_spec(each), ops).eval() for each in graphs}
     executable = EagerExecutable(
         modules, cache, {name.removeprefix(SNAPSHOTS): each for name, each in snapshots.items()}
     )
-    for name, state in history(states, scales):
+    for name, state in state_history(states, scales):
         if name in snapshots:
             snapshots[name].copy_(state)
         else:
             executable.write_state(name, state)
     logits: dict[tuple[int, str], Tensor] = {}
-    choices: dict[tuple[int, str], Choice] = {}
+    choices: dict[tuple[int, str], SamplerCall] = {}
     with shaken(model, 0) if shake else nullcontext():
         for number, step in enumerate(steps):
             if step.graph in COPIES:
-                _copy(executable, step)
+                _run_copy(executable, step)
                 continue
             calls.clear()
             given = step.inputs if step.by_table is None else step.by_table
             results = executable.run(step.graph, list(given.values()))
             sampled = iter(calls)
             for output, result in zip(modules[step.graph].spec.outputs(spec.vocab_size), results, strict=True):
-                if output.name.endswith(_TOKENS):
+                if output.name.endswith(".tokens"):
                     # The step chooses the largest of each row, and a sampler of its own draws.
                     choice = next(sampled)
-                    choices[number, output.name] = choice.greedy()
-                    choices[number, drawn(output.name)] = choice
+                    choices[number, output.name] = choice.at_temperature_0()
+                    choices[number, drawn_name(output.name)] = choice
                 else:
                     logits[number, output.name] = result.clone()
     found = snapshots | {each.name: executable.read_state(each.name) for each in states if each.name not in snapshots}
-    return Reference(logits, choices, found, {each.name: _trash(each, graphs[0]) for each in states})
+    return ReferenceRun(logits, choices, found, {each.name: _trash_rows(each, graphs[0]) for each in states})
 
 
-def _copy(executable: EagerExecutable, step: Step) -> None:
+def _run_copy(executable: EagerExecutable, step: RecordedStep) -> None:
     source, destination, length = (int(each) for each in step.inputs.values())
     if step.graph == COPY_SLOT:
         executable.copy_slot(source, destination, length)
@@ -149,8 +147,8 @@ def _copy(executable: EagerExecutable, step: Step) -> None:
         executable.restore_state(source, destination)
 
 
-def _trash(state: TensorSpec, graph: GraphSpec) -> int:
-    """Blocks of keys and values behind those that rows may have; rows of another state behind the slots; of snapshots none."""
+def _trash_rows(state: TensorSpec, graph: GraphSpec) -> int:
+    """Return the number of a state's last blocks or rows that no row may have; snapshots have none."""
     if state.name.startswith(SNAPSHOTS):
         return 0
     has_blocks = graph.kv_block_size is not None and state.name.startswith(BY_TOKEN)
@@ -163,13 +161,13 @@ def state_scales(
     states: Sequence[TensorSpec],
     graphs: Sequence[GraphSpec],
     spec: ModelSpec,
-    steps: Sequence[Step],
+    steps: Sequence[RecordedStep],
 ) -> dict[str, int]:
-    """Of each state, the power of two that the largest number that this model writes is about."""
+    """Return for each state the power of two that is about the largest number that this model writes."""
     first = next(step for step in steps if step.graph not in COPIES)
     nothing = {each.name: -126 for each in states}
     found = run_reference(model, states, graphs, spec, [first], nothing)
     live = {name: state[: len(state) - found.trash[name]].float() for name, state in found.states.items()}
     largest = {name: float(state.abs().max()) for name, state in live.items()}
-    # What nothing was written to in that step, as an anchor, gets the smallest.
+    # A state without numbers in that step, as an anchor, gets the smallest.
     return {name: max(-20, min(20, round(math.log2(size or 2.0**-20)))) for name, size in largest.items()}

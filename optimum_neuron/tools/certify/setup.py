@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is executed, from an artifact's folder: steps, modules, and each rank's weights and history."""
+"""A trial with all that its execution takes, from an artifact's folder: steps, modules, and each rank's weights and history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...artifact.artifact import GRAPHS_FOLDER
 from ...artifact.skeleton import empty_model
-from ...artifact.weights import rank_weights_name
+from ...artifact.weights import named_tensors, rank_weights_name
 from ...config import NeuronConfig
 from ...step.model_spec import ModelSpec
 from ...step.sampling.chosen import slots_of_rows
@@ -25,34 +25,34 @@ from ...step.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import state_specs
 from ...targets.neuron.copy_graphs import copy_graphs, snapshot_states
 from ...targets.neuron.graph_files import HLO_SUFFIX, read_graph_io, read_hlo
-from ...targets.neuron.graph_io import CHOSEN, SCORES, InputBinding
+from ...targets.neuron.graph_io import CHOSEN, SCORES
 from ...targets.neuron.lowering.lower_all import lower_all
 from ...targets.neuron.lowering.split_tokens import is_split
 from ...targets.neuron.score_graphs import score_graphs, slots_input
 from ...targets.neuron.sharding import shard_plan
-from .host_ranks import Found, Given, Module, execute
-from .parts import StateParts, part, places_of, state_parts
-from .recording import Step, chosen_tokens, drawn, history, record_steps
-from .trial import Trial, tied_in
-from .widened import widen
+from .host_ranks import GraphRun, LoweredModule, RankResults, execute_ranks
+from .parts import StateParts, places_of, state_parts, take_part
+from .recording import RecordedStep, chosen_tokens, drawn_name, record_steps, state_history
+from .trial import Trial
+from .widened import widen_module
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A trial, ready to be executed.
+    """A trial that is ready to be executed.
 
     Attributes:
-        folder: with the artifact's weights.
+        folder: folder with the artifact's weights.
         tied: alias to stored name.
-        parts: which heads and channels ranks hold; None for a single rank.
+        parts: heads and channels of each rank; None for a single rank.
     """
 
     folder: Path
     trial: Trial
     spec: ModelSpec
     tied: Mapping[str, str]
-    modules: Mapping[str, Module]
-    steps: tuple[Step, ...]
+    modules: Mapping[str, LoweredModule]
+    steps: tuple[RecordedStep, ...]
     parts: StateParts | None
 
     @property
@@ -63,58 +63,51 @@ class Setup:
     def graphs(self) -> tuple[GraphSpec, ...]:
         return graph_specs(self.trial.config)
 
-    def states(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """Of the whole model, in a type of their own, with snapshots of them."""
+    def state_specs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        """Return the states of the whole model in a type, with snapshots of them."""
         config = dataclasses.replace(self.trial.config, dtype=dtype)
         return (*state_specs(config, self.spec), *snapshot_states(config, self.spec))
 
-    def execute(self, dtype: str, scales: Mapping[str, int]) -> Found:
-        """Runs all steps on all ranks.
-
-        Args:
-            dtype: the artifact's, or float32 for modules that are widened.
-        """
+    def execute_steps(self, dtype: str, scales: Mapping[str, int]) -> RankResults:
+        """Run all steps on all ranks, in the artifact's type, or with widened modules in float32."""
         wide = dtype != self.trial.config.dtype
-        modules = {name: Module(*widen(*each)) if wide else each for name, each in self.modules.items()}
-        whole = dict(history(self.states(dtype), scales))
-        tensors = [chain(self._weights(rank, wide=wide), self._held(rank, whole)) for rank in range(self.ranks)]
-        runs = [list(self._runs(step)) for step in self.steps]
-        found = execute(modules, tensors, [run for each in runs for run in each])
-        return [_by_step(results, [len(each) for each in runs]) for results in found]
+        modules = {name: LoweredModule(*widen_module(*each)) if wide else each for name, each in self.modules.items()}
+        whole = dict(state_history(self.state_specs(dtype), scales))
+        tensors = [chain(self._weights(rank, wide=wide), self._states(rank, whole)) for rank in range(self.ranks)]
+        runs = [list(self._graph_runs(step)) for step in self.steps]
+        found = execute_ranks(modules, tensors, [run for each in runs for run in each])
+        return [_group_by_step(results, [len(each) for each in runs]) for results in found]
 
-    def _held(self, rank: int, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, state in states.items():
-            yield name, part(state, places_of(self.parts, name, rank))
-        for left in self._left().values():
+    def _states(self, rank: int, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a rank's states, and zeros for what steps leave to samplers and to the next step."""
+        for name, state in whole.items():
+            yield name, take_part(state, places_of(self.parts, name, rank))
+        inputs = (each for module in self.modules.values() for each in module.io.inputs if each.role == "state")
+        for left in {each.name: each for each in inputs if each.name.startswith((SCORES, CHOSEN))}.values():
             yield left.name, torch.zeros(left.shape, dtype=getattr(torch, left.dtype))
 
-    def _left(self) -> dict[str, InputBinding]:
-        """What steps leave for samplers and for the next step, by name."""
-        states = (each for module in self.modules.values() for each in module.io.inputs if each.role == "state")
-        return {each.name: each for each in states if each.name.startswith((SCORES, CHOSEN))}
-
-    def _runs(self, step: Step) -> Iterator[Given]:
-        """A step, and every graph over its logits that may follow it."""
-        yield Given(step.graph, step.given(), {} if step.kept is None else {CHOSEN: step.kept})
+    def _graph_runs(self, step: RecordedStep) -> Iterator[GraphRun]:
+        """Yield a step, and every graph over its logits that may follow it."""
+        yield GraphRun(step.graph, step.graph_inputs(), {} if step.kept is None else {CHOSEN: step.kept})
         for graph in score_graphs(self.trial.config, self.spec.vocab_size):
             if graph.name == LOGPROBS and f"{graph.group}.position_ids" in step.inputs:
-                yield Given(graph.name, {graph.inputs[0].name: chosen_tokens(step)})
+                yield GraphRun(graph.name, {graph.inputs[0].name: chosen_tokens(step)})
             elif graph.inputs[0].name in step.inputs:
                 positions, slots = (step.inputs.get(f"{graph.group}.{name}") for name in ("position_ids", "seq_ids"))
                 assert positions is not None
                 known = {**step.inputs, slots_input(graph.group): slots_of_rows(positions, slots)}
-                yield Given(graph.name, {each.name: known[each.name] for each in graph.inputs})
+                yield GraphRun(graph.name, {each.name: known[each.name] for each in graph.inputs})
 
     def _weights(self, rank: int, *, wide: bool) -> Iterator[tuple[str, Tensor]]:
         needed = {name for module in self.modules.values() for name in module.io.names("weight")}
         with safe_open(self.folder / rank_weights_name(rank, self.ranks), framework="pt") as file:
             for name in sorted(needed):
                 tensor = file.get_tensor(self.tied.get(name, name))
-                yield name, in_float32(tensor) if wide else tensor
+                yield name, to_float32(tensor) if wide else tensor
 
 
-def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[dict[str, Tensor]]:
-    """What each step's runs returned, samplers under names of their own; and last, the states."""
+def _group_by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the outputs of each step's runs, samplers under names of their own; and last, the states."""
     rest = iter(results)
     steps = []
     for count in counts:
@@ -122,13 +115,13 @@ def _by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> list[di
         for _ in range(count - 1):
             for name, each in next(rest).items():
                 columns = each.unbind(1) if name.endswith(".top_tokens") else ()
-                found |= {drawn(name): each} | {f"{name}.{place}": column for place, column in enumerate(columns)}
+                found |= {drawn_name(name): each} | {f"{name}.{place}": one for place, one in enumerate(columns)}
         steps.append(found)
     return [*steps, next(rest)]
 
 
-def steps_of(config: NeuronConfig, spec: ModelSpec) -> tuple[Step, ...]:
-    """The steps that are executed at a config's sizes."""
+def record_config(config: NeuronConfig, spec: ModelSpec) -> tuple[RecordedStep, ...]:
+    """Return the steps that are executed at a config's sizes."""
     ids = min(spec.num_embeddings, spec.vocab_size)
     copies = {graph.name for graph in copy_graphs(config, spec)}
     return record_steps(graph_specs(config), ids, copies, config.snapshot_places)
@@ -137,25 +130,27 @@ def steps_of(config: NeuronConfig, spec: ModelSpec) -> tuple[Step, ...]:
 def make_setup(
     folder: Path, trial: Trial, spec: ModelSpec, tied: Mapping[str, str], *, trust_remote_code: bool
 ) -> Setup:
-    """Reads an artifact's modules, or lowers those of its first layers.
+    """Read an artifact's modules, or lower those of its first layers.
 
     Args:
-        folder: of the artifact, or one that becomes it: with its graphs and weights.
-        spec: of the artifact's whole model.
+        folder: the artifact, or the folder that becomes it, with graphs and weights.
+        spec: spec of the artifact's whole model.
 
     Raises:
         ValueError: the first layers cannot be lowered, or not be shared by so many ranks.
     """
     config = trial.config
-    if trial.whole:
-        few, names = spec, [each.name for each in graph_specs(config)]
-        names += [graph.name for graph in score_graphs(config, spec.vocab_size)]
-        names += [graph.name for graph in copy_graphs(config, spec)]
+    model = empty_model(trial.folder, config.dtype, trust_remote_code=trust_remote_code)
+    if trial.is_whole:
+        kept = spec
+        names = [each.name for each in graph_specs(config)]
+        names += [each.name for each in score_graphs(config, spec.vocab_size)]
+        names += [each.name for each in copy_graphs(config, spec)]
         paths = {name: folder / GRAPHS_FOLDER / (name + HLO_SUFFIX) for name in names}
-        modules = {name: Module(read_hlo(path), read_graph_io(path)) for name, path in paths.items()}
+        modules = {name: LoweredModule(read_hlo(path), read_graph_io(path)) for name, path in paths.items()}
     else:
-        few = first_layers(spec, trial.layers)
-        tied = tied_in(tied, trial.folder, config, trust_remote_code=trust_remote_code)
+        kept, tensors = _first_layers(spec, trial.layers), named_tensors(model)
+        tied = {alias: stored for alias, stored in tied.items() if alias in tensors and stored in tensors}
         lowered = lower_all(
             trial.folder,
             config,
@@ -164,16 +159,15 @@ def make_setup(
             like=trial.artifact_config,
             split=split_kinds(folder, trial.artifact_config),
         )
-        modules = {graph.name: Module(graph.hlo, graph.io) for graph in lowered}
+        modules = {graph.name: LoweredModule(graph.hlo, graph.io) for graph in lowered}
     parts = None
     if config.tensor_parallel_size > 1:
-        model = empty_model(trial.folder, config.dtype, trust_remote_code=trust_remote_code)
-        parts = state_parts(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), few, model)
-    return Setup(folder, trial, few, tied, modules, steps_of(config, few), parts)
+        parts = state_parts(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), kept, model)
+    return Setup(folder, trial, kept, tied, modules, record_config(config, kept), parts)
 
 
-def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
-    """What the graphs of a model's first layers keep."""
+def _first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """Return the spec of a model's first layers."""
     kinds = ("layers", "convolutions", "recurrences", "selections", "compressions")
     kept: dict[str, Any] = {
         kind: tuple(each for each in getattr(spec, kind) if each.layer_idx < layers) for kind in kinds
@@ -182,12 +176,12 @@ def first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
 
 
 def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:
-    """Kinds of an artifact's graphs in whose largest one ranks have parts of the tokens."""
+    """Return the kinds of graphs that split the tokens between ranks in their largest graph."""
     specs = sorted(graph_specs(config), key=lambda spec: spec.tokens)
     largest = {spec.kind: folder / GRAPHS_FOLDER / (spec.name + HLO_SUFFIX) for spec in specs}
     return frozenset(kind for kind, path in largest.items() if is_split(read_hlo(path)))
 
 
-def in_float32(tensor: Tensor) -> Tensor:
-    """A weight as a model in float32 has it; codes of 8 bits stay what they are."""
+def to_float32(tensor: Tensor) -> Tensor:
+    """Return a weight as a model in float32 has it; codes of 8 bits stay as they are."""
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model is executed: all of it where that is little work, else its first layers, with the artifact's own weights.
+"""The executed part of a model: all of it where that is little work, else its first layers, with the artifact's own weights.
 
-Layers of one kind (step/tracing/alike.py) are the same code at the same shapes, so the first ones of each kind are lowered
-again, by what lowered the artifact's graphs, as a model of so many layers. Slots and columns are fewer too where a cache
-of the artifact's sizes would not fit.
+Layers of one kind (step/tracing/alike.py) are the same code at the same shapes. So the first ones of each kind are lowered
+again, by the code that lowered the artifact's graphs, as a model of so many layers. Slots and columns are fewer too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from ...step.model_spec import ModelSpec
 from ...step.state_specs import state_specs
 from ...step.tracing.alike import kinds_of_layers
 from ...targets.neuron.copy_graphs import snapshot_states
-from .recording import Step
+from .recording import RecordedStep
 
 
 # Products of the linear layers; more would take longer than to lower the graphs.
@@ -39,9 +38,9 @@ class Trial:
     """A model that is executed.
 
     Attributes:
-        folder: holds its config.json.
-        config: of its graphs; they compute experts in the form of the artifact's, which are those of `artifact_config`.
-        layers: how many it has, of `all_layers`.
+        folder: folder with its config.json.
+        config: config of its graphs; they compute experts in the form of the artifact's, which follow `artifact_config`.
+        layers: number of its layers, of `all_layers`.
     """
 
     folder: Path
@@ -51,8 +50,8 @@ class Trial:
     all_layers: int
 
     @property
-    def whole(self) -> bool:
-        """Whether it is the artifact's own model, so that the artifact's own modules are executed."""
+    def is_whole(self) -> bool:
+        """True where it is the artifact's own model, so that the artifact's own modules are executed."""
         return self.layers == self.all_layers
 
 
@@ -60,41 +59,43 @@ def choose_trial(
     folder: Path,
     config: NeuronConfig,
     spec: ModelSpec,
-    steps: Sequence[Step],
+    steps: Sequence[RecordedStep],
     scratch: Path,
     *,
     trust_remote_code: bool,
 ) -> Trial:
-    """The whole model, or one of fewer layers, whose config.json is written to `scratch`.
+    """Return the whole model, or one of fewer layers with a config.json in `scratch`.
 
     Args:
-        folder: holds the artifact's config.json.
-        steps: of the whole model.
+        folder: folder with the artifact's config.json.
+        steps: steps of the whole model.
     """
     model = empty_model(folder, config.dtype, trust_remote_code=trust_remote_code)
-    model_config = read_config(folder, trust_remote_code=trust_remote_code)
-    count = _layers(model_config)
+    count = _count_layers(read_config(folder, trust_remote_code=trust_remote_code))
     parameters = sum(tensor.numel() for tensor in named_tensors(model).values())
     tokens = sum(len(step.written) for step in steps)
-    if parameters * tokens <= LARGEST_WORK and _state_bytes(config, spec) <= LARGEST_STATES:
-        return Trial(folder, config, config, count, count)
+    states = (*state_specs(config, spec), *snapshot_states(config, spec))
+    state_bytes = sum(4 * math.prod(each.shape) for each in states)
+    whole = Trial(folder, config, config, count, count)
+    if parameters * tokens <= LARGEST_WORK and state_bytes <= LARGEST_STATES:
+        return whole
     kinds = [kind for kind in kinds_of_layers(model) if len(kind.layers) == count]
     covered = sum(len(kind.members) for kind in kinds) == count
     layers = max(_FEWEST_LAYERS, *(kind.members[0] + 1 for kind in kinds)) if covered else count
     if layers >= count:
-        return Trial(folder, config, config, count, count)
-    small = _smaller(config)
+        return whole
+    small = smaller_config(config)
     write_trial(folder, layers, small.sequence_length, scratch, trust_remote_code=trust_remote_code)
     return Trial(scratch, small, config, layers, count)
 
 
 def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust_remote_code: bool) -> None:
-    """Writes the config.json of a model of the first layers, the modeling code that it names, and which of its weights are quantized.
+    """Write the config.json of a model of the first layers, the modeling code that it names, and its weights' formats.
 
     A window that is longer than the columns becomes one that is shorter, so that its edge is tried.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    count = _layers(config)
+    count = _count_layers(config)
     text = cast(Any, config.get_text_config(decoder=True))
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count:
@@ -113,35 +114,23 @@ def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust
         write_formats({name: each for name, each in formats.items() if name in names}, scratch)
 
 
-def tied_in(tied: Mapping[str, str], folder: Path, config: NeuronConfig, *, trust_remote_code: bool) -> dict[str, str]:
-    """The tied names that the model of a folder has."""
-    names = named_tensors(empty_model(folder, config.dtype, trust_remote_code=trust_remote_code))
-    return {alias: stored for alias, stored in tied.items() if alias in names and stored in names}
-
-
-def _layers(config: PreTrainedConfig) -> int:
+def _count_layers(config: PreTrainedConfig) -> int:
     return int(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0))
 
 
-def _state_bytes(config: NeuronConfig, spec: ModelSpec) -> int:
-    states = (*state_specs(config, spec), *snapshot_states(config, spec))
-    return sum(4 * math.prod(each.shape) for each in states)
-
-
-def _smaller(config: NeuronConfig) -> NeuronConfig:
-    """Few slots, columns and tokens per chunk; every kind of graph stays, and ranks can split its tokens where they could before."""
+def smaller_config(config: NeuronConfig) -> NeuronConfig:
+    """Return few slots, columns and tokens per chunk; every kind of graph stays, and so does an equal split of tokens."""
     ranks = config.tensor_parallel_size
     few = min(config.batch_size, max(_FEW_SLOTS, config.ctx_batch_size))
     slots = few + (config.batch_size - few) % ranks
     length = min(config.sequence_length, max(_FEW_COLUMNS, 2 * slots))
     short = min(config.prefill_chunk_size, _SHORT_CHUNK, (length - slots) // config.ctx_batch_size)
     chunk = short - (short - config.prefill_chunk_size) % ranks
-    chunk = chunk if chunk > 0 else short
     return dataclasses.replace(
         config,
         batch_size=slots,
         sequence_length=length,
-        prefill_chunk_size=chunk,
+        prefill_chunk_size=chunk if chunk > 0 else short,
         prefill_chunk_buckets=(),
         context_buckets=(length,),
         kv_block_size=None if config.kv_block_size is None else SMALLEST_BLOCK,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats on any CPU what an artifact's certificate says, and tells what differs."""
+"""The repetition of a certificate's checks on any CPU, line by line."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ...config import HLO_TARGETS
 from ...targets.neuron.lint.rules import RULES_VERSION
 from ...targets.neuron.lowering.requirements import check_lowering
 from . import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
-from .certify import hlo_files, passed_rules, versions
+from .certify import hlo_files, installed_versions, passed_rules
 from .comparison import Comparison, compare
 from .document import Certificate
 from .expected import Expected
-from .recording import digest
+from .recording import digest_steps
 from .setup import Setup, make_setup
 from .trial import Trial, write_trial
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was repeated.
+    """One repeated check.
 
     Attributes:
-        certified, found: what the export found, and what is so here.
-        holds: whether the artifact is still what was certified; a version alone that differs does not count against it.
+        certified, found: result at the export, and here.
+        holds: whether the artifact is still as certified; another version alone does not count against it.
     """
 
     subject: str
@@ -38,7 +38,7 @@ class Line:
 
 
 def verify_certificate(artifact: Artifact, *, trust_remote_code: bool) -> list[Line]:
-    """Compares digests, lints, and executes again.
+    """Compare digests, lint, and execute again.
 
     Raises:
         ArtifactError: a file was changed, the certificate among them.
@@ -77,12 +77,9 @@ def _graph_lines(artifact: Artifact, certificate: Certificate) -> list[Line]:
 def _rules_line(artifact: Artifact, certificate: Certificate) -> Line:
     passed = passed_rules(artifact.path, artifact.target)
     missing = [name for name in certificate.rules if name not in passed]
-    return Line(
-        "lint rules passed",
-        f"{len(certificate.rules)} of version {certificate.rules_version}",
-        f"{len(passed)} of version {RULES_VERSION}" + (f", without {', '.join(missing)}" if missing else ""),
-        not missing,
-    )
+    before = f"{len(certificate.rules)} of version {certificate.rules_version}"
+    here = f"{len(passed)} of version {RULES_VERSION}" + (f", without {', '.join(missing)}" if missing else "")
+    return Line("lint rules passed", before, here, not missing)
 
 
 def _executed_lines(artifact: Artifact, certificate: Certificate, *, trust_remote_code: bool) -> list[Line]:
@@ -97,28 +94,24 @@ def _executed_lines(artifact: Artifact, certificate: Certificate, *, trust_remot
         )
         lines = [_steps_line(setup, certificate)]
         if config.kernels or artifact.config.kernels:
-            lines.append(_kernels_line(artifact, certificate))
-        if not trial.whole:
+            # The references stand for the kernels: this certifies the graphs around them alone.
+            before, here = (", ".join(each.kernels) or "none" for each in (config, artifact.config))
+            lines.append(Line("kernels, executed by their references", before, here, before == here))
+        if not trial.is_whole:
             lines.append(_lowered_line(setup, certificate))
         return lines + _comparison_lines(setup, certificate)
 
 
 def _steps_line(setup: Setup, certificate: Certificate) -> Line:
-    found = digest(setup.steps)
+    found = digest_steps(setup.steps)
     certified = f"{certificate.steps} steps, {certificate.tokens} tokens, {certificate.steps_sha256[:12]}"
     tokens = sum(len(step.written) for step in setup.steps)
     here = f"{len(setup.steps)} steps, {tokens} tokens, {found[:12]}"
     return Line("recorded inputs", certified, here, found == certificate.steps_sha256)
 
 
-def _kernels_line(artifact: Artifact, certificate: Certificate) -> Line:
-    """Kernels of which nothing is certified but that the graphs around them are right where they do what their references do."""
-    certified, here = (", ".join(each.kernels) or "none" for each in (certificate.config, artifact.config))
-    return Line("kernels, executed by their references", certified, here, certified == here)
-
-
 def _lowered_line(setup: Setup, certificate: Certificate) -> Line:
-    """Other versions of torch may lower to other bytes: what they compute decides."""
+    """Compare digests, which decide nothing: other versions of torch may lower to other bytes."""
     same = {name: module.io.hlo_sha256 for name, module in setup.modules.items()} == certificate.executed
     here = "the same bytes" if same else "other bytes, executed all the same"
     return Line("modules of the first layers", f"{certificate.layers} of {certificate.all_layers} layers", here, True)
@@ -128,7 +121,7 @@ def _comparison_lines(setup: Setup, certificate: Certificate) -> list[Line]:
     certified = {(each.subject, each.dtype): each for each in certificate.comparisons}
     lines = []
     for expected in certificate.expected:
-        for each in _compared(setup, certificate, expected):
+        for each in _compare_record(setup, certificate, expected):
             before = certified.pop((each.subject, each.dtype), None)
             said = "nothing" if before is None else f"{before.difference:.2g} of {before.bound:.2g}"
             holds = before is not None and each.holds
@@ -139,9 +132,9 @@ def _comparison_lines(setup: Setup, certificate: Certificate) -> list[Line]:
     return lines
 
 
-def _compared(setup: Setup, certificate: Certificate, expected: Expected) -> list[Comparison]:
+def _compare_record(setup: Setup, certificate: Certificate, expected: Expected) -> list[Comparison]:
     try:
-        return compare(expected, setup.execute(expected.dtype, certificate.scales))
+        return compare(expected, setup.execute_steps(expected.dtype, certificate.scales))
     except (IndexError, KeyError) as error:
         raise ArtifactError(
             f"{setup.folder / CERTIFICATE_NAME} records numbers that no step of these graphs makes ({error}); export the model again"
@@ -149,9 +142,6 @@ def _compared(setup: Setup, certificate: Certificate, expected: Expected) -> lis
 
 
 def _version_lines(certificate: Certificate) -> list[Line]:
-    here = versions()
-    names = dict.fromkeys((*certificate.versions, *here))
-    return [
-        Line(f"version of {name}", certificate.versions.get(name, "none"), here.get(name, "none"), True)
-        for name in names
-    ]
+    before, here = certificate.versions, installed_versions()
+    names = dict.fromkeys((*before, *here))
+    return [Line(f"version of {name}", before.get(name, "none"), here.get(name, "none"), True) for name in names]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimum-cli neuron chat`: session.py computes turns and knows no terminal; loop.py reads lines, obeys commands, shows answers."""
+"""`optimum-cli neuron chat`: session.py computes turns and knows no terminal; loop.py reads lines and shows answers."""

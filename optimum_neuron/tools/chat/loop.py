@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a line that the user writes to an answer on the screen, until the user leaves."""
+"""The dialogue with a user: lines become messages or commands, and answers go to the screen, until the user leaves."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Ctrl-C ends an answer, which stays in the history as far as it came. Ctrl-D leav
 _HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
-class Entry(NamedTuple):
-    """A message or command of the user. In quotes it is a message whatever it begins with."""
+class UserInput(NamedTuple):
+    """A message or command of the user. In quotes it is a message."""
 
     text: str
     is_quoted: bool = False
@@ -50,73 +50,65 @@ class Terminal:
         if self._edits:
             with suppress(ImportError):  # as on Windows
                 importlib.import_module("readline")  # gives input() a history and editing
-        self._shown = console(stderr=True)
+        self._notes = console(stderr=True)
         self._ended_line = True
 
-    def read(self) -> Entry:
-        """Return the next message or command.
-
-        Raises:
-            EOFError: there is no more.
-            ValueError: a message in quotes has no end.
-        """
-        text = self._line("> ").strip()
+    def read_input(self) -> UserInput:
+        """Return the next message or command; raise EOFError at the end, ValueError where quotes have no end."""
+        text = self._read_line("> ").strip()
         if not text.startswith(QUOTES):
-            return Entry(text)
+            return UserInput(text)
         text = text.removeprefix(QUOTES)
         while not text.endswith(QUOTES):
             try:
-                text += "\n" + self._line(". ").rstrip()
+                text += "\n" + self._read_line(". ").rstrip()
             except EOFError:
                 raise ValueError(f"the message that {QUOTES} begins has no end; write {QUOTES} after it") from None
-        return Entry(text.removesuffix(QUOTES).strip(), is_quoted=True)
+        return UserInput(text.removesuffix(QUOTES).strip(), is_quoted=True)
 
-    def _line(self, prompt: str) -> str:
+    def _read_line(self, prompt: str) -> str:
         if self._edits:
             return input(prompt)
-        self._prompt(prompt)
+        self.show_prompt(prompt)
         return input()
 
-    def _prompt(self, text: str) -> None:
+    def show_prompt(self, text: str) -> None:
+        """Show a prompt to a person, or the end of its line."""
         if self.is_interactive:
             sys.stderr.write(text)
             sys.stderr.flush()
 
-    def newline(self) -> None:
-        """Leave the line of a prompt."""
-        self._prompt("\n")
-
     @contextmanager
-    def interrupts(self, end: Callable[[], None]) -> Iterator[None]:
+    def handle_interrupts(self, end: Callable[[], None]) -> Iterator[None]:
         """Have Ctrl-C call `end`; the next one raises KeyboardInterrupt, as the first does where no person types."""
         before = signal.getsignal(signal.SIGINT)
 
-        def handle(number: int, frame: FrameType | None) -> None:
+        def handle_signal(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, before)
             end()
 
         if self.is_interactive:
-            signal.signal(signal.SIGINT, handle)
+            signal.signal(signal.SIGINT, handle_signal)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def show(self, piece: str) -> None:
+    def show_piece(self, piece: str) -> None:
         """Show the next part of an answer."""
         if piece:
             self._ended_line = piece.endswith("\n")
             sys.stdout.write(piece.translate(_HARMLESS) if sys.stdout.isatty() else piece)
             sys.stdout.flush()
 
-    def note(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         """End the line of an answer, and write something else after it."""
         if not self._ended_line:
-            self.show("\n")
-        self._shown.print(text, style="dim", soft_wrap=True)
+            self.show_piece("\n")
+        self._notes.print(text, style="dim", soft_wrap=True)
 
 
-def chat(session: ChatSession, terminal: Terminal) -> None:
+def run_chat(session: ChatSession, terminal: Terminal) -> None:
     """Answer messages and obey commands until the user leaves.
 
     Raises:
@@ -126,45 +118,46 @@ def chat(session: ChatSession, terminal: Terminal) -> None:
     leaves = False
     while not leaves:
         try:
-            entry = terminal.read()
-            leaves = bool(entry.text) and _obey(session, terminal, entry)
+            entry = terminal.read_input()
+            leaves = bool(entry.text) and _obey_input(session, terminal, entry)
         except EOFError:
             leaves = True
-            terminal.newline()
+            terminal.show_prompt("\n")
         except KeyboardInterrupt:
             if not terminal.is_interactive:
                 raise
-            terminal.newline()
+            terminal.show_prompt("\n")
         except (ValueError, OSError, RuntimeError) as error:
             if not terminal.is_interactive or isinstance(error, EngineStoppedError | BrokenPipeError):
                 raise
-            terminal.note(f"error: {' '.join(str(error).split())}")
+            terminal.show_note(f"error: {' '.join(str(error).split())}")
 
 
-def _obey(session: ChatSession, terminal: Terminal, entry: Entry) -> bool:
-    """Answer a message or do what a command says; return whether the user leaves."""
+def _obey_input(session: ChatSession, terminal: Terminal, entry: UserInput) -> bool:
+    """Answer a message or obey a command; return whether the user leaves."""
     name, _, argument = entry.text.partition(" ")
     argument = argument.strip()
-    with terminal.interrupts(session.interrupt):
+    with terminal.handle_interrupts(session.interrupt_answer):
         match name, argument:
             case _ if entry.is_quoted or not name.startswith("/"):
-                terminal.note(str(session.send(entry.text, terminal.show)))
+                note = str(session.send_message(entry.text, terminal.show_piece))
             case "/help", "":
-                terminal.note(HELP)
+                note = HELP
             case "/clear" | "/reset", "":
                 session.messages = []
-                terminal.note("a new conversation" + (", with the same system message" if session.system else ""))
+                note = "a new conversation" + (", with the same system message" if session.system else "")
             case "/system", _:
                 session.system = argument or None
-                terminal.note("the system message is set" if argument else "there is no system message now")
+                note = "the system message is set" if argument else "there is no system message now"
             case "/set", _:
                 if argument:
                     session.change_settings(session.settings.with_value(argument))
-                terminal.note(str(session.settings))
+                note = str(session.settings)
             case "/exit" | "/quit", "":
                 return True
             case _:
                 raise ValueError(
                     f"{entry.text} is no command; /help lists them, and {QUOTES} before and after it make it a message"
                 )
+    terminal.show_note(note)
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation whose history stays in the cache: a turn computes what is new in it. Knows no terminal."""
+"""A conversation with its history in the cache: a turn computes what is new in it. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ from ...engine.stream import TokenStream
 from ...errors import first_line
 from ...generate import NeuronModelForCausalLM
 from ...runtime.lengths import most_new_tokens
-from ..serve.detokenizer import Detokenizer
-from ..serve.stop_strings import StopStrings
+from ..serve.text_stream import Detokenizer, StopStrings
 from .settings import DEFAULT_NEW_TOKENS, Settings
-
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,11 @@ class Turn:
 class ChatSession:
     """Messages, and a service that keeps the computed history of them.
 
-    A turn renders the whole conversation by the chat template. The engine reuses the longest prefix that its cache holds; of a
-    model with recurrent state, that up to its last snapshot.
+    A turn renders the whole conversation by the chat template. The engine reuses the longest prefix that its cache holds; for
+    a model with recurrent state, up to its last snapshot.
 
     Args:
-        model: a model that is loaded, and that `service` alone serves.
+        model: a loaded model that `service` alone serves.
         tokenizer: a tokenizer with a chat template.
 
     Raises:
@@ -79,7 +75,7 @@ class ChatSession:
 
     Attributes:
         system: the system message.
-        messages: those of the user and their answers; an interrupted answer is kept as far as it came.
+        messages: messages of the user and their answers; an interrupted answer is kept as far as it came.
         settings: the choice of tokens of the next answers.
     """
 
@@ -97,16 +93,13 @@ class ChatSession:
         self._stream: TokenStream | None = None
         self._interrupted = False
         self.system = system
-        self.messages: list[Message] = []
+        self.messages: list[dict[str, str]] = []
         self.change_settings(settings or Settings())
 
     def change_settings(self, settings: Settings) -> None:
-        """Choose the tokens of the next answers by other settings; a seed starts again.
-
-        Raises:
-            ValueError: the artifact cannot choose tokens so. Nothing is changed.
-        """
-        self._factory = RequestFactory(self._model, GenerationConfig(**settings.keywords()), None, cuts_text=True)
+        """Choose the next tokens by other settings, from their seed; raise ValueError where the artifact cannot, and keep the old."""
+        config = GenerationConfig(**settings.generate_keywords())
+        self._factory = RequestFactory(self._model, config, None, cuts_text=True)
         self._seeds = None if settings.seed is None else itertools.count(settings.seed)
         self.settings = settings
 
@@ -120,7 +113,7 @@ class ChatSession:
             return "each turn computes what follows the last snapshot of this model's state"
         return "each turn computes the whole conversation: export with --state-snapshots to keep this model's state"
 
-    def send(self, text: str, show: Callable[[str], None]) -> Turn:
+    def send_message(self, text: str, show: Callable[[str], None]) -> Turn:
         """Answer a message. A message without any answer is not kept.
 
         Args:
@@ -132,7 +125,7 @@ class ChatSession:
         """
         self._interrupted = False
         messages = [*self.messages, {"role": "user", "content": text}]
-        request = self._request(self._render(messages))
+        request = self._make_request(self._render_ids(messages))
         statistics = self._service.engine.statistics
         before = statistics.prompt_tokens, statistics.prefix_hit_tokens
         detokenizer, stops = Detokenizer(self._tokenizer), StopStrings(self._factory.stop_strings)
@@ -144,14 +137,14 @@ class ChatSession:
             for token in self._stream:
                 times.append(time.perf_counter())
                 if self._stream.finish_reason != "stop":
-                    pieces.append(stops.push(detokenizer.push(token)))
+                    pieces.append(stops.push_text(detokenizer.push_token(token)))
                     show(pieces[-1])
                 if stops.found is not None:
                     break
             ending = self._stream.finish_reason if stops.found is None else "stop"
         if stops.found is None:
-            pieces.append(stops.push(detokenizer.finish()))
-            pieces[-1] += stops.finish() if stops.found is None else ""
+            pieces.append(stops.push_text(detokenizer.take_rest()))
+            pieces[-1] += stops.take_held() if stops.found is None else ""
             show(pieces[-1])
         answer = "".join(pieces)
         if times:
@@ -167,19 +160,17 @@ class ChatSession:
             ending=ending,
         )
 
-    def interrupt(self) -> None:
+    def interrupt_answer(self) -> None:
         """End the present answer; the handler of a signal may call this."""
         self._interrupted = True
         if self._stream is not None:
             self._stream.abort()
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
+    def _render_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
         turns = list(messages) if self.system is None else [{"role": "system", "content": self.system}, *messages]
         try:
             "".join(each["content"] for each in turns).encode()  # no tokenizer takes bytes that are no UTF-8
-            ids: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            found = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
         except UnicodeEncodeError:
             raise ValueError("the message has bytes that are no UTF-8; write it again") from None
         except Exception as error:  # a template is a program
@@ -187,16 +178,16 @@ class ChatSession:
                 f"the chat template refuses these messages ({first_line(error)}); change the system message by /system, or start "
                 f"again by /clear"
             ) from error
+        ids: list[int] = found["input_ids"]
         return ids
 
-    def _request(self, ids: list[int]) -> Request:
+    def _make_request(self, ids: list[int]) -> Request:
         sizes = self._model.neuron_config
         room = most_new_tokens(len(ids), sizes)
         if room < 1:
             raise ValueError(
                 f"the conversation has {len(ids):,} tokens with this message, and a slot holds sequence_length="
-                f"{sizes.sequence_length:,}; start again by /clear, or export with a longer "
-                f"--sequence-length"
+                f"{sizes.sequence_length:,}; start again by /clear, or export with a longer --sequence-length"
             )
         longest = self.settings.max_new_tokens or self._factory.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
         seed = None if self._seeds is None else next(self._seeds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The length of answers and the choice of their tokens: options of commands, and values that change in a chat. Imports no torch."""
+"""Options of answers, for commands and for a chat: their length, and the choice of their tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _RANGES = {
     "top_p": (sys.float_info.min, 1.0, "above 0, and at most 1"),
     "seed": (0, 2**32 - 1, f"0 or more, and at most {2**32 - 1}"),
 }
-_SHAPES_SAMPLING = ("top_k", "top_p")
 UNSET = "none"
 # The longest answer by default: it leaves room for others in the slot.
 DEFAULT_NEW_TOKENS = 512
@@ -33,8 +32,8 @@ class Settings:
 
     Attributes:
         max_new_tokens: the longest answer.
-        temperature: 0 takes the most probable token each time; above, tokens are drawn. None: as the checkpoint says.
-        top_k, top_p: which tokens are drawn from.
+        temperature: 0 takes the most probable token each time; above, tokens are drawn.
+        top_k, top_p: limits of the tokens that are drawn from.
         seed: start of the random numbers.
     """
 
@@ -45,29 +44,27 @@ class Settings:
     seed: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> Settings:
-        """Return those of a command line.
-
-        Raises:
-            ValueError: one is out of range, or has no meaning with the others.
-        """
+    def from_args(cls, args: Namespace) -> Settings:
+        """Return the settings of a command line; raise ValueError as `check_ranges` does."""
         settings = cls(**{name: getattr(args, name) for name in _RANGES})
-        settings.check("--")
+        settings.check_ranges("--")
         return settings
 
-    def check(self, mark: str = "") -> None:
+    def check_ranges(self, mark: str = "") -> None:
         """Raise ValueError where one is out of range, or has no meaning with the others.
 
         Args:
-            mark: stands before a name where the user writes it.
+            mark: prefix of a name where the user writes it.
         """
         for name, (least, most, words) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise ValueError(f"{mark}{_spelled(name)} {value} must be {words}")
-        shaping = next((name for name in _SHAPES_SAMPLING if getattr(self, name) is not None), None)
+                raise ValueError(f"{mark}{_option_name(name)} {value} must be {words}")
+        shaping = next((name for name in ("top_k", "top_p") if getattr(self, name) is not None), None)
         if shaping is not None and not self.temperature:
-            raise ValueError(f"{mark}{_spelled(shaping)} shapes sampling: give a {mark}temperature above 0 with it")
+            raise ValueError(
+                f"{mark}{_option_name(shaping)} shapes sampling: give a {mark}temperature above 0 with it"
+            )
 
     def with_value(self, assignment: str) -> Settings:
         """Return a copy with one other value, as in `top-k 5` or `top-k=5`; `none` leaves it to the checkpoint.
@@ -78,45 +75,36 @@ class Settings:
         name, _, value = assignment.replace("=", " ", 1).partition(" ")
         key, value = name.replace("-", "_"), value.strip()
         if key not in _RANGES:
-            raise ValueError(f"{name!r} cannot be set; choose one of {', '.join(map(_spelled, _RANGES))}")
-        kind = float if key in ("temperature", "top_p") else int
+            raise ValueError(f"{name!r} cannot be set; choose one of {', '.join(map(_option_name, _RANGES))}")
+        kind, what = (float, "a number") if key in ("temperature", "top_p") else (int, "a whole number")
         try:
             values: dict[str, Any] = {key: None if value == UNSET else kind(value)}
         except ValueError:
-            what = "a number" if kind is float else "a whole number"
             raise ValueError(f"{name} cannot be {value!r}; give {what}, or {UNSET!r}") from None
         changed = dataclasses.replace(self, **values)
-        changed.check()
+        changed.check_ranges()
         return changed
 
     def __str__(self) -> str:
         """Return names and values, as `with_value` takes them."""
         values = ((name, getattr(self, name)) for name in _RANGES)
-        return ", ".join(f"{_spelled(name)} {UNSET if value is None else value}" for name, value in values)
+        return ", ".join(f"{_option_name(name)} {UNSET if value is None else value}" for name, value in values)
 
-    def keywords(self) -> dict[str, Any]:
-        """Return the keywords of `generate` that choose tokens so; the checkpoint's defaults speak for the others."""
+    def generate_keywords(self) -> dict[str, Any]:
+        """Return the keywords of `generate` that choose tokens so; None takes the checkpoint's defaults."""
         return sampling_keywords(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-def _spelled(name: str) -> str:
+def _option_name(name: str) -> str:
     return name.replace("_", "-")
 
 
 def add_settings_options(parser: ArgumentParser) -> None:
-    """Add the options that `Settings.of` reads."""
-    add_option(
-        parser,
-        "--max-new-tokens",
-        type=int,
-        metavar="TOKENS",
-        help=f"longest answer (default: the checkpoint's own, or {DEFAULT_NEW_TOKENS}; at most what the sequence length leaves)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="above 0: sample, the more freely the higher (default: the checkpoint's own, or 0)",
-    )
+    """Add the options that `Settings.from_args` reads."""
+    length_help = f"longest answer (default: the checkpoint's own, or {DEFAULT_NEW_TOKENS}; at most what the sequence length leaves)"
+    add_option(parser, "--max-new-tokens", type=int, metavar="TOKENS", help=length_help)
+    heat_help = "above 0: sample, the more freely the higher (default: the checkpoint's own, or 0)"
+    parser.add_argument("--temperature", type=float, help=heat_help)
     add_option(parser, "--top-k", type=int, metavar="K", help="sample from the K most probable tokens only")
     add_option(parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only")
     parser.add_argument("--seed", type=int, help="start of the random numbers, for an answer that can be repeated")

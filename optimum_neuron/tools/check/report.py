@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What acceptance checks come to: results in their order, each failure with its remedy."""
+"""Results of acceptance checks in their order, each failure with its remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 
-# By check, in the order in which they run: what to do where one fails.
+# The remedy of each check, in the order in which they run.
 REMEDIES = {
     "compiler": "install neuronx-cc from AWS's Neuron repository, or report the operators that it does not list",
     "certificate": "the graphs are not those that the export executed: export the model again with --certify",
@@ -26,17 +26,17 @@ REMEDIES = {
 
 
 class CheckError(Exception):
-    """A check ran, and found a wrong result."""
+    """A wrong result that a check found."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """Of one check.
+class CheckResult:
+    """The result of one check.
 
     Attributes:
-        values: what it measured, by name.
-        problem: what was wrong, or why it was skipped.
-        remedy: what to do where it failed.
+        values: measured values by name.
+        problem: the fault, or the reason to skip the check.
+        remedy: the way to correct a failure.
     """
 
     name: str
@@ -48,29 +48,29 @@ class Result:
 
 
 @dataclass
-class Report:
-    """All results, and what they depend on."""
+class CheckReport:
+    """All results, and the facts that they depend on."""
 
     facts: dict[str, Any]
-    results: list[Result] = field(default_factory=list)
+    results: list[CheckResult] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         return all(result.status != "failed" for result in self.results)
 
-    def run(self, name: str, check: Callable[[], dict[str, Any]], skipped: str = "") -> bool:
-        """Runs a check, unless there is a reason to skip it; returns whether it passed."""
+    def run_check(self, name: str, check: Callable[[], dict[str, Any]], skipped: str = "") -> bool:
+        """Run a check, unless there is a reason to skip it; return whether it passed."""
         if skipped:
-            self.results.append(Result(name, "skipped", problem=skipped))
+            self.results.append(CheckResult(name, "skipped", problem=skipped))
             return False
         start = time.perf_counter()
         try:
-            result = Result(name, "passed", values=check())
+            result = CheckResult(name, "passed", values=check())
         except Exception as error:  # whatever a device or a driver raises is a finding of this report
-            result = Result(name, "failed", problem=f"{type(error).__name__}: {error}", remedy=REMEDIES[name])
+            result = CheckResult(name, "failed", problem=f"{type(error).__name__}: {error}", remedy=REMEDIES[name])
         self.results.append(replace(result, seconds=time.perf_counter() - start))
         return result.status == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON."""
         return {"passed": self.passed, **asdict(self)}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model needs on Neuron hardware and may reach there, from its config alone."""
+"""`optimum-cli neuron estimate`: memory and speed of a model on Neuron hardware, from its config alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one core holds and computes of a model that several cores share."""
+"""One core's share of a model: weights, cache and products."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from ...targets.neuron.expert_forms import ExpertLayer
 from ...targets.neuron.sharding import ShardPlan, shard_plan
 from ...targets.neuron.sharding.plan import ShardedRecurrence
 from .layer_kinds import LayerKinds, whole_model
-from .model_sizes import Kind, ModelSizes, Weight
+from .model_sizes import Kind, ModelSizes, WeightSize
 
 
-# Each rank's own number, int32, is a weight.
-_RANK_BYTES = 4
-# Of a number of a recurrence's state, float32 in every model.
-_SCALE_BYTES = 4  # of a head's codes
-_STATE_BYTES = 4
+_RANK_BYTES = 4  # each rank's own number, int32, is a weight
+_SCALE_BYTES = 4  # scale of a head's codes
+_STATE_BYTES = 4  # number of a recurrence's state, float32 in every model
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Routed experts on a core, of all layers that are alike.
+class ExpertSizes:
+    """Routed experts on a core, in all layers that are alike.
 
     Attributes:
-        layer: one layer's.
-        layers: how many have such.
-        bytes: of all that belongs to them, all layers together.
+        layer: experts of one layer.
+        layers: number of such layers.
+        bytes: size of their weights, all layers together.
     """
 
     layer: ExpertLayer
@@ -41,11 +39,11 @@ class Experts:
 
     @property
     def params(self) -> int:
-        """That tokens are multiplied with, all layers together."""
+        """Parameters that tokens are multiplied with, all layers together."""
         return self.layers * self.layer.experts * self.layer.expert_params
 
-    def touched(self, tokens: int) -> float:
-        """The expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
+    def touched_share(self, tokens: int) -> float:
+        """Return the expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
         return 1 - (1 - self.layer.per_token / self.layer.experts) ** tokens
 
 
@@ -66,14 +64,14 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSizes:
-    """What one core of a tensor parallel group has of a model.
+    """The share of a model on one core of a tensor parallel group.
 
     Attributes:
         weight_bytes: all weights and constant buffers.
-        table_bytes: of these, embedding tables, of which a step reads a few rows.
+        table_bytes: the part of these in embedding tables, of which a step reads a few rows.
         linear_params, head_params: parameters that each token of a step, and each row of its logits, is multiplied with.
-        block_width: elements per token that the projections of the widest block read and write, experts aside.
-        spec: the model's, with the core's own kv heads.
+        block_width: elements per token that the projections of the widest block read and write, without experts.
+        spec: spec of the model, with the core's own kv heads.
         local_vocab: columns of the core's share of the head.
         cache_has_codes: keys and values are read as codes of a byte, with a scale for each head of a token.
     """
@@ -82,7 +80,7 @@ class CoreSizes:
     table_bytes: int
     linear_params: int
     head_params: int
-    experts: tuple[Experts, ...]
+    experts: tuple[ExpertSizes, ...]
     attention: tuple[AttentionSizes, ...]
     block_width: int
     spec: ModelSpec
@@ -95,7 +93,7 @@ class CoreSizes:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token, of all attention layers."""
+        """Bytes of a token's keys and values in all attention layers."""
         elements = sum(layer.token_elements for layer in self.attention)
         scales = sum(2 * layer.layers * layer.kv_heads for layer in self.attention)
         return elements + _SCALE_BYTES * scales if self.cache_has_codes else elements * self.itemsize
@@ -110,15 +108,15 @@ class CoreSizes:
 
     @property
     def state_bytes(self) -> int:
-        """What a step reads and writes of a slot, whatever its length: inputs of convolutions, and states as they are now."""
+        """Bytes that a step reads and writes of a slot, whatever its length: inputs of convolutions, and states."""
         states = sum(each.heads * each.key_dim * each.value_dim for each in self.spec.recurrences)
         inputs = sum(each.past * each.channels for each in self.spec.convolutions)
         return _STATE_BYTES * states + self.itemsize * inputs
 
 
 def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
-    """Return what each core has of a model, or raise ValueError where as many cannot share it."""
-    shapes, spec, heads = _shares(sizes, tensor_parallel_size)
+    """Return each core's share of a model; raise ValueError where so many cannot share it."""
+    shapes, spec, heads = _core_shares(sizes, tensor_parallel_size)
     local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
     params: dict[Kind, int] = defaultdict(int)
     sizes_of: dict[Kind, int] = defaultdict(int)
@@ -136,7 +134,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         table_bytes=sizes_of["table"],
         linear_params=params["linear"],
         head_params=params["head"],
-        experts=tuple(_experts(local, sizes)),
+        experts=tuple(_find_experts(local, sizes)),
         attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
         block_width=_block_width(local),
         spec=spec,
@@ -148,8 +146,8 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     )
 
 
-def _experts(weights: list[Weight], sizes: ModelSizes) -> Iterator[Experts]:
-    blocks: dict[str, list[Weight]] = defaultdict(list)
+def _find_experts(weights: list[WeightSize], sizes: ModelSizes) -> Iterator[ExpertSizes]:
+    blocks: dict[str, list[WeightSize]] = defaultdict(list)
     for weight in weights:
         if weight.kind == "experts":
             blocks[weight.block].append(weight)
@@ -157,11 +155,11 @@ def _experts(weights: list[Weight], sizes: ModelSizes) -> Iterator[Experts]:
     for block in blocks.values():
         alike[_expert_layer(block, sizes)].append(sum(math.prod(w.shape) * w.itemsize for w in block))
     for layer, bytes_of in alike.items():
-        yield Experts(layer, len(bytes_of), sum(bytes_of))
+        yield ExpertSizes(layer, len(bytes_of), sum(bytes_of))
 
 
-def _expert_layer(block: list[Weight], sizes: ModelSizes) -> ExpertLayer:
-    """A layer by its weights, which lie either way around; the others are biases."""
+def _expert_layer(block: list[WeightSize], sizes: ModelSizes) -> ExpertLayer:
+    """Return a layer by its weights, which lie either way around; other tensors are biases."""
     weights = [w for w in block if len(w.shape) == 3 and w.values]
     params = {w.name.removesuffix("_codes"): w.count // w.experts for w in weights}
     down = sum(size for name, size in params.items() if name.endswith("down_proj"))
@@ -178,7 +176,7 @@ def _expert_layer(block: list[Weight], sizes: ModelSizes) -> ExpertLayer:
     )
 
 
-def _block_width(weights: list[Weight]) -> int:
+def _block_width(weights: list[WeightSize]) -> int:
     widths: dict[str, int] = defaultdict(int)
     for weight in weights:
         if weight.kind == "linear":
@@ -186,58 +184,49 @@ def _block_width(weights: list[Weight]) -> int:
     return max(widths.values(), default=0)
 
 
-def _shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], ModelSpec, list[int]]:
-    """By tensor its shape on each core; what layers keep there; and by attention layer the core's query heads."""
+def _core_shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], ModelSpec, list[int]]:
+    """Return each tensor's shape on a core, the core's spec, and its query heads by attention layer."""
     if cores == 1:
         return {weight.name: weight.shape for weight in sizes.weights}, sizes.spec, list(sizes.heads)
-    kinds, plan = _plan(sizes, cores)
-    layouts = {
-        module.layer_idx: plan.attention[short].layout
-        for name, module in sizes.model.named_modules()
-        if (short := kinds.short_name(name)) in plan.attention
-    }
+    kinds, plan = _shard_model(sizes, cores)
+    shorts = [(kinds.short_name(name), module) for name, module in sizes.model.named_modules()]
+    layouts = {module.layer_idx: plan.attention[short].layout for short, module in shorts if short in plan.attention}
+    convolutions = {module.layer_idx for short, module in shorts if short in plan.convolutions}
+    recurrent = {module.layer_idx: short for short, module in shorts if short in plan.recurrences}
     layers, heads = list[LayerCache](), list[int]()
     for layer, count in zip(sizes.spec.layers, sizes.heads, strict=True):
         layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
         layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
         heads.append(layout.local_query if layout else count)
-    convolutions = {
-        module.layer_idx for name, module in sizes.model.named_modules() if kinds.short_name(name) in plan.convolutions
-    }
-    recurrent = {
-        module.layer_idx: short
-        for name, module in sizes.model.named_modules()
-        if (short := kinds.short_name(name)) in plan.recurrences
-    }
     spec = replace(
         sizes.spec,
         layers=tuple(layers),
         convolutions=tuple(
-            replace(state, channels=_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
+            replace(state, channels=_core_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
             for state in sizes.spec.convolutions
         ),
         recurrences=tuple(
-            _heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
+            _core_heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
             for state in sizes.spec.recurrences
         ),
     )
     return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
 
 
-def _channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
-    """Return how many channels of a convolution each core has: those beside its heads of a recurrence, or an equal share."""
+def _core_channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
+    """Count a core's channels of a convolution: those of its heads of a recurrence, or an equal share."""
     own = None if layer is None else plan.channels(layer, state.index, 0)
     if own is not None:
         return len(own)
     return state.channels // plan.world_size if state.layer_idx in shared else state.channels
 
 
-def _heads(shared: ShardedRecurrence, state: RecurrentState) -> RecurrentState:
+def _core_heads(shared: ShardedRecurrence, state: RecurrentState) -> RecurrentState:
     return replace(state, heads=len(shared.heads_of(0)), width=len(shared.inputs_of(0)))
 
 
-def _plan(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:
-    """By one layer of each kind, which takes a tenth of the time; by the whole model, if need be to hear its refusal."""
+def _shard_model(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:
+    """Plan one layer of each kind, which takes a tenth of the time; the whole model where that is refused, for its reason."""
     try:
         return sizes.kinds, shard_plan(sizes.kinds.model, cores)
     except ValueError:

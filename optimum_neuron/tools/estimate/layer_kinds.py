@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with one layer of each kind: what is decided layer by layer is decided once for all that are alike."""
+"""A model with one layer of each kind: a decision about a layer holds for all that are alike."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...targets.neuron.sharding.trace import data_free_copy, no_data
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """A model's short copy, and which of its layers stand for the model's.
+    """A model's short copy, and the layer of it that stands for each of the model's.
 
     Attributes:
-        model: without data, if it is a copy.
-        path: of the list of layers, in both.
+        model: the copy, without data; or the model itself.
+        path: path of the list of layers, in both.
         places: by layer of the model, the copy's layer of its kind.
     """
 
@@ -26,7 +26,7 @@ class LayerKinds:
     places: tuple[int, ...]
 
     def short_name(self, name: str) -> str:
-        """What stands in the copy for a module or tensor of the model; `name` may begin outside of it."""
+        """Return the copy's name for a module or tensor of the model; `name` may begin outside of it."""
         before, separator, inside = name.partition(f"{self.path}.")
         place, dot, rest = inside.partition(".")
         return f"{before}{self.path}.{self.places[int(place)]}{dot}{rest}" if self.places and separator else name
@@ -37,7 +37,7 @@ def whole_model(model: PreTrainedModel) -> LayerKinds:
 
 
 def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
-    """Shortens a model whose layers are one list. Alike are layers with like modules, tensors and types in the config."""
+    """Shorten a model with one list of layers. Layers are alike by modules, tensors and types in the config."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     with no_data():
         short = data_free_copy(model)
@@ -49,7 +49,7 @@ def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
     path, layers = found[0]
     config = short.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or [None] * count
-    kinds = [(types[place], _kind(layer)) for place, layer in enumerate(layers)]
+    kinds = [(types[place], _layer_kind(layer)) for place, layer in enumerate(layers)]
     distinct = list(dict.fromkeys(kinds))
     kept = [kinds.index(kind) for kind in distinct]
     parent, _, attribute = path.rpartition(".")
@@ -60,7 +60,7 @@ def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
     return LayerKinds(short, path, tuple(distinct.index(kind) for kind in kinds))
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
+def _layer_kind(layer: nn.Module) -> tuple[object, ...]:
     modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     return modules, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights and layers of a model by its config alone: no weight exists, not even in memory."""
+"""The weights and layers of a model, from its config alone: no weight exists, not even in memory."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Kind = Literal["table", "head", "linear", "experts", "other"]
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightSize:
     """One stored tensor of a model; tied names count once.
 
     Attributes:
         kind: a table is read by rows, a head computes logits, a linear weight sees every token, experts see some.
-        block: the module whose weights work on the same tokens one after the other.
-        experts, per_token: of a weight of routed experts: how many there are, and how many see a token.
+        block: module of the weights that work on the same tokens one after the other.
+        experts, per_token: for a weight of routed experts, their number, and the number that see a token.
         also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
-        values: numbers of the model in one of the tensor: two in a byte of codes of 4 bits, none in a scale.
+        values: numbers of the model in one of the tensor: two in a byte of 4-bit codes, none in a scale.
     """
 
     name: str
@@ -54,27 +54,27 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Numbers of the model in it."""
+        """Numbers of the model in this tensor."""
         return math.prod(self.shape) * self.values
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A whole model: what its config decides.
+    """A whole model, as its config decides it.
 
     Attributes:
-        spec: as an export finds it.
+        spec: spec of an export.
         heads: query heads by attention layer, in the order of `spec.layers`.
         keeps_logits: whether logits are computed for the chosen tokens only.
-        longest: the model's `max_position_embeddings`, if it has such a limit.
-        parameters: numbers of the plain model.
-        model: without data, with quantized weights where graphs take such.
-        kinds: one layer of each kind.
+        longest: `max_position_embeddings`, if the model has such a limit.
+        parameters: parameters of the plain model.
+        model: the model without data, with quantized weights where graphs take such.
+        kinds: the model with one layer of each kind.
     """
 
     name: str
     dtype: str
-    weights: tuple[Weight, ...]
+    weights: tuple[WeightSize, ...]
     spec: ModelSpec
     heads: tuple[int, ...]
     hidden_size: int
@@ -90,12 +90,12 @@ class ModelSizes:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that see a token: of routed experts, those that it is routed to."""
+        """Parameters that see a token, with those of the experts that it is routed to."""
         unused = sum(w.count * (w.experts - w.per_token) // w.experts for w in self.weights)
         return self.parameters - unused
 
 
-def measure(
+def measure_model(
     model_config: PreTrainedConfig,
     name: str,
     dtype: str,
@@ -103,15 +103,15 @@ def measure(
     trust_remote_code: bool,
     formats: Callable[[PreTrainedModel], Mapping[str, WeightFormat]] = lambda model: {},
 ) -> ModelSizes:
-    """Builds the model without memory and runs one token through it.
+    """Build the model without memory and run one token through it.
 
     Args:
-        model_config: is changed, as transformers does.
+        model_config: changed by transformers.
         dtype: torch's name of the type of weights and cache.
-        formats: which weights of the plain model are quantized, and how.
+        formats: formats of the quantized weights of the plain model.
 
     Raises:
-        ValueError: the model cannot be exported; the reason is named.
+        ValueError: the model cannot be exported; the message has the reason.
     """
     wanted = getattr(torch, dtype)
     with FakeTensorMode(), torch.device("cpu"):
@@ -129,12 +129,12 @@ def measure(
         parameters = sum(parameter.numel() for parameter in model.parameters())
         hidden_size = model.get_input_embeddings().weight.shape[1]
         make_room(model, formats(model))
-        probe, spec = _probe(model)
+        probe, spec = _probe_model(model)
     text_config = model_config.get_text_config(decoder=True)
     return ModelSizes(
         name=name,
         dtype=dtype,
-        weights=tuple(_weights(model, wanted, probe.per_token)),
+        weights=tuple(_list_weights(model, wanted, probe.per_token)),
         spec=spec,
         heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.layers),
         hidden_size=hidden_size,
@@ -146,8 +146,8 @@ def measure(
     )
 
 
-def _probe(model: PreTrainedModel) -> tuple[_Probe, ModelSpec]:
-    probe = _Probe(model)
+def _probe_model(model: PreTrainedModel) -> tuple[_CallProbe, ModelSpec]:
+    probe = _CallProbe(model)
     try:
         return probe, inspect_model(model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -156,11 +156,11 @@ def _probe(model: PreTrainedModel) -> tuple[_Probe, ModelSpec]:
             f"shapes: {first_line(error)}"
         ) from error
     finally:
-        probe.remove()
+        probe.remove_hooks()
 
 
-class _Probe:
-    """Notes, while the model runs, what its layers are called with: query heads, and how many experts see a token."""
+class _CallProbe:
+    """Hooks that note the calls of a running model's layers: query heads, and the number of experts that see a token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.heads: list[int] = []
@@ -168,11 +168,11 @@ class _Probe:
         self.recorder: AttentionBackend | None = None
         self._hooks = [model.register_forward_pre_hook(self._wrap_backend, with_kwargs=True)]
         for module in model.modules():
-            if _expert_count(module):
+            if _count_experts(module):
                 self._hooks.append(module.register_forward_pre_hook(self._note_routes, with_kwargs=True))
 
-    def remove(self) -> None:
-        """Copies of the model would drag this along."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks, which copies of the model would keep."""
         for hook in self._hooks:
             hook.remove()
 
@@ -182,32 +182,34 @@ class _Probe:
         return self.recorder.attend(call)
 
     def _wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if "attention_backend" not in kwargs:  # the model takes none: its config tells the heads
+        if "attention_backend" not in kwargs:  # the model takes none: its config has the heads
             return args, kwargs
         self.recorder = kwargs["attention_backend"]
         return args, kwargs | {"attention_backend": self}
 
     def _note_routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Experts get the indices of each token's experts; those that get none run for every token."""
+        """Note the indices of each token's experts; experts that get none run for every token."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not value.is_floating_point():
                 self.per_token[module] = value.shape[-1]
 
 
-def _expert_count(module: nn.Module) -> int:
-    """Routed experts whose weights a module stacks along the first dimension; 0 for other modules."""
+def _count_experts(module: nn.Module) -> int:
+    """Count the routed experts that a module stacks along the first dimension of its weights; 0 for other modules."""
     stacked = [*plain_weights(module).values(), *(each.codes for each in quantized_weights(module).values())]
     return stacked[0].shape[0] if stacked and not isinstance(module, nn.modules.conv._ConvNd) else 0
 
 
-def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.Module, int]) -> Iterator[Weight]:
+def _list_weights(
+    model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.Module, int]
+) -> Iterator[WeightSize]:
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     stored = model.state_dict(keep_vars=True).keys()
     output = model.get_output_embeddings()
     head = getattr(output, "codes" if isinstance(output, QuantizedLinear) else "weight", None)
     seen: set[int] = set()
     for path, module in model.named_modules():
-        count = _expert_count(module)
+        count = _count_experts(module)
         for name, tensor in (
             *module.named_parameters(path, recurse=False),
             *module.named_buffers(path, recurse=False),
@@ -217,9 +219,9 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.M
             seen.add(id(tensor))
             # transformers loads some weights of half-precision checkpoints in float32.
             in_full = name in stored and any(pattern.search(name) for pattern in kept)
-            kind = _kind(module, tensor, head, count)
+            kind = _weight_kind(module, tensor, head, count)
             routed = kind == "experts"
-            yield Weight(
+            yield WeightSize(
                 name=f"model.{name}",
                 shape=tuple(tensor.shape),
                 itemsize=4 if in_full else tensor.dtype.itemsize,
@@ -228,11 +230,11 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype, per_token: Mapping[nn.M
                 experts=count if routed else 1,
                 per_token=per_token.get(module, count) if routed else 1,
                 also_table=kind == "head" and isinstance(module, nn.Embedding),
-                values=_values(module, tensor),
+                values=_count_values(module, tensor),
             )
 
 
-def _values(module: nn.Module, tensor: Tensor) -> int:
+def _count_values(module: nn.Module, tensor: Tensor) -> int:
     weights = list(quantized_weights(module).values())
     if isinstance(module, QuantizedLinear | QuantizedEmbedding):
         weights.append(module.quantized_weight)
@@ -244,12 +246,10 @@ def _values(module: nn.Module, tensor: Tensor) -> int:
     return 1
 
 
-def _kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) -> Kind:
+def _weight_kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts: int) -> Kind:
     if tensor is head:
         return "head"
-    if isinstance(module, nn.Embedding) and tensor is module.weight:
-        return "table"
-    if isinstance(module, QuantizedEmbedding):
+    if isinstance(module, QuantizedEmbedding) or (isinstance(module, nn.Embedding) and tensor is module.weight):
         return "table"
     if isinstance(module, QuantizedLinear) and tensor is module.codes:
         return "linear"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells estimates: what to rent, tables of 80 columns for people, and a JSON document for programs. Estimates nothing."""
+"""The report of estimates: a host to rent, tables of 80 columns, and a JSON document. Estimates nothing."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from .estimate import Estimate, Report
+    from .estimate import Estimate, EstimateReport
 
 
 # For all that is known, steps whose expected times differ by a tenth are as good as one another.
 _SHORTER = 0.9
 
 
-def print_report(report: Report, console: Console) -> None:
-    """What to rent and the model, memory per core, speeds of what fits, and where the figures come from."""
-    first, *others = sentences(report)
+def print_report(report: EstimateReport, console: Console) -> None:
+    """Print a host to rent and the model, memory per core, speeds of what fits, and the sources of the figures."""
+    first, *others = write_sentences(report)
     console.print(first, highlight=False, style="bold")
     console.print(model_line(report), highlight=False)
     console.print("", _memory_table(report), sep="\n")
@@ -41,7 +41,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(sentence, highlight=False)
 
 
-def model_line(report: Report) -> str:
+def model_line(report: EstimateReport) -> str:
     sizes, config = report.sizes, report.estimates[0].config
     used = f", {sizes.active_parameters / 1e9:,.2f} B of them per token" if sizes.has_experts else ""
     return (
@@ -51,8 +51,8 @@ def model_line(report: Report) -> str:
     )
 
 
-def _memory_table(report: Report) -> Table:
-    table = _table("GiB per core; largest sizes with the others as asked")
+def _memory_table(report: EstimateReport) -> Table:
+    table = _make_table("GiB per core; largest sizes with the others as asked")
     parts = ("weights", "KV", "activ.", "graphs", "total", "of")
     for header in ("tp", *parts, "fits", "largest\nbatch", "longest\nlength"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -68,20 +68,20 @@ def _memory_cells(one: Estimate) -> Iterator[str]:
     yield one.config.target
     yield str(one.config.tensor_parallel_size)
     for size in (memory.weights, memory.kv_cache, memory.activations, memory.reserve, memory.total):
-        yield _gib(size)
+        yield _gib_text(size)
     yield f"{one.hbm / GIB:.0f}"
     yield "yes" if one.fits else "no"
     for most in (one.largest_batch, one.longest_sequence):
         yield f"{most:,}" if most else "-"
 
 
-def _gib(size: int) -> str:
+def _gib_text(size: int) -> str:
     gib = size / GIB
     return f"{gib / 1e3:,.0f} k" if gib >= 1e4 else f"{gib:,.{2 if gib < 100 else 0}f}"
 
 
-def _speed_table(report: Report) -> Table:
-    table = _table(f"One copy, all rows in use, {report.context_length:,} tokens in the cache")
+def _speed_table(report: EstimateReport) -> Table:
+    table = _make_table(f"One copy, all rows in use, {report.context_length:,} tokens in the cache")
     steps = ("decode\nms/step", "decode\ntokens/s", "decode\nat most", "prefill\ntokens/s", "prefill\nat most")
     for header in ("tp", *steps):
         table.add_column(header, justify="right", no_wrap=True)
@@ -94,7 +94,7 @@ def _speed_table(report: Report) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def _make_table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -105,21 +105,21 @@ def _table(title: str) -> Table:
 
 def _speed_cells(one: Estimate) -> Iterator[str]:
     yield one.config.target
-    yield str(one.config.tensor_parallel_size) + ("" if _measured(one) else "?")
-    yield _span(one.decode.low_s * 1e3, one.decode.high_s * 1e3)
+    yield str(one.config.tensor_parallel_size) + ("" if _is_measured(one) else "?")
+    yield _span_text(one.decode.low_s * 1e3, one.decode.high_s * 1e3)
     for speed in (one.decode, one.prefill):
-        yield _span(*speed.rates)
-        yield _span(speed.peak_rate, speed.peak_rate)
+        yield _span_text(*speed.rates)
+        yield _span_text(speed.peak_rate, speed.peak_rate)
     yield one.hosts[0].size
 
 
-def _measured(one: Estimate) -> bool:
+def _is_measured(one: Estimate) -> bool:
     least, most = MEASURED_CORES
     return least <= one.config.tensor_parallel_size <= most
 
 
-def _span(low: float, high: float) -> str:
-    """Both ends with two digits that count, or one end where they are the same; thousands as k, millions as M."""
+def _span_text(low: float, high: float) -> str:
+    """Return both ends with two digits that count, or one end where they are the same; thousands as k, millions as M."""
     unit, scale = next((unit, scale) for unit, scale in ((" M", 1e6), (" k", 1e3), ("", 0)) if high >= 10 * scale)
     ends = dict.fromkeys(_two_digits(end / (scale or 1)) for end in (low, high))
     return "-".join(ends) + unit
@@ -130,10 +130,10 @@ def _two_digits(value: float) -> str:
     return f"{round(value, places):,.{max(places, 0)}f}"
 
 
-def sentences(report: Report) -> list[str]:
-    """What to rent or why nothing will do; then what the tables do not say: assumptions and sources."""
+def write_sentences(report: EstimateReport) -> list[str]:
+    """Return a host to rent, or the reason why none will do; then assumptions and sources."""
     fitting = [one for one in report.estimates if one.fits]
-    lines = [_to_rent(fitting) if fitting else _nearest(report), *report.notes]
+    lines = [_host_to_rent(fitting) if fitting else _nearest_text(report), *report.notes]
     if report.sizes.has_experts:
         lines.append(
             "At most: tokens compute the experts that they are routed to. Otherwise what graphs compute for any routing; no "
@@ -143,13 +143,13 @@ def sentences(report: Report) -> list[str]:
         f"Weights and cache are exact. Graphs take {GRAPH_RESERVE // MIB} MiB each for their code, which is a guess on the "
         f"safe side."
     )
-    kept = _kept(report)
+    kept = _state_sizes(report)
     if kept.per_slot:
         tokens = (
             f", as {round(kept.per_slot / kept.per_token):,} tokens of keys and values do" if kept.per_token else ""
         )
         lines.append(
-            f"KV holds what layers keep by slot: {_mib(kept.per_slot)} MiB of each, whatever its length{tokens}."
+            f"KV holds what layers keep by slot: {_mib_text(kept.per_slot)} MiB of each, whatever its length{tokens}."
         )
         if snapshots := report.estimates[0].config.snapshot_places:
             lines.append(f"KV also holds as much for each of state_snapshots={snapshots}.")
@@ -159,52 +159,52 @@ def sentences(report: Report) -> list[str]:
             f"it, estimates are off by {DECODE.held_out:.0%} (decode) and {PREFILL.held_out:.0%} (prefill) in the median; of "
             f"those of other models and groups of cores by {DECODE.strangers:.0%} and {PREFILL.strangers:.0%}."
         )
-        if not all(_measured(one) for one in fitting):
+        if not all(_is_measured(one) for one in fitting):
             least, most = MEASURED_CORES
             lines.append(f"tp?: no run on fewer than {least} cores or more than {most} was published.")
     return lines
 
 
-def _kept(report: Report) -> StateSizes:
+def _state_sizes(report: EstimateReport) -> StateSizes:
     return StateSizes.of(state_specs(report.estimates[0].config, report.sizes.spec))
 
 
-def _mib(size: int) -> str:
+def _mib_text(size: int) -> str:
     return f"{size / MIB:,.{3 if size < MIB else 1}f}"
 
 
-def _to_rent(fitting: list[Estimate]) -> str:
-    """The host with the least device memory that holds the model, and how; and one whose steps are shorter, if there is."""
-    host, one = min(((host, one) for one in fitting for host in one.hosts), key=lambda choice: _cost(*choice))
+def _host_to_rent(fitting: list[Estimate]) -> str:
+    """Return the host with the least device memory that holds the model, and one with shorter steps, if there is."""
+    host, one = min(((host, one) for one in fitting for host in one.hosts), key=lambda choice: _sort_key(*choice))
     shortest = min(each.decode.expected_s for each in fitting)
     about_as_short = [each for each in fitting if each.decode.expected_s * _SHORTER <= shortest]
     text = (
         f"Rent 1 {host.name}, as no host with less device memory ({host.hbm / GIB:,.0f} GiB) holds the model: "
-        f"{_way(host, one)}."
+        f"{_way_text(host, one)}."
     )
     if one not in about_as_short:
-        quick = min(about_as_short, key=lambda each: _cost(each.hosts[0], each))
-        text += f" For shorter steps, 1 {quick.hosts[0].name}: {_way(quick.hosts[0], quick)}."
+        quick = min(about_as_short, key=lambda each: _sort_key(each.hosts[0], each))
+        text += f" For shorter steps, 1 {quick.hosts[0].name}: {_way_text(quick.hosts[0], quick)}."
     return text
 
 
-def _cost(host: Instance, one: Estimate) -> tuple[float, ...]:
-    """Smaller is to be preferred: less memory to pay for, a group as published, more tokens per second, fewer cores."""
-    tokens = one.copies(host) * one.decode.expected_rate
-    return host.hbm, not _measured(one), -tokens, one.config.tensor_parallel_size
+def _sort_key(host: Instance, one: Estimate) -> tuple[float, ...]:
+    """Sort less memory to pay for first, then a group as published, more tokens per second, fewer cores."""
+    tokens = one.copies_on(host) * one.decode.expected_rate
+    return host.hbm, not _is_measured(one), -tokens, one.config.tensor_parallel_size
 
 
-def _way(host: Instance, one: Estimate) -> str:
-    copies, cores = one.copies(host), one.config.tensor_parallel_size
+def _way_text(host: Instance, one: Estimate) -> str:
+    copies, cores = one.copies_on(host), one.config.tensor_parallel_size
     many = f"{copies} copies on" if copies > 1 else "1 copy on"
     each = f"{cores} core{'s' if cores > 1 else ''}{' each' if copies > 1 else ''}"
     return (
         f"{many} {each} (--target {one.config.target} --tensor-parallel-size {cores}), "
-        f"{_span(*(copies * rate for rate in one.decode.rates))} tokens/s decoded"
+        f"{_span_text(*(copies * rate for rate in one.decode.rates))} tokens/s decoded"
     )
 
 
-def _nearest(report: Report) -> str:
+def _nearest_text(report: EstimateReport) -> str:
     one = min(report.estimates, key=lambda one: one.memory.total / one.hbm)
     config, name = one.config, one.hosts[-1].name
     remedies = []
@@ -221,9 +221,9 @@ def _nearest(report: Report) -> str:
     )
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Everything, in bytes, seconds and tokens per second."""
-    sizes, kept = report.sizes, _kept(report)
+def to_json(report: EstimateReport) -> dict[str, Any]:
+    """Return everything, in bytes, seconds and tokens per second."""
+    sizes, kept = report.sizes, _state_sizes(report)
     return {
         "model": report.model,
         "parameters": sizes.parameters,
@@ -233,7 +233,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "cache_bytes_per_token": kept.per_token,
         "state_bytes_per_slot": kept.per_slot,
         "estimates": [_estimate_json(one) for one in report.estimates],
-        "notes": sentences(report),
+        "notes": write_sentences(report),
     }
 
 
@@ -246,7 +246,7 @@ def _estimate_json(one: Estimate) -> dict[str, Any]:
         "longest_sequence": one.longest_sequence,
         "decode": _speed_json(one.decode),
         "prefill": _speed_json(one.prefill),
-        "hosts": {host.name: {"cores": host.cores, "copies": one.copies(host)} for host in one.hosts},
+        "hosts": {host.name: {"cores": host.cores, "copies": one.copies_on(host)} for host in one.hosts},
     }
 
 

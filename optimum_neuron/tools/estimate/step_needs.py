@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of a model need of one core's memory, in bytes.
+"""The memory of one core that a model's steps need, in bytes.
 
 Weights and cache are exact: they are counted on the model that its config describes. Activations are the largest set of
 tensors that a step needs at once, by the formulas below. The reserve is a guess on the safe side.
@@ -8,9 +8,11 @@ tensors that a step needs at once, by the formulas below. The reserve is a guess
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,12 +34,14 @@ MICROCODE = 96 * MIB
 SCRATCH_PAGE = 512 * MIB
 # Instructions and DMA descriptors of a loaded graph: hundreds of MB where all layers of a large model are unrolled.
 GRAPH_RESERVE = 512 * MIB
+# Tried lengths above this are its multiples.
+_LENGTH_STEP = 1024
 # An operator reads scores in float32 and writes others.
 SCORE_BYTES = 2 * 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class CoreMemory:
     """Bytes of device memory of one core."""
 
     weights: int
@@ -50,14 +54,14 @@ class Memory:
         return self.weights + self.kv_cache + self.activations + self.reserve
 
 
-def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
-    """Bytes that a core needs, whatever it has.
+def core_memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> CoreMemory:
+    """Return the bytes that a core needs, whatever it has.
 
     Activations are those of the graph that needs most, in whole scratch pages. Every graph takes a reserve of its own.
     """
     graphs = graph_specs(config)
     live = max(live_bytes(sizes, graph, chip, config.scan_block) for graph in graphs)
-    return Memory(
+    return CoreMemory(
         weights=sizes.weight_bytes,
         kv_cache=cache_bytes(sizes, config),
         activations=-(-live // SCRATCH_PAGE) * SCRATCH_PAGE,
@@ -65,19 +69,61 @@ def memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> Memory:
     )
 
 
+def _fits_core(sizes: CoreSizes, options: Mapping[str, Any], chip: Chip) -> bool:
+    return core_memory(sizes, NeuronConfig.from_dict(options), chip).total <= chip.core_hbm
+
+
+def largest_batch(sizes: CoreSizes, config: NeuronConfig, options: Mapping[str, Any], chip: Chip) -> int:
+    """Count rows at full length, of blocks too. The chunk size stays as it is, so that a larger batch never needs less."""
+    asked = {**options, "prefill_chunk_size": config.prefill_chunk_size, "kv_cache_tokens": None}
+    least = max(config.ctx_batch_size, 2 if options.get("mixed_step") else 1)
+    batches = range(least, config.sequence_length - config.prompt_capacity + 1)
+    return _last_fitting(batches, lambda batch: _fits_core(sizes, {**asked, "batch_size": batch}, chip))
+
+
+def longest_sequence(
+    sizes: CoreSizes, config: NeuronConfig, options: Mapping[str, Any], chip: Chip, longest: int
+) -> int:
+    """Search lengths below 1024, its multiples, and the config's own: among those, a longer one never has fewer graphs."""
+
+    def fits(length: int) -> bool:
+        changes: dict[str, Any] = {"sequence_length": length, "prefill_chunk_size": config.prefill_chunk_size}
+        if config.kv_cache_tokens is not None:
+            changes["kv_cache_tokens"] = max(length, config.kv_cache_tokens)
+        if options.get("context_buckets") is not None:
+            changes["context_buckets"] = (*(size for size in config.context_buckets[:-1] if size < length), length)
+        return _fits_core(sizes, {**options, **changes}, chip)
+
+    least = config.step_capacity
+    if config.kv_block_size is not None:
+        first, step = config.blocks_of(config.prefill_chunk_size), config.kv_block_size
+        lengths = list(range(first * step, longest + 1, step))
+    else:
+        multiples = range(-(-least // _LENGTH_STEP) * _LENGTH_STEP, longest + 1, _LENGTH_STEP)
+        lengths = [*range(least, min(_LENGTH_STEP, longest + 1)), *multiples]
+    found = _last_fitting(lengths, fits)
+    return max(found, config.sequence_length) if fits(config.sequence_length) else found
+
+
+def _last_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Return the last of ascending values that fits, where all before it do; 0 if none does."""
+    place = bisect_right(values, False, key=lambda value: not fits(value))
+    return values[place - 1] if place else 0
+
+
 def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
-    """What slots keep on a core: keys and values of its own heads, inputs and states, and one row more for padding; and snapshots."""
+    """Return the bytes of a core's states: keys and values of its heads, other states, one row more for padding, and snapshots."""
     states = (*state_specs(config, sizes.spec), *snapshot_states(config, sizes.spec))
     return sum(math.prod(state.shape) * _state_itemsize(state, config, sizes) for state in states)
 
 
 def _state_itemsize(state: TensorSpec, config: NeuronConfig, sizes: CoreSizes) -> int:
-    """Of what has the model's type, which a config may leave open; all else is codes, float32 or int32."""
+    """Return the itemsize of a state, of which some have the model's type, which a config may leave open."""
     return sizes.itemsize if state.dtype == config.dtype else getattr(torch, state.dtype).itemsize
 
 
 def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int | None) -> int:
-    """The largest set of tensors that a step needs at once beside weights and cache.
+    """Return the bytes of the largest set of tensors that a step needs at once, without weights and cache.
 
     The hidden states, their residual and a normalized copy in float32 live all the time; with them either what the widest
     block's projections read and write, or one layer's attention, or its recurrence, or the logits.
@@ -85,7 +131,7 @@ def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int |
     Args:
         scan_block: tokens of a block of a recurrence (NeuronConfig).
     """
-    groups = _row_groups(graph)
+    groups = row_groups(graph)
     tokens = sum(group.tokens for group in groups)
     hidden = tokens * sizes.hidden_size * (2 * sizes.itemsize + 4)
     block = max(tokens * sizes.block_width, *(_expert_elements(each.layer, tokens, chip) for each in sizes.experts), 0)
@@ -98,7 +144,7 @@ def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int |
 
 
 def _expert_elements(layer: ExpertLayer, tokens: int, chip: Chip) -> int:
-    """The most that a step of up to so many tokens has, in whole tiles of rows: so a larger step never needs less."""
+    """Return the most that a step of up to so many tokens has, in whole tiles of rows: so a larger step never needs less."""
     few = range(1, min(tokens, TILE_ROWS) + 1)
     more = range(2 * TILE_ROWS, tokens + TILE_ROWS, TILE_ROWS)
     return max(_most_elements(layer, end, chip) for end in (*few, *more))
@@ -106,18 +152,24 @@ def _expert_elements(layer: ExpertLayer, tokens: int, chip: Chip) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _most_elements(layer: ExpertLayer, end: int, chip: Chip) -> int:
-    """Of a step of `end` tokens, or of one in the tile before; the form may change within it."""
+    """Return the elements of a step of `end` tokens, or of one in the tile before; the form may change within it."""
     forms = [choose(layer, end, chip)]
     if end > TILE_ROWS and choose(layer, end - TILE_ROWS + 1, chip).kind == "all":
         forms.append(all_experts(end))
     return max(work(layer, end, form, chip).live for form in forms)
 
 
-class _Rows(NamedTuple):
-    """A row group of a step: decode rows read the cache in place, chunk rows gather their slots' rows of it."""
+class GraphRows(NamedTuple):
+    """A row group of a step: decode rows read the cache in place, chunk rows gather their slots' rows of it.
+
+    Attributes:
+        length: tokens of a row.
+        columns: columns of the cache that a row reads on average; of blocks in place, its share of them.
+    """
 
     rows: int
     length: int
+    columns: float
     gathered: bool
 
     @property
@@ -125,14 +177,20 @@ class _Rows(NamedTuple):
         return self.rows * self.length
 
 
-def _row_groups(graph: GraphSpec) -> list[_Rows]:
-    decode = [_Rows(graph.batch_size, 1, False)] if graph.has_decode else []
-    return decode + ([_Rows(graph.ctx_batch_size, graph.chunk_size, True)] if graph.has_chunk else [])
+def row_groups(graph: GraphSpec) -> list[GraphRows]:
+    """Return the decode rows and the chunk rows of a graph's step."""
+    groups = []
+    if graph.has_decode:
+        columns = (graph.kv_block_size or 0) * graph.blocks_in_place or graph.batch_size * graph.context_length
+        groups.append(GraphRows(graph.batch_size, 1, columns / graph.batch_size, False))
+    if graph.has_chunk:
+        groups.append(GraphRows(graph.ctx_batch_size, graph.chunk_size, graph.context_length, True))
+    return groups
 
 
-def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[_Rows]) -> int:
-    """Queries, keys, values and results of all tokens; of one row group also a block's scores, mask and values as selected, and the
-    gathered cache, of which values stay while there are more blocks."""
+def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[GraphRows]) -> int:
+    """Count queries, keys, values and results of all tokens; for one row group also a block's scores, mask and selected values,
+    and the gathered cache, of which values stay while there are more blocks."""
     tokens, columns = sum(group.tokens for group in groups), graph.context_length
     most = 0
     for layer in sizes.attention:
@@ -152,10 +210,10 @@ def _attention_bytes(sizes: CoreSizes, graph: GraphSpec, groups: list[_Rows]) ->
     return most
 
 
-def _recurrence_bytes(sizes: CoreSizes, groups: list[_Rows], block: int) -> int:
-    """Of all tokens, what changes a state, queries and results, in float32. Beside them, of decode rows their states, old and new; of
-    chunk rows what their windows have of all blocks at once: of a selective scan states behind each token, else scores and
-    what of queries, keys and values is decayed."""
+def _recurrence_bytes(sizes: CoreSizes, groups: list[GraphRows], block: int) -> int:
+    """Count inputs of the state, queries and results of all tokens, in float32; old and new states of decode rows; and for chunk
+    rows all blocks of their windows at once: a selective scan has a state after each token, others have scores and decayed
+    queries, keys and values."""
     most = 0
     for each in sizes.spec.recurrences:
         state, keys, values = each.key_dim * each.value_dim, each.heads * each.key_dim, each.heads * each.value_dim
@@ -172,8 +230,8 @@ def _recurrence_bytes(sizes: CoreSizes, groups: list[_Rows], block: int) -> int:
 
 
 def _logits_bytes(sizes: CoreSizes, graph: GraphSpec, tokens: int) -> int:
-    """The head's result, once more in float32, and once more for the whole vocabulary where graphs return that."""
+    """Count the head's result, once more in float32, and once more for the whole vocabulary where graphs return that."""
     few = sizes.keeps_logits and not graph.scores_prompts
-    rows = sum(group.rows for group in _row_groups(graph)) if few else tokens
+    rows = sum(group.rows for group in row_groups(graph)) if few else tokens
     local = rows * sizes.local_vocab * (sizes.itemsize + 4)
     return local + sum(math.prod(spec.shape) * 4 for spec in graph.outputs(sizes.spec.vocab_size))

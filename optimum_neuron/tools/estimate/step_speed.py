@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the steps of a model take on a group of cores: the time that nothing beats, and the one that is expected.
+"""The one model of step times on Neuron: the time of a step that nothing beats, and the one that is expected.
 
 The first is a roofline: no step is faster than its bytes at full bandwidth or its products at full rate. The second has the
 shares of both that published runs reached, and a latency per layer: see sdk/step_times.py.
@@ -15,7 +15,7 @@ from ...step.spec import GraphSpec
 from ...targets.neuron.expert_forms import choose, work
 from ...targets.neuron.sdk.hardware import Chip
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
-from .step_needs import SCORE_BYTES
+from .step_needs import SCORE_BYTES, row_groups
 
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class Speed:
     """A step of one graph, in seconds.
 
     Attributes:
-        tokens: that the step advances, all rows in use.
-        peak_s: at the chip's peaks.
-        expected_s: as published runs tell.
-        low_s, high_s: where four of five models lie that no run of the fit had; never below the peak.
-        bound: what the peak time is spent on, "memory" or "compute".
+        tokens: tokens that the step advances, all rows in use.
+        peak_s: time at the chip's peaks.
+        expected_s: time by published runs.
+        low_s, high_s: range of four in five models that no run of the fit had; never below the peak.
+        bound: "memory" or "compute", which takes the peak time.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class Speed:
 
     @property
     def expected_rate(self) -> float:
-        """Tokens per second as published runs tell."""
+        """Tokens per second by published runs."""
         return self.tokens / self.expected_s
 
     @property
@@ -59,11 +59,11 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one core of a group does in a step, each in seconds at the chip's peak, but for the latencies.
+    """The work of one core of a group in a step, each part in seconds at the chip's peak, but for the latencies.
 
     Attributes:
         weights, cache: reading them, and writing the states of recurrences and convolutions.
-        products: of weights and what they are multiplied with.
+        products: products of weights.
         scores: reading and writing attention's float32 scores once.
         latencies: layers, each counted once and once more for every doubling of the group.
     """
@@ -76,7 +76,7 @@ class StepWork:
 
     @property
     def seconds(self) -> float:
-        """What the step is expected to take, by the constants that were fitted to published runs."""
+        """The expected time, by the constants that were fitted to published runs."""
         return (
             self.weights / STEP_TIMES.weights
             + self.cache / STEP_TIMES.cache
@@ -87,15 +87,15 @@ class StepWork:
 
 
 def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, chip: Chip, cores: int) -> StepWork:
-    """The work of a step of `rows` rows of `length` tokens, with experts in the form that graphs of the chip have.
+    """Return the work of a step of `rows` rows of `length` tokens, with experts in the form of the chip's graphs.
 
     Args:
-        context_length: columns of the cache that a row's attention reads, of all rows on average.
-        cores: of the group.
+        context_length: columns of the cache that a row's attention reads, on average.
+        cores: size of the group.
     """
     scores = rows * length * context_length * sizes.heads * SCORE_BYTES
     moved, routed = expert_work(sizes, rows * length, chip)
-    products = flops(sizes, rows, length, 0) + routed
+    products = count_flops(sizes, rows, length, 0) + routed
     return StepWork(
         weights=(weight_bytes_read(sizes, 0) + moved) / chip.core_bandwidth,
         cache=cache_bytes_moved(sizes, rows, context_length) / chip.core_bandwidth,
@@ -106,8 +106,8 @@ def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, c
 
 
 def graph_work(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> StepWork:
-    """The work of a graph's step, whatever of its rows and columns is in use: weights are read once for all its rows."""
-    parts = [step_work(sizes, *rows, chip, cores) for rows in _rows(graph)]
+    """Return the work of a graph's step, whatever is in use of it: weights are read once for all its rows."""
+    parts = [step_work(sizes, each.rows, each.length, each.columns, chip, cores) for each in row_groups(graph)]
     return StepWork(
         weights=max(part.weights for part in parts),
         cache=sum(part.cache for part in parts),
@@ -117,27 +117,17 @@ def graph_work(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> St
     )
 
 
-def _rows(graph: GraphSpec) -> list[tuple[int, int, float]]:
-    """Rows of each group, the tokens of a row, and the columns that one reads on average: of blocks in place, its share of them."""
-    groups: list[tuple[int, int, float]] = []
-    if graph.has_decode:
-        columns = (graph.kv_block_size or 0) * graph.blocks_in_place or graph.batch_size * graph.context_length
-        groups.append((graph.batch_size, 1, columns / graph.batch_size))
-    if graph.has_chunk:
-        groups.append((graph.ctx_batch_size, graph.chunk_size, graph.context_length))
-    return groups
-
-
-def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
-    """The time of one step of decode rows or of chunk rows, when every core of the group works on its part.
+def graph_speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
+    """Return the time of one step of decode rows or of chunk rows, when every core of the group works on its part.
 
     At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
     least time that the chip's peaks allow for any routing.
     """
-    ((rows, length, context),) = _rows(graph)
+    (group,) = row_groups(graph)
+    rows, length, context = group.rows, group.length, group.columns
     accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
     reading = weight_bytes_read(sizes, rows * length) + cache_bytes_moved(sizes, rows, context)
-    products = flops(sizes, rows, length, context) + routed_flops(sizes, rows * length)
+    products = count_flops(sizes, rows, length, context) + routed_flops(sizes, rows * length)
     peak = chip.core_seconds(reading, {sizes.dtype: products})
     expected = graph_work(sizes, graph, chip, cores).seconds
     return Speed(
@@ -151,24 +141,24 @@ def speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
 
 
 def weight_bytes_read(sizes: CoreSizes, tokens: int) -> float:
-    """Bytes of weights that a step reads: all but embedding tables; of routed experts those that tokens are expected to use."""
-    unused = sum(e.bytes * (1 - e.touched(tokens)) for e in sizes.experts)
+    """Return the bytes of weights that a step reads: no embedding tables, and the experts that tokens are expected to use."""
+    unused = sum(e.bytes * (1 - e.touched_share(tokens)) for e in sizes.experts)
     return sizes.weight_bytes - sizes.table_bytes - unused
 
 
 def expert_work(sizes: CoreSizes, tokens: int, chip: Chip) -> tuple[int, int]:
-    """Bytes that routed experts read and write in the form that graphs of a chip have, and their operations."""
+    """Return the bytes that routed experts read and write in the form of a chip's graphs, and their operations."""
     done = [(e.layers, work(e.layer, tokens, choose(e.layer, tokens, chip), chip)) for e in sizes.experts]
     return sum(layers * each.moved for layers, each in done), sum(layers * each.flops for layers, each in done)
 
 
 def cache_bytes_moved(sizes: CoreSizes, rows: int, context_length: float) -> float:
-    """Bytes that a step reads of keys and values, the graph's context, whatever of it is in use; and its rows' states, read and written."""
+    """Return the bytes of keys and values that a step reads, whatever is in use, and of its rows' states, read and written."""
     return rows * (context_length * sizes.token_bytes + 2 * sizes.state_bytes)
 
 
-def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:
-    """Floating point operations of a step's matrix products without routed experts: two per parameter and token.
+def count_flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:
+    """Count the operations of a step's matrix products without routed experts: two per parameter and token.
 
     Args:
         length: tokens of a row; one token scores its own key apart from its context.
@@ -184,5 +174,5 @@ def flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> fl
 
 
 def routed_flops(sizes: CoreSizes, tokens: int) -> float:
-    """Operations of the experts that tokens are routed to."""
+    """Count the operations of the experts that tokens are routed to."""
     return 2 * tokens * sum(e.params * e.layer.per_token / e.layer.experts for e in sizes.experts)

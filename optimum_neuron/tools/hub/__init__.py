@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts in repositories of the Hub: their model cards, and how they get there."""
+"""`optimum-cli neuron push` and `card`: artifacts in repositories of the Hub, and their model cards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of an artifact: card.md, filled in. Text of an artifact stands in code, where none of it has another meaning."""
+"""The model card of an artifact: card.md, filled in. Text of an artifact stands in code, where it is only text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from ...artifact.artifact import Artifact
 from ...artifact.filesystem import replace_file
 from ...artifact.measurements import Measurements, identity, read_measurements, with_bench, with_quality
 from ...checkpoints.card_facts import CARD_NAME
-from ..inspect.collect import collect
-from ..inspect.facts import Facts
-from ..inspect.units import bytes_text
+from ..inspect.collect import collect_facts
+from ..inspect.facts import ArtifactFacts, bytes_text
 
 
 LIBRARY = "optimum-neuron-runtime"
@@ -34,7 +33,11 @@ _LONGEST = 200
 
 
 def make_card(
-    facts: Facts, *, repo_id: str | None = None, base_model: str | None = None, tags: Sequence[str] | None = None
+    facts: ArtifactFacts,
+    *,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+    tags: Sequence[str] | None = None,
 ) -> str:
     """Return the card as Markdown, with a last line that proves it unchanged.
 
@@ -54,9 +57,9 @@ def make_card(
         ) from error
     base = base_model or facts.origin.get("repo")
     bounds = facts.certificate.comparisons if facts.certificate else ()
-    environment = Environment(finalize=_shown, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(finalize=_show_value, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {
-        "block": _block,
+        "block": _fence_block,
         "bytes": lambda size: Markup(bytes_text(size) if size else "-"),
         "form": lambda value, form: Markup(format(value, form)),
         "quote": lambda text: Markup(shlex.quote(text)),
@@ -71,10 +74,10 @@ def make_card(
         versions={**facts.exported_with, **facts.compiled_with},
         nearest=max((each.difference / (each.bound or 1) for each in bounds), default=0.0),
     )
-    return with_mark(f"---\n{_metadata(facts, base, tags or ())}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", body))
+    return add_mark(f"---\n{_card_metadata(facts, base, tags or ())}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", body))
 
 
-def _metadata(facts: Facts, base: str | None, tags: Sequence[str]) -> str:
+def _card_metadata(facts: ArtifactFacts, base: str | None, tags: Sequence[str]) -> str:
     options, own = facts.options, [facts.target, facts.options["dtype"]]
     if facts.quantized:
         own.append((options["quantization"] or "checkpoint").replace("checkpoint", facts.quantized[0].kind))
@@ -91,7 +94,7 @@ def _metadata(facts: Facts, base: str | None, tags: Sequence[str]) -> str:
     return ModelCardData(**data).to_yaml()
 
 
-def _shown(value: object) -> object:
+def _show_value(value: object) -> object:
     """Return numbers and Markdown as they are, and any other text as code within a line or a cell of a table."""
     if value is None:
         return "-"
@@ -101,33 +104,33 @@ def _shown(value: object) -> object:
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     if not text.strip():
         return "-"
-    fence = "`" * (_longest_run(text) + 1)
+    fence = "`" * (_longest_ticks(text) + 1)
     padding = " " if text[0] in "` " or text[-1] in "` " else ""
     # A cell ends at a bar, also in code; an escaped one would keep its backslash elsewhere.
     return f"{fence}{padding}{text.replace('|', '│')}{padding}{fence}"
 
 
-def _block(text: str, language: str) -> Markup:
+def _fence_block(text: str, language: str) -> Markup:
     printed = "\n".join("".join(filter(str.isprintable, line)) for line in text.strip().split("\n"))
-    fence = "`" * max(3, _longest_run(printed) + 1)
+    fence = "`" * max(3, _longest_ticks(printed) + 1)
     return Markup(f"{fence}{language}\n{printed}\n{fence}")
 
 
-def _longest_run(text: str) -> int:
+def _longest_ticks(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
 
 
-def with_mark(text: str) -> str:
-    return f"{text}\n{_MARK}{_digest(text)}{_MARK_END}"
+def add_mark(text: str) -> str:
+    return f"{text}\n{_MARK}{_mark_digest(text)}{_MARK_END}"
 
 
-def is_made(card: str) -> bool:
-    """Return whether a card was made here and not changed since: only such a card may be replaced unasked."""
+def is_unchanged(card: str) -> bool:
+    """Return whether a card was made here and not changed since: only such a card may be replaced."""
     text, mark, rest = card.replace("\r\n", "\n").rpartition(_MARK)
-    return bool(mark) and rest == _digest(text.removesuffix("\n")) + _MARK_END
+    return bool(mark) and rest == _mark_digest(text.removesuffix("\n")) + _MARK_END
 
 
-def _digest(text: str) -> str:
+def _mark_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -139,7 +142,7 @@ def own_words(path: Path) -> str | None:
         card = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text; correct or remove it") from error
-    return None if is_made(card) else card
+    return None if is_unchanged(card) else card
 
 
 def write_card(
@@ -151,7 +154,7 @@ def write_card(
     tags: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write README.md into the artifact's folder, and with `bench` or `quality` measurements.json before it; each whole or not at all.
+    """Write README.md into the artifact's folder, and with `bench` or `quality` first measurements.json; each whole or not at all.
 
     Args:
         bench, quality: files of measurements, as `artifacts.measurements` reads them.
@@ -169,7 +172,7 @@ def write_card(
     path = artifact.path / CARD_NAME
     if not overwrite and own_words(path) is not None:
         raise FileExistsError(
-            f"{path} was written or changed by somebody; pass --overwrite (overwrite=True) to replace it, or move it"
+            f"{path} was written or changed by hand; pass --overwrite (overwrite=True) to replace it, or move it"
         )
     recorded = read_measurements(artifact)
     measured = recorded or Measurements(identity(artifact))
@@ -177,7 +180,7 @@ def write_card(
         measured = with_bench(measured, bench, artifact)
     if quality is not None:
         measured = with_quality(measured, quality, artifact)
-    card = make_card(collect(artifact, measured), base_model=base_model, tags=tags)
+    card = make_card(collect_facts(artifact, measured), base_model=base_model, tags=tags)
     if measured != recorded and (measured.speeds or measured.quality):
         measured.write(artifact.path)
     replace_file(path, card)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An artifact to a repository of the Hub: all of its files and its card in one commit, so that no reader sees a mixture of two."""
+"""Uploads to repositories of the Hub: all files and the card in one commit, so that no reader sees a mixture of two artifacts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...artifact.measurements import MEASUREMENTS_NAME, read_measurements
 from ...checkpoints.card_facts import CARD_NAME
 from ...checkpoints.hub_errors import patiently, told
 from ...errors import first_line
-from ..inspect.collect import collect
+from ..inspect.collect import collect_facts
 from .card import make_card, own_words
 
 
@@ -56,12 +56,12 @@ def push_artifact(
         FileNotFoundError, RuntimeError: as `hub_errors.told` says.
     """
     written = own_words(artifact.path / CARD_NAME)
-    made = make_card(collect(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
+    made = make_card(collect_facts(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
     with progress.stage("Hashing files"):
-        additions = _additions(artifact)
+        additions = _list_additions(artifact)
     api = HfApi(token=token)
 
-    def push() -> CommitInfo:
+    def commit_files() -> CommitInfo:
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         _check_private(api, repo, private)
         if revision is not None and not create_pr and not revision.startswith(_PULL_REQUEST):
@@ -77,7 +77,7 @@ def push_artifact(
             repo,
             [
                 *additions,
-                CommitOperationAdd(CARD_NAME, (made if own is None else with_tags(own, tags or ())).encode()),
+                CommitOperationAdd(CARD_NAME, (made if own is None else add_tags(own, tags or ())).encode()),
                 *(CommitOperationDelete(name) for name in stale if name.partition("/")[0] in OWNED_FOLDERS),
             ],
             commit_message=commit_message or "Upload model",
@@ -87,10 +87,10 @@ def push_artifact(
         )
 
     with told(repo_id, revision or "main"), progress.stage(f"Uploading to {repo_id}"):
-        return patiently(push)
+        return patiently(commit_files)
 
 
-def _additions(artifact: Artifact) -> list[CommitOperationAdd]:
+def _list_additions(artifact: Artifact) -> list[CommitOperationAdd]:
     """Return all files of an artifact; the digests of the upload are compared with the manifest's."""
     names = [*artifact.manifest["files"], MANIFEST_NAME]
     if read_measurements(artifact) is not None:
@@ -112,7 +112,7 @@ def _check_private(api: HfApi, repo: str, private: bool | None) -> None:
         )
 
 
-def with_tags(card: str, tags: Sequence[str]) -> str:
+def add_tags(card: str, tags: Sequence[str]) -> str:
     """Return a card whose metadata has further tags; the same text where it has them all.
 
     Raises:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an artifact is, as plain data, as tables and as a page. Nothing of it is loaded or run."""
+"""`optimum-cli neuron inspect`: the facts of an artifact as data, tables and a page. Nothing of it is loaded or run."""

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of an artifact, as plain data that becomes JSON, a table, a page or a model card. Imports no torch."""
+"""Facts of an artifact as plain data, which becomes JSON, a table, a page or a model card. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from ..certify.comparison import Comparison
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphFacts:
     """A compiled graph.
 
     Attributes:
-        kind: of GraphSpec; "helper" of a graph that is no step: it copies slots, or tells what a step left of its logits.
-        decode_rows, chunk_rows, chunk_size, context: of a step, in rows and tokens; 0 where it has none.
-        bytes: of its files.
-        padding: the most of its chunk rows that is padding where no smaller graph would do, as a share; None without chunk rows.
-        operators: how many of each: steps of a plan, or HLO instructions; empty where they are not known.
-        cost: what one run moves and computes on a core, by name; empty where it is not counted.
+        kind: kind of GraphSpec; "helper" for a graph that is no step, which copies slots or scores logits.
+        decode_rows, chunk_rows, chunk_size, context: rows and tokens of a step; 0 where it has none.
+        bytes: size of its files.
+        padding: largest share of its chunk rows that is padding where no smaller graph would do; None without chunk rows.
+        operators: number of each: steps of a plan, or HLO instructions; empty where they are not known.
+        cost: bytes and operations of one run on a core, by name; empty where they are not counted.
     """
 
     name: str
@@ -44,13 +48,13 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Of one core, or of the host.
+class MemoryParts:
+    """Memory of one core, or of the host.
 
     Attributes:
-        parts: bytes by what takes them.
-        estimated: which of the parts are estimates; the others are exact.
-        capacity: bytes that there are; None where that is not known.
+        parts: bytes by their use.
+        estimated: parts that are estimates; the others are exact.
+        capacity: bytes of the core; None where they are not known.
     """
 
     place: str
@@ -64,20 +68,8 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Of a certificate: what was executed and compared with the model, and the largest error."""
-
-    subject: str
-    dtype: str
-    place: str
-    difference: float
-    bound: float
-    count: int
-
-
-@dataclass(frozen=True)
 class Certified:
-    """Of a certificate: how much was executed, and what was compared."""
+    """The part of a certificate that people read: the executed work, and its comparisons with the model."""
 
     layers: int
     all_layers: int
@@ -85,12 +77,12 @@ class Certified:
     tokens: int
     rules: tuple[str, ...]
     rules_version: int
-    comparisons: tuple[Compared, ...]
+    comparisons: tuple[Comparison, ...]
 
 
 @dataclass(frozen=True)
 class Linted:
-    """Of the lint: what it found, each as graph, severity, problem and remedy; or why it did not run."""
+    """Findings of the lint, each as graph, severity, problem and remedy; or the reason why it did not run."""
 
     findings: tuple[dict[str, str], ...] = ()
     missing: str = ""
@@ -98,7 +90,7 @@ class Linted:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights of one form: codes, how many share a scale, what activations are rounded to for them, and how many weights have it."""
+    """Weights of one form: codes, scales of an output, rounding of activations, and the number of such weights."""
 
     kind: str
     groups: int
@@ -110,19 +102,19 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that is told of an artifact.
+class ArtifactFacts:
+    """All facts of an artifact.
 
     Attributes:
-        name: of its folder.
-        options: of its NeuronConfig.
-        command: that exports it again.
-        source: what it was exported from, as the user named it.
-        origin: of `export.origin`.
+        name: name of its folder.
+        options: options of its NeuronConfig.
+        command: command line that exports it again.
+        source: its checkpoint, as the user named it.
+        origin: origin of the checkpoint (export/origin.py).
         sizes: bytes by name: weights, graphs, files; cache, cache per token, state per slot, snapshots.
         weight_types: bytes of weights by type.
-        speeds, quality, machine: of `artifacts.measurements`.
-        notes: what could not be told, and why.
+        speeds, quality, machine: recorded measurements (artifact/measurements.py).
+        notes: reasons why facts are missing.
     """
 
     name: str
@@ -135,9 +127,9 @@ class Facts:
     model_type: str
     layers: int
     vocab_size: int
-    graphs: tuple[Graph, ...]
+    graphs: tuple[GraphFacts, ...]
     sizes: dict[str, int]
-    memory: tuple[Memory, ...]
+    memory: tuple[MemoryParts, ...]
     weight_types: dict[str, int]
     quantized: tuple[Quantized, ...]
     certificate: Certified | None
@@ -150,19 +142,38 @@ class Facts:
     notes: tuple[str, ...]
 
     def to_dict(self) -> Mapping[str, Any]:
-        """For JSON."""
+        """Return the JSON."""
         return asdict(self)
 
     @property
     def rounding(self) -> str:
-        return rounding_of(self.options["activations"])
+        return rounding_text(self.options["activations"])
 
 
-def rounding_of(activations: str | None) -> str:
-    """Return a sentence without its end, on what an artifact of quantized weights does with activations."""
+def rounding_text(activations: str | None) -> str:
+    """Return a sentence without its end, on the rounding of activations in an artifact of quantized weights."""
     if activations is None:
         return "activations stay as they are"
     return (
         f"activations are rounded to {activations}, each token's by blocks of 64 inputs, where they meet weights of int8 or int4; this is "
         f"faster on some CPUs and less exact, and an export with --activations none keeps them"
     )
+
+
+def bytes_text(size: float) -> str:
+    """Return bytes in the largest unit of powers of 1000 that leaves a number of 1 or more, with three digits."""
+    return _scaled_text(size, ("bytes", "kB", "MB", "GB", "TB"))
+
+
+def count_text(count: float) -> str:
+    """Return a number of operations in the same way."""
+    return _scaled_text(count, ("", "k", "M", "G", "T")).strip()
+
+
+def _scaled_text(value: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if value < 1000:
+            whole = value >= 100 or value == int(value)
+            return f"{value:,.0f} {unit}" if whole else f"{value:,.{1 if value >= 10 else 2}f} {unit}"
+        value /= 1000
+    return f"{value:,.0f} {units[-1]}"

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .facts import Certified, Facts, Graph, Memory
-from .units import bytes_text, count_text
+from .facts import ArtifactFacts, Certified, GraphFacts, MemoryParts, bytes_text, count_text
 
 
 _KINDS = {
@@ -35,25 +34,25 @@ class Table(NamedTuple):
     words: int = 1
 
 
-def render(facts: Facts) -> str:
+def render_page(facts: ArtifactFacts) -> str:
     """Return the page as a text of HTML."""
-    css = _part("page.css")
+    css = _read_part("page.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": bytes_text, "number": _number}
+    environment.filters |= {"bytes": bytes_text, "number": _number_text}
     comparisons = facts.certificate.comparisons if facts.certificate else ()
     options = [(name, value) for name, value in facts.options.items() if value not in (None, False, [])]
     versions = [(f"exported with {name}", version) for name, version in facts.exported_with.items()]
     versions += [(f"compiled with {name}", version) for name, version in facts.compiled_with.items()]
-    page: str = environment.from_string(_part("page.html")).render(
+    page: str = environment.from_string(_read_part("page.html")).render(
         facts=facts,
         css=Markup(css),
         css_hash="sha256-" + base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
         costs=any(each.cost for each in facts.graphs),
-        steps=_steps(facts.graphs),
-        graphs=_graphs(facts.graphs),
-        memory=_memory(facts.memory),
-        operators=[(each.name, sum(each.operators.values()), _operators(each)) for each in facts.graphs if each.operators],
-        compared=_compared(facts.certificate),
+        steps=_steps_table(facts.graphs),
+        graphs=_graphs_table(facts.graphs),
+        memory=_memory_table(facts.memory),
+        operators=[(each.name, sum(each.operators.values()), _operators_table(each)) for each in facts.graphs if each.operators],
+        compared=_compared_table(facts.certificate),
         hidden=max(0, len(comparisons) - _MOST_COMPARED),
         errors=sum(each["severity"] == "error" for each in facts.lint.findings),
         findings=Table(
@@ -61,32 +60,32 @@ def render(facts: Facts) -> str:
             [(each["graph"], f"{each['severity']}: {each['problem']}", each["remedy"]) for each in facts.lint.findings],
             3,
         ),
-        speeds=_speeds(facts.speeds),
-        quality=_quality(facts.quality),
+        speeds=_speeds_table(facts.speeds),
+        quality=_quality_table(facts.quality),
         options=Table((), [(name, ", ".join(map(str, value)) if isinstance(value, list) else value) for name, value in options]),
         versions=Table((), versions),
         weight_types=Table((), [(name, bytes_text(size)) for name, size in facts.weight_types.items()]),
-        quantized=_quantized(facts),
+        quantized=_quantized_table(facts),
     )  # fmt: skip
     return page
 
 
-def _part(name: str) -> str:
+def _read_part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     """Return a number with four digits where it has more, and without an exponent where people read its size."""
     if isinstance(value, int) or (value == int(value) and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
 
 
-def _chip(kind: str, text: str) -> Markup:
+def _draw_chip(kind: str, text: str) -> Markup:
     return Markup('<span class="chip {}">{}</span>').format(kind, text)
 
 
-def _bar(parts: Mapping[str, float], full: float) -> Markup:
+def _draw_bar(parts: Mapping[str, float], full: float) -> Markup:
     """Return a bar of parts, of which `full` would fill it; each has the color of its place in `_PARTS`."""
     drawn, start = Markup(), 0.0
     for name, value in parts.items():
@@ -97,34 +96,34 @@ def _bar(parts: Mapping[str, float], full: float) -> Markup:
     return Markup('<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{}</svg>').format(drawn)  # fmt: skip
 
 
-def _steps(graphs: Sequence[Graph]) -> Table:
+def _steps_table(graphs: Sequence[GraphFacts]) -> Table:
     steps = [each for each in graphs if each.kind != "helper"]
     contexts = sorted({each.context for each in steps})
 
-    def cell(size: int, context: int) -> Markup:
+    def draw_cell(size: int, context: int) -> Markup:
         there = [each for each in steps if (each.chunk_size, each.context) == (size, context)]
-        return Markup("").join(_chip(each.kind, f"{_KINDS[each.kind]}, {each.tokens:,} tokens") for each in there)
+        return Markup("").join(_draw_chip(each.kind, f"{_KINDS[each.kind]}, {each.tokens:,} tokens") for each in there)
 
     rows = [
-        (f"chunk {size:,}" if size else "no chunk", *(cell(size, context) for context in contexts))
+        (f"chunk {size:,}" if size else "no chunk", *(draw_cell(size, context) for context in contexts))
         for size in sorted({each.chunk_size for each in steps})
     ]
     return Table(("", *(f"context {context:,}" for context in contexts)), rows, len(contexts) + 1)
 
 
-def _graphs(graphs: Sequence[Graph]) -> Table:
+def _graphs_table(graphs: Sequence[GraphFacts]) -> Table:
     headers = ["graph", "kind", "rows x tokens", "context", "padding at most", "size"]
     costs: dict[str, Any] = {}
     if any(each.cost for each in graphs):
         costs = {"read": bytes_text, "written": bytes_text, "flops": count_text}
         headers += ["read", "written", "operations"]
     if any("seconds at least" in each.cost for each in graphs):
-        costs["seconds at least"] = lambda seconds: _number(seconds * 1e3)
+        costs["seconds at least"] = lambda seconds: _number_text(seconds * 1e3)
         headers.append("ms at least")
     rows = [
         (
             Markup("<code>{}</code>").format(each.name),
-            _chip(each.kind, _KINDS[each.kind]),
+            _draw_chip(each.kind, _KINDS[each.kind]),
             each.shape or _NONE,
             f"{each.context:,}" if each.context else _NONE,
             _NONE if each.padding is None else f"{each.padding:.0%}",
@@ -136,18 +135,18 @@ def _graphs(graphs: Sequence[Graph]) -> Table:
     return Table(headers, rows, 3)
 
 
-def _memory(memory: Sequence[Memory]) -> Table:
+def _memory_table(memory: Sequence[MemoryParts]) -> Table:
     """Return a row for each core, or one for all that are alike where there are many."""
     full = max((each.capacity or each.total for each in memory), default=0)
     parts = [part for part in _PARTS if any(part in each.parts for each in memory)]
-    alike: dict[object, list[Memory]] = {}
+    alike: dict[object, list[MemoryParts]] = {}
     for each in memory:
         key = tuple(each.parts.items())
         alike.setdefault(key if len(memory) > _MOST_CORES else (key, each.place), []).append(each)
     rows = [
         (
             first.place if not others else f"{len(others) + 1} cores alike, from {first.place}",
-            _bar(first.parts, full),
+            _draw_bar(first.parts, full),
             *(bytes_text(first.parts[part]) if part in first.parts else _NONE for part in parts),
             bytes_text(first.total),
         )
@@ -160,17 +159,17 @@ def _memory(memory: Sequence[Memory]) -> Table:
     return Table(("", "", *dots, "total"), rows, 2)
 
 
-def _operators(graph: Graph) -> Table:
+def _operators_table(graph: GraphFacts) -> Table:
     """Return the most frequent ones, and all others together."""
     ordered = sorted(graph.operators.items(), key=lambda item: -item[1])
     shown, rest = ordered[:_MOST_OPERATORS], ordered[_MOST_OPERATORS:]
     if rest:
         shown.append((f"{len(rest)} others", sum(count for _, count in rest)))
     largest = max((count for _, count in shown), default=1)
-    return Table(("operator", "", "count"), [(name, _bar({name: count}, largest), _number(count)) for name, count in shown], 2)  # fmt: skip
+    return Table(("operator", "", "count"), [(name, _draw_bar({name: count}, largest), _number_text(count)) for name, count in shown], 2)  # fmt: skip
 
 
-def _compared(certificate: Certified | None) -> Table:
+def _compared_table(certificate: Certified | None) -> Table:
     """Return the comparisons that are nearest to their bounds."""
     found = sorted(
         certificate.comparisons if certificate else (), key=lambda each: -each.difference / (each.bound or 1)
@@ -179,17 +178,17 @@ def _compared(certificate: Certified | None) -> Table:
         (
             f"{each.subject}, {each.place}",
             each.dtype,
-            _bar({"of its bound": each.difference}, each.bound),
-            _number(each.difference),
-            _number(each.bound),
-            _number(each.count),
+            _draw_bar({"of its bound": each.difference}, each.bound),
+            _number_text(each.difference),
+            _number_text(each.bound),
+            _number_text(each.count),
         )
         for each in found[:_MOST_COMPARED]
     ]
     return Table(("compared", "in", "of its bound", "largest difference", "bound", "numbers"), rows, 3)
 
 
-def _speeds(speeds: Sequence[dict[str, Any]]) -> Table:
+def _speeds_table(speeds: Sequence[dict[str, Any]]) -> Table:
     largest: dict[str, float] = {}
     for each in speeds:
         largest[each["unit"]] = max(largest.get(each["unit"], 0), each["value"])
@@ -197,23 +196,23 @@ def _speeds(speeds: Sequence[dict[str, Any]]) -> Table:
         (
             each["name"],
             ", ".join(f"{name} {value}" for name, value in each.get("conditions", {}).items()),
-            _bar({"": each["value"]}, largest[each["unit"]]),
-            f"{_number(each['value'])} {each['unit']}",
+            _draw_bar({"": each["value"]}, largest[each["unit"]]),
+            f"{_number_text(each['value'])} {each['unit']}",
         )
         for each in speeds
     ]
     return Table(("measured", "with", "", "value"), rows, 3)
 
 
-def _quality(quality: Sequence[dict[str, Any]]) -> Table:
+def _quality_table(quality: Sequence[dict[str, Any]]) -> Table:
     rows = [
-        (each["text"], each["reference"], *(_number(each[name]) for name in _QUALITY), f"{each['top1']:.2%}", f"{each['tokens']:,}")
+        (each["text"], each["reference"], *(_number_text(each[name]) for name in _QUALITY), f"{each['top1']:.2%}", f"{each['tokens']:,}")
         for each in quality
     ]  # fmt: skip
     return Table(("text", "compared with", "perplexity", "of the other", "KL mean", "KL 99%", "KL max", "same top-1", "tokens"), rows, 2)  # fmt: skip
 
 
-def _quantized(facts: Facts) -> Table:
+def _quantized_table(facts: ArtifactFacts) -> Table:
     rows = [
         (
             each.kind,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of memory each core takes for an artifact, or the host where nothing is shared: weights, what slots keep, and scratch."""
+"""Memory of an artifact by core, or of the host where nothing is shared: weights, states of slots, and scratch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...errors import first_line
 from ...step.spec import TensorSpec
 from ...step.state_sizes import BY_TOKEN, byte_count
-from .facts import Memory
+from .facts import MemoryParts
 
 
 WEIGHTS, CACHE, STATE = "weights", "KV cache", "state of slots"
@@ -18,38 +18,37 @@ SNAPSHOTS, SCRATCH, RESERVE = "snapshots", "scratch", "reserve"
 _SNAPSHOT_PREFIX = "snapshots."
 
 
-def memory_of(artifact: Artifact, arena: int) -> tuple[tuple[Memory, ...], tuple[str, ...]]:
-    """The memory of each core in order, and sentences about what could not be told.
+def collect_memory(artifact: Artifact, arena: int) -> tuple[tuple[MemoryParts, ...], tuple[str, ...]]:
+    """Return the memory of each core in order, and sentences about missing parts.
 
-    Of a device, scratch memory and the runtime's reserve are estimated, as `optimum-cli neuron estimate` does.
+    Scratch memory of a device and the runtime's reserve are estimated, as `optimum-cli neuron estimate` does.
 
     Args:
         arena: bytes of scratch memory that plans take on the host.
     """
-    weights = [entry["size"] for name, entry in sorted(artifact.manifest["files"].items()) if is_weight_file(name)]
+    files = sorted(artifact.manifest["files"].items())
+    weights = [(name, entry["size"]) for name, entry in files if is_weight_file(name)]
     if artifact.target not in HLO_TARGETS:
-        parts = {WEIGHTS: sum(weights), **_kept((*artifact.states(), *artifact.snapshots()))}
-        return (Memory("host", parts | ({SCRATCH: arena} if arena else {})),), ()
-    kept = _kept(_states_of_a_rank(artifact))
+        total = sum(size for _, size in weights)
+        parts = {WEIGHTS: total, **_state_parts((*artifact.states(), *artifact.snapshots()))}
+        return (MemoryParts("host", parts | ({SCRATCH: arena} if arena else {})),), ()
+    kept = _state_parts(_rank_states(artifact))
     scratch: dict[str, int] = {}
     capacity: int | None = None
     notes: tuple[str, ...] = ()
     if artifact.target in NEURON_TARGETS:
-        scratch, capacity, notes = _estimated(artifact)
-    order = sorted(zip(_ranks(artifact), weights, strict=True))
+        scratch, capacity, notes = _estimate_rest(artifact)
+    ranks = {}
+    for index, (name, size) in enumerate(weights):
+        digits = "".join(letter for letter in name if letter.isdigit())
+        ranks[int(digits) if len(weights) > 1 and digits else index] = size
     return tuple(
-        Memory(f"core {rank}", {WEIGHTS: size, **kept, **scratch}, tuple(scratch), capacity) for rank, size in order
+        MemoryParts(f"core {rank}", {WEIGHTS: ranks[rank], **kept, **scratch}, tuple(scratch), capacity)
+        for rank in sorted(ranks)
     ), notes
 
 
-def _ranks(artifact: Artifact) -> list[int]:
-    """The rank of each file of weights, in the order of their names."""
-    names = sorted(name for name in artifact.manifest["files"] if is_weight_file(name))
-    digits = ["".join(letter for letter in name if letter.isdigit()) for name in names]
-    return [int(each) if len(names) > 1 and each else index for index, each in enumerate(digits)]
-
-
-def _kept(states: Iterable[TensorSpec]) -> dict[str, int]:
+def _state_parts(states: Iterable[TensorSpec]) -> dict[str, int]:
     by_part: dict[str, list[TensorSpec]] = {CACHE: [], STATE: [], SNAPSHOTS: []}
     for state in states:
         is_snapshot = state.name.startswith(_SNAPSHOT_PREFIX)
@@ -57,8 +56,8 @@ def _kept(states: Iterable[TensorSpec]) -> dict[str, int]:
     return {part: size for part, members in by_part.items() if (size := byte_count(members))}
 
 
-def _states_of_a_rank(artifact: Artifact) -> list[TensorSpec]:
-    """What graphs update in place: all ranks run the same module, on states of the same shapes."""
+def _rank_states(artifact: Artifact) -> list[TensorSpec]:
+    """Return the states that graphs update in place: all ranks run the same module, on states of the same shapes."""
     from ...targets.neuron.graph_files import HLO_SUFFIX, read_graph_io
 
     found = {}
@@ -70,8 +69,8 @@ def _states_of_a_rank(artifact: Artifact) -> list[TensorSpec]:
     return list(found.values())
 
 
-def _estimated(artifact: Artifact) -> tuple[dict[str, int], int | None, tuple[str, ...]]:
-    """Scratch memory and reserve of a core, its device memory, and why they are not known."""
+def _estimate_rest(artifact: Artifact) -> tuple[dict[str, int], int | None, tuple[str, ...]]:
+    """Return scratch memory and reserve of a core, its device memory, and the reason why they are not known."""
     from ..estimate.estimate import estimate_model
 
     try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many operators of which kind a graph has: steps of a cpu plan, or HLO instructions; and what HLO costs."""
+"""Numbers of a graph's operators by kind: steps of a cpu plan, or HLO instructions; and the cost of HLO."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from ...config import HLO_TARGETS
 from .facts import Linted
 
 
-_PLAN_SUFFIX = ".json"
-
-
 @dataclass(frozen=True)
-class Counted:
-    """Of an artifact's graphs, by name.
+class CountedGraphs:
+    """Counts of an artifact's graphs, by name.
 
     Attributes:
         arena: bytes of scratch memory that a plan needs.
@@ -32,28 +28,24 @@ class Counted:
     lint: Linted
 
 
-def count_operators(artifact: Artifact) -> Counted:
-    """Read every graph once, after its digest was compared; raise ArtifactError where a file is none."""
+def count_operators(artifact: Artifact) -> CountedGraphs:
+    """Read every graph once, after its digest was compared; raise ArtifactError where a file is malformed."""
     if artifact.target in HLO_TARGETS:
-        return _of_hlo(artifact)
+        return _count_hlo(artifact)
     operators: dict[str, dict[str, int]] = {}
     arena = 0
-    for name, path in _plans(artifact):
-        plan = _plan(path)
-        operators[name] = dict(Counter(map(_step, plan.get("steps", []))).most_common())
-        size = plan.get("arena")
-        arena = max(arena, size if isinstance(size, int) else 0)
-    return Counted(operators, {}, arena, Linted(missing=f"the rules are of HLO, which {artifact.target} has none of"))
-
-
-def _plans(artifact: Artifact) -> Iterator[tuple[str, Path]]:
     for graph in artifact.graphs:
-        name = f"{GRAPHS_FOLDER}/{graph.name}{_PLAN_SUFFIX}"
+        name = f"{GRAPHS_FOLDER}/{graph.name}.json"
         if name in artifact.manifest["files"]:
-            yield graph.name, artifact.path / name
+            plan = _read_plan(artifact.path / name)
+            operators[graph.name] = dict(Counter(map(_step_kind, plan["steps"])).most_common())
+            size = plan.get("arena")
+            arena = max(arena, size if isinstance(size, int) else 0)
+    missing = f"the rules are of HLO, which {artifact.target} has none of"
+    return CountedGraphs(operators, {}, arena, Linted(missing=missing))
 
 
-def _plan(path: Path) -> dict[str, Any]:
+def _read_plan(path: Path) -> dict[str, Any]:
     try:
         plan = read_object(path).get("plan")
     except ValueError as error:
@@ -63,20 +55,19 @@ def _plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def _step(step: object) -> str:
-    kind = step.get("kind") if isinstance(step, dict) else None
-    if kind == "TorchCall" and isinstance(step, dict):
-        kind = step.get("operator")
+def _step_kind(step: object) -> str:
+    found = step if isinstance(step, dict) else {}
+    kind = found.get("operator") if found.get("kind") == "TorchCall" else found.get("kind")
     return kind if isinstance(kind, str) else "unknown"
 
 
-def _of_hlo(artifact: Artifact) -> Counted:
+def _count_hlo(artifact: Artifact) -> CountedGraphs:
     from ...targets.neuron.lowering.requirements import check_reading
 
     try:
         check_reading()
     except RuntimeError as error:
-        return Counted({}, {}, 0, Linted(missing=str(error)))
+        return CountedGraphs({}, {}, 0, Linted(missing=str(error)))
     from ...targets.neuron.lint.cost import graph_cost
     from ...targets.neuron.lint.lint import artifact_graphs, lint
     from ...targets.neuron.lowering import hlo
@@ -103,4 +94,4 @@ def _of_hlo(artifact: Artifact) -> Counted:
             {"graph": each.graph, "severity": each.severity, "problem": each.problem, "remedy": each.remedy}
             for each in lint(name, data, io, artifact.target)
         ]
-    return Counted(operators, costs, 0, Linted(tuple(findings)))
+    return CountedGraphs(operators, costs, 0, Linted(tuple(findings)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an artifact is, as tables for a terminal: its options, sizes and versions, its graphs, and what was measured. Imports no torch."""
+"""Tables of an artifact for a terminal: options, sizes, versions, graphs and measurements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...cli import graph_table
 from ...config import HLO_TARGETS
 from ...step.state_sizes import StateSizes, byte_count
 from ..certify import NOT_CERTIFIED, is_certified
-from .facts import rounding_of
+from .facts import rounding_text
 
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def print_artifact(artifact: Artifact, measured: Measurements | None, terminal: Console) -> None:
-    """Nothing is loaded, and no file but the manifest is read."""
-    terminal.print(_facts(artifact))
+    """Print the tables; no file but the manifest is read."""
+    terminal.print(_facts_table(artifact))
     if artifact.config.activations is not None:
-        terminal.print(rounding_of(artifact.config.activations), soft_wrap=True)
+        terminal.print(rounding_text(artifact.config.activations), soft_wrap=True)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
     if measured is not None and measured.speeds:
-        terminal.print(_speeds(measured.speeds))
+        terminal.print(_speeds_table(measured.speeds))
 
 
-def _facts(artifact: Artifact) -> Table:
+def _facts_table(artifact: Artifact) -> Table:
     from rich.table import Table
 
     facts = Table("option", "value", title=str(artifact.path), title_justify="left")
@@ -56,7 +56,7 @@ def _facts(artifact: Artifact) -> Table:
     return facts
 
 
-def _speeds(speeds: Iterable[dict[str, Any]]) -> Table:
+def _speeds_table(speeds: Iterable[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table("measured", "with", title="speeds", title_justify="left")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one HTTP request: its requests to the engine, and the pieces of their texts as they come."""
+"""The answer to one HTTP request: requests to the engine, and the pieces of their texts as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,13 +14,12 @@ from ...engine.request import Request
 from ...engine.service import EngineStoppedError
 from ...engine.step import RequestFailedError, TokenEvent
 from ...engine.stream import Item
-from .choice import Choice, Piece
-from .errors import ApiError, ClientGoneError, failed
+from .choice import AnswerChoice, Piece
+from .errors import ApiError, ClientGoneError, server_error
 from .gate import Admission
-from .metrics import Metrics
+from .loaded_model import LoadedModel
+from .metrics import Metrics, Times
 from .protocol import Asked
-from .served_model import ServedModel
-from .tracing import Times, Tracing
 
 
 _SEEDS = 2**64
@@ -28,33 +27,29 @@ _SEEDS = 2**64
 _MOST_UNREAD = 4096
 
 
-class Answer:
-    """`n` choices of each prompt, in the order of prompts. Used by the event loop's thread alone.
+class ServedAnswer:
+    """`n` choices of each prompt, in the order of prompts. Only the event loop's thread uses it.
 
     A request leaves its admission in the moment in which the engine ends it, however slowly the client reads.
 
     Args:
-        admission: of its requests.
-        name: begins the engine's names of its requests.
+        admission: admission of its requests.
+        name: beginning of the engine's names of its requests.
         arrived: `time.perf_counter()` when the HTTP request came.
-        headers: of it.
-        tracing: gets a span of each request.
 
     Attributes:
-        prompt_tokens: of all prompts; each counts once, however many choices it has.
+        prompt_tokens: tokens of all prompts; each counts once, however many choices it has.
     """
 
     def __init__(
         self,
-        served: ServedModel,
+        served: LoadedModel,
         metrics: Metrics,
         admission: Admission,
         asked: Asked,
         prompts: Sequence[Sequence[int]],
         name: str,
         arrived: float,
-        headers: Mapping[str, str],
-        tracing: Tracing | None,
     ) -> None:
         self.prompt_tokens = sum(map(len, prompts))
         self._service, self._metrics = served.service, metrics
@@ -80,37 +75,39 @@ class Answer:
         stops = asked.stop
         if stops is None:  # the file's end texts as its end tokens do
             stops = () if asked.ignore_eos else served.requests.stop_strings
-        self._choices = [Choice(served.tokenizer, stops, asked.stop_token_ids, asked.logprobs) for _ in self._requests]
+        self._choices = [
+            AnswerChoice(served.tokenizer, stops, asked.stop_token_ids, asked.logprobs) for _ in self._requests
+        ]
         self._times = [Times(arrived) for _ in self._requests]
-        self._arrived, self._headers, self._tracing, self._n = arrived, headers, tracing, asked.n
+        self._arrived = arrived
 
     def __len__(self) -> int:
         return len(self._choices)
 
     @property
     def usage(self) -> dict[str, int]:
-        """OpenAI's counts."""
+        """OpenAI's counts of the whole answer."""
         return self.usage_after(sum(choice.tokens for choice in self._choices))
 
     def usage_after(self, tokens: int) -> dict[str, int]:
-        """The counts after so many generated tokens."""
+        """Return OpenAI's counts after so many generated tokens."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
         }
 
-    def prompt(self, index: int) -> list[int]:
-        """The token ids of a choice's prompt."""
+    def prompt_ids(self, index: int) -> list[int]:
+        """Return the token ids of a choice's prompt."""
         ids: list[int] = self._requests[index].prompt_token_ids.tolist()
         return ids
 
     def give_up(self) -> None:
-        """The client is gone."""
-        self._end(ClientGoneError(), "abort")
+        """End the answer of a client that is gone."""
+        self._end_with(ClientGoneError(), "abort")
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The number of a choice and its next piece, until all have ended. Closed before that, it ends them.
+        """Yield the number of a choice and its next piece, until all have ended. Closed before that, it ends them.
 
         Raises:
             ApiError: the engine refused or failed, or the client reads too slowly.
@@ -118,90 +115,88 @@ class Answer:
         """
         try:
             for index, request in enumerate(self._requests):
-                self._subscribe(index, request)
+                self._start_request(index, request)
             while (item := await self._pieces.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
         except ApiError:
-            self._stop("error")
+            self._abort_open("error")
             raise
         finally:
-            self._stop("abort")
+            self._abort_open("abort")
 
-    def _stop(self, reason: str) -> None:
+    def _abort_open(self, reason: str) -> None:
         for index in self._open:
             self._service.abort(self._requests[index].request_id)
-            self._ended(index, reason, time.perf_counter())
+            self._count_ended(index, reason, time.perf_counter())
         self._open.clear()
-        self._admission.close()
+        self._admission.leave_all()
 
-    def _end(self, error: Exception, reason: str) -> None:
-        self._stop(reason)
+    def _end_with(self, error: Exception, reason: str) -> None:
+        self._abort_open(reason)
         self._pieces.put_nowait(error)
 
-    def _ended(self, index: int, reason: str, now: float) -> None:
-        request, times, tokens = self._requests[index], self._times[index], self._choices[index].tokens
-        self._metrics.ended(reason, len(request.prompt_token_ids), tokens, times, now)
-        if self._tracing is not None:
-            self._tracing.ended(self._headers, request, self._n, times, tokens, reason)
+    def _count_ended(self, index: int, reason: str, now: float) -> None:
+        prompt, tokens = self._requests[index].prompt_token_ids, self._choices[index].tokens
+        self._metrics.count_ended(reason, len(prompt), tokens, self._times[index], now)
 
-    def _subscribe(self, index: int, request: Request) -> None:
+    def _start_request(self, index: int, request: Request) -> None:
         self._times[index].queued = time.perf_counter()
         try:
-            self._service.subscribe(request, partial(self._put, index))
+            self._service.subscribe(request, partial(self._put_item, index))
         except ValueError as error:
             raise ApiError(str(error)) from error
         except EngineStoppedError as error:
-            raise failed(str(error), status=503, code="engine_stopped") from error
+            raise server_error(str(error), status=503, code="engine_stopped") from error
         self._open.add(index)
 
-    def _put(self, index: int, item: Item) -> None:
-        """Called by the engine's thread."""
-        self._loop.call_soon_threadsafe(self._take, index, item, time.perf_counter())
+    def _put_item(self, index: int, item: Item) -> None:
+        """Take a token from the engine's thread."""
+        self._loop.call_soon_threadsafe(self._take_item, index, item, time.perf_counter())
 
-    def _take(self, index: int, item: Item, now: float) -> None:
+    def _take_item(self, index: int, item: Item, now: float) -> None:
         if index not in self._open:
             return  # a stop string has ended it, or the client is gone
         try:
-            piece = self._piece(index, self._token(item), now)
-        except Exception as error:  # whoever waits for pieces raises it
-            self._end(error, "error")
+            piece = self._make_piece(index, self._check_item(item), now)
+        except Exception as error:  # `pieces` raises it
+            self._end_with(error, "error")
             return
         if piece.finish_reason is not None:
             self._open.remove(index)
-            self._admission.leave()
+            self._admission.leave_one()
         if not piece.is_empty:
             self._pieces.put_nowait((index, piece))
         if not self._open:
             self._pieces.put_nowait(None)
         elif self._pieces.qsize() >= _MOST_UNREAD:
-            self._end(
+            self._end_with(
                 ApiError(f"{_MOST_UNREAD:,} pieces of the answer are not read; read faster", status=408), "abort"
             )
 
-    def _token(self, item: Item) -> TokenEvent:
+    def _check_item(self, item: Item) -> TokenEvent:
         if isinstance(item, TokenEvent):
             return item
         if isinstance(item, RequestFailedError):
-            raise failed(str(item), code="request_failed") from item
+            raise server_error(str(item), code="request_failed") from item
         if isinstance(item, EngineStoppedError):
-            raise failed(str(item), status=503, code="engine_stopped") from item
+            raise server_error(str(item), status=503, code="engine_stopped") from item
         if isinstance(item, BaseException):
             raise item
-        raise failed("the server ended before the answer did", status=503, code="draining")
+        raise server_error("the server ended before the answer did", status=503, code="draining")
 
-    def _piece(self, index: int, event: TokenEvent, now: float) -> Piece:
+    def _make_piece(self, index: int, event: TokenEvent, now: float) -> Piece:
         choice, request, times = self._choices[index], self._requests[index], self._times[index]
         if times.last is not None:
-            self._metrics.next_token(now - times.last)
+            self._metrics.count_next_token(now - times.last)
         else:
-            self._metrics.first_token(now - self._arrived, len(request.prompt_token_ids))
+            self._metrics.count_first_token(now - self._arrived, len(request.prompt_token_ids))
             times.started, times.first = event.started, now
         times.last = now
-        piece = choice.take(event)
+        piece = choice.take_token(event)
         if piece.finish_reason is not None:
-            self._ended(index, piece.finish_reason, now)
-            if event.finish_reason is None:  # a stop string, of which the engine knows nothing
+            self._count_ended(index, piece.finish_reason, now)
+            if event.finish_reason is None:  # a stop string, which the engine does not know
                 self._service.abort(request.request_id)
         return piece

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes: OpenAI's for chats, completions and models, /health and /metrics, and those that SageMaker asks."""
+"""The routes: OpenAI's for chats, completions and models, /health and /metrics, and those of SageMaker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -19,26 +18,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from .answer import Answer
+from .answer import ServedAnswer
 from .bodies import HELD_BYTES, SMALL_BODY, Bodies, Body, read_object
 from .chat import ChatForm, read_chat
 from .completions import CompletionForm, read_completion
-from .errors import ApiError, ClientGoneError, failed
+from .errors import ApiError, ClientGoneError, server_error
 from .gate import Gate
-from .http import EventSender, KeyCheck, error_response, json_response, watched
+from .http import EventSender, KeyCheck, error_response, json_response, watch_client
+from .loaded_model import LoadedModel
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
 from .protocol import Asked, unknown_model
-from .served_model import ServedModel
 from .token_texts import TokenTexts
-from .tracing import Tracing
 from .writing import AnswerWriter, Form
 
 
-class Kind(NamedTuple):
-    """A kind of request: how its body is read, and what its answers look like."""
+class RequestKind(NamedTuple):
+    """A kind of request: the reader of its body, and the form of its answers."""
 
-    read: Callable[[Mapping[str, Any], ServedModel], Asked]
+    read: Callable[[Mapping[str, Any], LoadedModel], Asked]
     form: Form
 
 
@@ -51,16 +49,15 @@ class AnswerRoute:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: LoadedModel,
         gate: Gate,
         metrics: Metrics,
         encoder: PromptEncoder,
         bodies: Bodies,
-        kind_of: Callable[[dict[str, Any]], Kind],
-        tracing: Tracing | None,
+        kind_of: Callable[[dict[str, Any]], RequestKind],
     ) -> None:
         self._served, self._gate, self._metrics, self._encoder = served, gate, metrics, encoder
-        self._bodies, self._kind_of, self._tracing = bodies, kind_of, tracing
+        self._bodies, self._kind_of = bodies, kind_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -68,49 +65,44 @@ class AnswerRoute:
             self._gate.check_open()
             with ExitStack() as admitted:
                 with Body(self._bodies) as body:
-                    data = await body.read(scope, receive)
-                    form, asked = await self._read(data)
-                    admission = admitted.enter_context(self._gate.admit(len(asked.prompts) * asked.n))
-                    prompts = await self._encoder.encode(asked, is_long=len(data) > SMALL_BODY)
+                    data = await body.read_all(scope, receive)
+                    form, asked = await self._read_request(data)
+                    admission = admitted.enter_context(self._gate.admit_requests(len(asked.prompts) * asked.n))
+                    prompts = await self._encoder.encode_prompts(asked, is_long=len(data) > SMALL_BODY)
                 data, asked = bytearray(), replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
-                headers = Headers(scope=scope)
-                answer = Answer(
-                    self._served, self._metrics, admission, asked, prompts, name, arrived, headers, self._tracing
-                )
+                answer = ServedAnswer(self._served, self._metrics, admission, asked, prompts, name, arrived)
                 writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
-                async with watched(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
+                async with watch_client(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
                     if asked.stream:
-                        await writer.stream(pieces, EventSender(send), self._metrics.refused)
+                        await writer.write_stream(pieces, EventSender(send), self._metrics.count_refused)
                         return
-                    whole = await writer.whole(pieces)
+                    whole = await writer.write_whole(pieces)
             await json_response(whole)(scope, receive, send)
         except ClientGoneError:
-            pass  # nobody reads what would be sent
+            pass  # no answer is read any more
 
-    async def _read(self, body: bytearray) -> tuple[Form, Asked]:
-        def read() -> tuple[Form, Asked]:
+    async def _read_request(self, body: bytearray) -> tuple[Form, Asked]:
+        def read_form() -> tuple[Form, Asked]:
             data = read_object(body)
             kind = self._kind_of(data)
             return kind.form, kind.read(data, self._served)
 
-        return read() if len(body) <= SMALL_BODY else await self._encoder.run(read)
+        return read_form() if len(body) <= SMALL_BODY else await self._encoder.run_long(read_form)
 
 
 def create_app(
-    served: ServedModel,
+    served: LoadedModel,
     gate: Gate,
     metrics: Metrics,
     encoder: PromptEncoder,
     *,
     api_key: str | None = None,
-    tracing: Tracing | None = None,
 ) -> Starlette:
-    """The ASGI application over a loaded model.
+    """Return the ASGI application over a loaded model.
 
     Args:
-        api_key: what clients have to send to the routes that generate, and to those under /v1; None: nothing.
-        tracing: gets a span of each request; None: nobody does.
+        api_key: key that clients have to send to the routes that generate, and to those under /v1; None: none.
     """
     texts = TokenTexts(served.tokenizer)
     entry = {
@@ -121,30 +113,30 @@ def create_app(
         "max_model_len": served.config.sequence_length,
     }
 
-    async def models(request: Request) -> Response:
+    async def list_models(request: Request) -> Response:
         return json_response({"object": "list", "data": [entry]})
 
-    async def model(request: Request) -> Response:
+    async def show_model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != served.name:
             raise unknown_model(name, served)
         return json_response(entry)
 
-    async def health(request: Request) -> Response:
+    async def check_health(request: Request) -> Response:
         gate.check_open()
         return Response()
 
-    async def numbers(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.to_text(), media_type=CONTENT_TYPE)
 
-    async def refused(request: Request, error: Exception) -> Response:
+    async def refuse_request(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        metrics.refused(error.status)
+        metrics.count_refused(error.status)
         return error_response(error)
 
-    async def no_route(request: Request, error: Exception) -> Response:
+    async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return await refused(
+        return await refuse_request(
             request,
             ApiError(
                 f"{request.method} {request.scope['path']}: {error.detail}; the routes are {', '.join(paths)}",
@@ -153,16 +145,18 @@ def create_app(
             ),
         )
 
-    async def broken(request: Request, error: Exception) -> Response:  # its traceback is in the log
-        return await refused(request, failed(f"the server failed ({type(error).__name__}); its log has more"))
+    async def report_failure(request: Request, error: Exception) -> Response:  # its traceback is in the log
+        return await refuse_request(
+            request, server_error(f"the server failed ({type(error).__name__}); its log has more")
+        )
 
-    chat, completion = Kind(read_chat, ChatForm(texts)), Kind(read_completion, CompletionForm(texts))
+    chat, completion = RequestKind(read_chat, ChatForm(texts)), RequestKind(read_completion, CompletionForm(texts))
     bodies = Bodies(HELD_BYTES)
 
-    def answers(kind_of: Callable[[dict[str, Any]], Kind]) -> AnswerRoute:
-        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of, tracing)
+    def answer_route(kind_of: Callable[[dict[str, Any]], RequestKind]) -> AnswerRoute:
+        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of)
 
-    def invoked(body: dict[str, Any]) -> Kind:
+    def invoked_kind(body: dict[str, Any]) -> RequestKind:
         """Return the kind that a body for SageMaker's one route has; it need not name the model."""
         if ("messages" in body) == ("prompt" in body):
             raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
@@ -170,20 +164,20 @@ def create_app(
         return chat if "messages" in body else completion
 
     routes = [
-        Route("/v1/chat/completions", answers(lambda body: chat), methods=["POST"]),
-        Route("/v1/completions", answers(lambda body: completion), methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-        Route("/invocations", answers(invoked), methods=["POST"]),
-        Route("/ping", health, methods=["GET", "POST"]),
-        Route("/health", health),
-        Route("/metrics", numbers),
+        Route("/v1/chat/completions", answer_route(lambda body: chat), methods=["POST"]),
+        Route("/v1/completions", answer_route(lambda body: completion), methods=["POST"]),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", show_model),
+        Route("/invocations", answer_route(invoked_kind), methods=["POST"]),
+        Route("/ping", check_health, methods=["GET", "POST"]),
+        Route("/health", check_health),
+        Route("/metrics", show_metrics),
     ]
     paths = [route.path for route in routes]
     app = Starlette(
         routes=routes,
-        middleware=[] if api_key is None else [Middleware(KeyCheck, api_key, metrics.refused)],
-        exception_handlers={ApiError: refused, HTTPException: no_route, Exception: broken},
+        middleware=[] if api_key is None else [Middleware(KeyCheck, api_key, metrics.count_refused)],
+        exception_handlers={ApiError: refuse_request, HTTPException: refuse_route, Exception: report_failure},
     )
     # The address of a redirection would be what the client's Host header says.
     app.router.redirect_slashes = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests: how large one may be, how many bytes of all are held at once, how long one may take to come."""
+"""Bodies of requests: limits of a body's size, of all held bytes, and of the time that a body takes to come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from .errors import ApiError, ClientGoneError, failed
+from .errors import ApiError, ClientGoneError, server_error
 
 
 LARGEST_BODY = 16 * 2**20
@@ -22,24 +22,24 @@ SMALL_BODY = 64 * 2**10
 HELD_BYTES = 4 * LARGEST_BODY
 # Seconds for a whole body to come.
 BODY_SECONDS = 30.0
-# Of what is held, the share that larger bodies may take.
+# The share of the held bytes that larger bodies may take.
 _SHARE_OF_LARGE = 0.75
 _WAIT = 5
 
 
 class Bodies:
-    """A count of the bytes of all bodies that came and did not become token ids yet.
+    """The count of the bytes of all bodies that are not token ids yet.
 
     Args:
-        most: of these bytes.
+        most: largest count.
     """
 
     def __init__(self, most: int) -> None:
         self.held = 0
         self._most = most
 
-    def room(self, size: int) -> int:
-        """Return the bytes that a body of this size finds."""
+    def room_left(self, size: int) -> int:
+        """Return the bytes that are left for a body of this size."""
         return int(self._most * (1.0 if size <= SMALL_BODY else _SHARE_OF_LARGE)) - self.held
 
 
@@ -50,7 +50,7 @@ class Body:
         self._bodies = bodies
         self._size = 0
 
-    async def read(self, scope: Scope, receive: Receive) -> bytearray:
+    async def read_all(self, scope: Scope, receive: Receive) -> bytearray:
         """Return all of it.
 
         Raises:
@@ -58,30 +58,30 @@ class Body:
             ClientGoneError: the client closed its connection before its end.
         """
         announced = Headers(scope=scope).get("content-length", "")
-        self._check(int(announced) if announced.isdecimal() else 0)
+        self._check_size(int(announced) if announced.isdecimal() else 0)
         try:
-            return await asyncio.wait_for(self._parts(receive), BODY_SECONDS)
+            return await asyncio.wait_for(self._read_parts(receive), BODY_SECONDS)
         except asyncio.TimeoutError:
             raise ApiError(f"the body did not come within {BODY_SECONDS:g} s; send it faster", status=408) from None
 
-    async def _parts(self, receive: Receive) -> bytearray:
+    async def _read_parts(self, receive: Receive) -> bytearray:
         body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             part, more = message.get("body", b""), message.get("more_body", False)
-            self._check(self._size + len(part))
+            self._check_size(self._size + len(part))
             self._bodies.held += len(part)
             self._size += len(part)
             body += part
         return body
 
-    def _check(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         if size > LARGEST_BODY:
             raise ApiError(f"the body has more than {LARGEST_BODY:,} bytes; send a shorter prompt", status=413)
-        if size - self._size > self._bodies.room(size):
-            raise failed(
+        if size - self._size > self._bodies.room_left(size):
+            raise server_error(
                 f"the server holds {self._bodies.held:,} bytes of other requests; try again in {_WAIT} s",
                 status=503,
                 code="too_many_bytes",
@@ -97,14 +97,10 @@ class Body:
 
 
 def read_object(body: bytearray) -> dict[str, Any]:
-    """Return the JSON object of a body.
-
-    Raises:
-        ApiError: it is none.
-    """
+    """Return the JSON object of a body; raise ApiError where it is none."""
     _check_values(body)
     try:
-        data = json.loads(body, parse_constant=_no_number)
+        data = json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ApiError(f"the body is no JSON ({error.msg} at character {error.pos}); send an object") from None
     except UnicodeDecodeError as error:
@@ -131,5 +127,5 @@ def _check_values(body: bytearray) -> None:
             )
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ApiError(f"the body is no JSON ({name} is no number of JSON); send an object")

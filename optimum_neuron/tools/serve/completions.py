@@ -6,35 +6,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .choice import Piece, ToldToken
+from .choice import Piece, ScoredToken
 from .errors import ApiError
-from .fields import Fields, check_text, check_token_id, shown
+from .fields import Fields, check_text, check_token_id, shown_value
+from .loaded_model import LoadedModel
 from .protocol import LARGEST, MOST_TOP_LOGPROBS, Asked, Prompt, check_model, read_common
-from .served_model import ServedModel
-from .token_texts import TokenTexts, finite
+from .token_texts import TokenTexts, finite_logprob
 
 
 # OpenAI's.
 DEFAULT_TOKENS = 16
 
 
-def read_completion(data: Mapping[str, Any], served: ServedModel) -> Asked:
-    """What a completion's body asks.
-
-    Raises:
-        ApiError: it is wrong, or this server cannot do it.
-    """
+def read_completion(data: Mapping[str, Any], served: LoadedModel) -> Asked:
+    """Read a completion's body; raise ApiError where it is wrong, or this server cannot do it."""
     fields = Fields(data)
     check_model(fields, served)
-    prompts = _prompts(fields.any("prompt"), served)
-    most = fields.whole("max_tokens", 1, LARGEST) or DEFAULT_TOKENS
-    count = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS)
+    prompts = _read_prompts(fields.take_any("prompt"), served)
+    most = fields.take_whole("max_tokens", 1, LARGEST) or DEFAULT_TOKENS
+    count = fields.take_whole("logprobs", 0, MOST_TOP_LOGPROBS)
     return read_common(
         fields, served, prompts=prompts, max_tokens=most, limit="max_tokens", logprobs=count, special_tokens=True
     )
 
 
-def _prompts(value: Any, served: ServedModel) -> Sequence[Prompt]:
+def _read_prompts(value: Any, served: LoadedModel) -> Sequence[Prompt]:
     if isinstance(value, str):
         return [check_text("prompt", value)]
     if isinstance(value, list) and value:
@@ -44,7 +40,7 @@ def _prompts(value: Any, served: ServedModel) -> Sequence[Prompt]:
         if not any(isinstance(each, str | list) for row in rows for each in row):
             return [[check_token_id("prompt", each, served.num_embeddings) for each in row] for row in rows]
     raise ApiError(
-        f"prompt is {shown(value)}; give a string, a list of strings, a list of token ids, or a list of such lists",
+        f"prompt is {shown_value(value)}; give a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",
     )
 
@@ -57,24 +53,26 @@ class CompletionForm:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
-    def top(self, prompt: list[int]) -> dict[str, Any]:
+    def top_members(self, prompt: list[int]) -> dict[str, Any]:
         """Return members of an answer with token ids: none, as each choice has a prompt."""
         return {}
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
-        """Choices of the events before the first piece: none."""
+    def begin_choices(self, index: int) -> list[dict[str, Any]]:
+        """Return choices of the events before the first piece: none."""
         return []
 
-    def piece(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> list[dict[str, Any]]:
-        """Choices of the events that bring a piece, one each."""
-        return [self.whole(index, piece, logprobs, prompt)]
+    def piece_choices(
+        self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
+    ) -> list[dict[str, Any]]:
+        """Return choices of the events of a piece, one each."""
+        return [self.whole_choice(index, piece, logprobs, prompt)]
 
-    def whole(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
-        """A choice that is sent at once."""
+    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
+        """Return a choice that is sent at once."""
         choice = {
             "index": index,
             "text": piece.text,
-            "logprobs": None if logprobs is None else self._logprobs(piece.told),
+            "logprobs": None if logprobs is None else self._logprobs_json(piece.scored),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
@@ -82,16 +80,16 @@ class CompletionForm:
             return choice
         return choice | {"token_ids": piece.token_ids, "prompt_token_ids": prompt if piece.is_first else None}
 
-    def _logprobs(self, told: tuple[ToldToken, ...]) -> dict[str, Any]:
-        names = [self._texts.text(each.token_id) for each in told]
+    def _logprobs_json(self, scored: tuple[ScoredToken, ...]) -> dict[str, Any]:
+        names = [self._texts.token_text(each.token_id) for each in scored]
         return {
             "tokens": names,
-            "token_logprobs": [finite(each.logprob) for each in told],
+            "token_logprobs": [finite_logprob(each.logprob) for each in scored],
             # The chosen token is always among them, as OpenAI has it.
             "top_logprobs": [
-                {self._texts.text(token): finite(logprob) for token, logprob in each.top}
-                | {name: finite(each.logprob)}
-                for name, each in zip(names, told, strict=True)
+                {self._texts.token_text(token): finite_logprob(logprob) for token, logprob in each.top}
+                | {name: finite_logprob(each.logprob)}
+                for name, each in zip(names, scored, strict=True)
             ],
-            "text_offset": [each.start for each in told],
+            "text_offset": [each.start for each in scored],
         }

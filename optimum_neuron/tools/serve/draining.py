@@ -13,17 +13,55 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .connections import WatchedConnection
 from .gate import Gate
 
 
 # Seconds that clients have to read what was generated for them, once the server ends.
 LAST_READS = 10
+# Seconds from the connection's start, or from its last answer, to a whole head of a request.
+HEAD_SECONDS = 10.0
+# Seconds that a client may read nothing, and the bytes that it has to read for each further second.
+WRITE_SECONDS, SLOWEST_READER = 30.0, 4096
+
+
+class WatchedConnection(H11Protocol):
+    """A connection that knows how long it waits for its client, for a head or for room to write. bodies.py times bodies."""
+
+    _since = 0.0  # when the wait began
+    _unsent = 0  # bytes that the client had to read then
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._since = self.loop.time()
+        super().connection_made(transport)
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        self._since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._since = self.loop.time()
+        super().resume_writing()
+
+    @property
+    def is_late(self) -> bool:
+        """True where the client has let the server wait for too long."""
+        waited = self.loop.time() - self._since
+        if self.flow.write_paused:
+            read = max(self._unsent - self.transport.get_write_buffer_size(), 0)
+            return waited > WRITE_SECONDS + read / SLOWEST_READER
+        # The rest of a refused body is part of the wait for the next head.
+        is_idle = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
+        return is_idle and waited > HEAD_SECONDS
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """How applications are served."""
+    """Return the settings of the HTTP server."""
     return uvicorn.Config(
         app,
         http=WatchedConnection,
@@ -37,11 +75,11 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class DrainingServer(uvicorn.Server):
-    """At a first SIGTERM or SIGINT it answers those whose requests run or wait, and refuses others until it ends; a second
-    one ends it at once.
+    """A server that at a first SIGTERM or SIGINT answers all admitted requests and refuses others until it ends; a second
+    signal ends it at once.
 
     Args:
-        seconds: for those answers, from the first signal on.
+        seconds: time for those answers, from the first signal on.
         stop: ends the requests that have no answer by then.
     """
 
@@ -61,9 +99,9 @@ class DrainingServer(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
+        """Close late connections and look for the end, ten times a second."""
         if counter % 10 == 0:
-            self._close(late_ones=True)
+            self._close_connections(late_ones=True)
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         if is_over and self._gate.live:
             sys.stderr.write(f"ending: {self._gate.live} requests got no answer within {self._seconds:g} s\n")
@@ -76,14 +114,14 @@ class DrainingServer(uvicorn.Server):
 
         uvicorn would cancel their tasks, each with a traceback in the log.
         """
-        closing = asyncio.get_running_loop().call_later(LAST_READS, self._close)
+        closing = asyncio.get_running_loop().call_later(LAST_READS, self._close_connections)
         try:
             await super().shutdown(sockets)
         finally:
             closing.cancel()
 
-    def _close(self, *, late_ones: bool = False) -> None:
-        """Close all connections, or those alone whose clients let the server wait for too long."""
+    def _close_connections(self, *, late_ones: bool = False) -> None:
+        """Close all connections, or only those of clients that let the server wait for too long."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, WatchedConnection) and (connection.is_late or not late_ones):
                 connection.transport.abort()

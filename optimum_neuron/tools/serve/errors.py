@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is told where its request is refused or fails, in OpenAI's form."""
+"""Errors for clients, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LONGEST = 100
 
 
 class ApiError(Exception):
-    """Why a request gets no answer.
+    """The reason why a request gets no answer.
 
     Args:
         message: one sentence for the client.
-        status: of the HTTP response.
-        param: the member of the body that is at fault, where one is.
-        code: a name of the fault, for programs.
+        status: status of the HTTP response.
+        param: wrong member of the body, where one is.
+        code: name of the fault, for programs.
         kind: OpenAI's `type`.
-        headers: further ones of the response.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class ApiError(Exception):
         self.param = param and param[:_LONGEST]
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """The error object."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def failed(
+def server_error(
     message: str, *, status: int = 500, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> ApiError:
-    """A fault of the server's."""
+    """Return an error that is the server's fault."""
     return ApiError(message, status=status, code=code, kind="server_error", headers=headers)
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection: nobody reads an answer."""
+    """The client closed its connection: no answer is read."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may come in: as many as run and may wait, and nobody once the server ends or its engine has stopped."""
+"""Admission of requests: as many as run and may wait, and none once the server ends or its engine has stopped."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 import time
 from collections.abc import Callable
 
-from .errors import ApiError, failed
+from .errors import ApiError, server_error
 
 
-# Seconds that a client is told to wait: at most a minute, and this share of the mean is the newest request's.
+# Longest seconds of Retry-After, and the share of the newest request in the mean time of a request.
 _MOST_WAIT, _NEWEST = 60, 0.2
 
 
 class Gate:
-    """Counts requests to the engine, of which one HTTP request may make several. Used by the event loop's thread alone.
+    """The count of requests to the engine, of which one HTTP request may make several. Only the event loop's thread uses it.
 
     Args:
         slots: requests that run at once.
         max_queue: further ones that may wait for a slot.
-        stopped: why the engine takes no more requests; None where it does.
+        stopped: reason why the engine takes no more requests; None where it does.
 
     Attributes:
-        live: requests that came in and did not end.
-        draining: nobody comes in any more, and the server ends with the last who is in.
+        live: admitted requests that did not end.
+        draining: True once the server ends with the last admitted request.
     """
 
     def __init__(self, slots: int, max_queue: int, stopped: Callable[[], str | None]) -> None:
@@ -32,18 +32,22 @@ class Gate:
         self.live = 0
         self.draining = False
         self._stopped = stopped
-        self._seconds = 0.0  # that a request takes
+        self._seconds = 0.0  # mean of a request
 
     def check_open(self) -> None:
-        """Raises ApiError where the engine has stopped, or the server ends."""
+        """Raise ApiError where the engine has stopped, or the server ends."""
         why = self._stopped()
         if why is not None:
-            raise failed(f"the engine has stopped ({why}); restart the server", status=503, code="engine_stopped")
+            raise server_error(
+                f"the engine has stopped ({why}); restart the server", status=503, code="engine_stopped"
+            )
         if self.draining:
-            raise failed("the server ends and takes no more requests; ask another one", status=503, code="draining")
+            raise server_error(
+                "the server ends and takes no more requests; ask another one", status=503, code="draining"
+            )
 
-    def admit(self, count: int) -> Admission:
-        """Lets in `count` requests at once, as a context that they leave.
+    def admit_requests(self, count: int) -> Admission:
+        """Admit `count` requests at once, as a context that they leave.
 
         Raises:
             ApiError: there is no room for them now, or there never is, or the server is closed.
@@ -67,27 +71,27 @@ class Gate:
             )
         return Admission(self, count)
 
-    def note(self, seconds: float) -> None:
-        """What a request took, from its admission to its end."""
+    def note_seconds(self, seconds: float) -> None:
+        """Note the time of a request, from its admission to its end."""
         self._seconds += (seconds - self._seconds) * (_NEWEST if self._seconds else 1.0)
 
 
 class Admission:
-    """Requests that were let in: each leaves when it has ended, the others at the end of the context."""
+    """Admitted requests: each leaves when it has ended, the others at the end of the context."""
 
     def __init__(self, gate: Gate, count: int) -> None:
         self._gate, self._count = gate, count
         self._start = time.perf_counter()
         gate.live += count
 
-    def leave(self) -> None:
-        """One of them has ended."""
+    def leave_one(self) -> None:
+        """Let a request that has ended leave."""
         self._count -= 1
         self._gate.live -= 1
-        self._gate.note(time.perf_counter() - self._start)
+        self._gate.note_seconds(time.perf_counter() - self._start)
 
-    def close(self) -> None:
-        """All that are left leave."""
+    def leave_all(self) -> None:
+        """Let all others leave."""
         self._gate.live -= self._count
         self._count = 0
 
@@ -95,4 +99,4 @@ class Admission:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.leave_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP as this server needs it: answers as JSON, a client that goes away, server-sent events, keys."""
+"""HTTP of this server: answers as JSON, a client that goes away, server-sent events, keys."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def to_json(data: Any) -> bytes:
 
 
 @asynccontextmanager
-async def watched(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls back once when the client closes its connection meanwhile. The body has to be read before."""
+async def watch_client(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `gone` once when the client closes its connection meanwhile. The body has to be read before."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -38,13 +38,13 @@ async def watched(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[N
 
 
 class EventSender:
-    """Sends server-sent events, and the head of the response before the first one."""
+    """A stream of server-sent events, with the head of the response before the first one."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
 
-    async def event(self, data: bytes) -> None:
+    async def send_event(self, data: bytes) -> None:
         if not self.started:
             self.started = True
             headers = [
@@ -55,29 +55,29 @@ class EventSender:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
-    async def end(self) -> None:
-        """The last event, as OpenAI's clients know it."""
-        await self.event(b"[DONE]")
+    async def send_end(self) -> None:
+        """Send the last event, as OpenAI's clients know it."""
+        await self.send_event(b"[DONE]")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that no text of a client makes fail."""
+    """Return a response that no text of a client makes fail."""
     return Response(to_json(data), status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+    return json_response(error.to_dict(), error.status, error.headers)
 
 
 class KeyCheck:
-    """Lets those through to /invocations and the routes under /v1 who know the key."""
+    """Middleware that asks for the key on /invocations and the routes under /v1."""
 
     def __init__(self, app: ASGIApp, key: str, refused: Callable[[int], None]) -> None:
         self._app, self._key, self._refused = app, key.encode(), refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/invocations")) and not self._knows(scope):
+        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/invocations")) and not self._has_key(scope):
             error = ApiError(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 status=401,
@@ -89,7 +89,7 @@ class KeyCheck:
             return
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -10,7 +10,7 @@ import socket
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens at the address; port 0 takes a free one.
 
     It listens at once, so that no other process takes the port while the model loads: Linux lets two sockets with SO_REUSEADDR
@@ -23,7 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise _refusal(host, port, error) from error
+        raise _address_error(host, port, error) from error
     try:
         # Without it a server that starts again waits until the connections of the last one are forgotten.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,9 +31,9 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
-        raise _refusal(host, port, error) from error
+        raise _address_error(host, port, error) from error
     return listening
 
 
-def _refusal(host: str, port: int, error: OSError) -> OSError:
+def _address_error(host: str, port: int, error: OSError) -> OSError:
     return OSError(f"{host}:{port} cannot be listened at ({error.strerror or error}); choose another --host or --port")

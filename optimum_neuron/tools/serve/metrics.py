@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus reads of a server: vLLM's names and buckets (vllm/v1/metrics/loggers.py and buckets.py), under a prefix of our own."""
+"""Metrics of a server for Prometheus: vLLM's names and buckets (vllm/v1/metrics/loggers.py and buckets.py), under our prefix."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,8 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .gate import Gate
-from .served_model import ServedModel
-from .tracing import Times, between
+from .loaded_model import LoadedModel
 
 
 PREFIX = "optimum_neuron:"
@@ -30,83 +30,105 @@ _ENDINGS = ("stop", "length", "abort", "error")
 _LABEL = "model_name"
 
 
-class Metrics:
-    """The metrics of one server. Used by the event loop's thread; the engine's counts are read when they are asked for."""
+@dataclass
+class Times:
+    """Moments of a request of the engine, by `time.perf_counter()`; None: it did not come.
 
-    def __init__(self, served: ServedModel, gate: Gate) -> None:
+    Attributes:
+        arrived: its HTTP request came.
+        queued: the engine got it.
+        started: it had a slot, and its prompt began.
+        first, last: its tokens came.
+    """
+
+    arrived: float
+    queued: float | None = None
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+def _seconds_between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+# Of each request: vLLM's name, the help, and the buckets.
+_HISTOGRAMS = {
+    "first": ("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST),
+    "next": ("inter_token_latency_seconds", "Between two tokens of a request.", _NEXT),
+    "mean": ("request_time_per_output_token_seconds", "Of each request, the mean time to a further token.", _NEXT),
+    "life": ("e2e_request_latency_seconds", "From a request's arrival to its end.", _LIFE),
+    "queue": ("request_queue_time_seconds", "From the queue to a slot.", _LIFE),
+    "prefill": ("request_prefill_time_seconds", "From a slot to the first token.", _LIFE),
+    "decode": ("request_decode_time_seconds", "From the first token to the last.", _LIFE),
+    "inference": ("request_inference_time_seconds", "From a slot to the last token.", _LIFE),
+    "prompt": ("request_prompt_tokens", "Of each request, tokens of its prompt.", None),
+    "generated": ("request_generation_tokens", "Of each request, tokens that it got.", None),
+}
+
+
+class Metrics:
+    """The metrics of one server. The event loop's thread uses them; the engine's counts are read at each request for them."""
+
+    def __init__(self, served: LoadedModel, gate: Gate) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._name = served.name
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(PREFIX + name, text, [_LABEL], buckets=buckets, registry=self._registry)
-            return made.labels(served.name)
-
-        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST)
-        self._next = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _NEXT)
-        self._mean = histogram(
-            "request_time_per_output_token_seconds", "Of each request, the mean time to a further token.", _NEXT
-        )
-        self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _LIFE)
-        self._queue = histogram("request_queue_time_seconds", "From the queue to a slot.", _LIFE)
-        self._prefill = histogram("request_prefill_time_seconds", "From a slot to the first token.", _LIFE)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", _LIFE)
-        self._inference = histogram("request_inference_time_seconds", "From a slot to the last token.", _LIFE)
-        lengths = _lengths(served.config.sequence_length)
-        self._prompt = histogram("request_prompt_tokens", "Of each request, tokens of its prompt.", lengths)
-        self._generated = histogram("request_generation_tokens", "Of each request, tokens that it got.", lengths)
-        prompts = Counter(PREFIX + "prompt_tokens", "Tokens of prompts taken in.", [_LABEL], registry=self._registry)
-        self._prompt_tokens = prompts.labels(served.name)
-        ended = Counter(
-            PREFIX + "request_success",
-            "Requests that ended: abort where the client went away, error where the server failed.",
-            [_LABEL, "finished_reason"],
-            registry=self._registry,
-        )
+        lengths = _length_buckets(served.config.sequence_length)
+        self._histograms = {
+            key: Histogram(PREFIX + name, text, [_LABEL], buckets=buckets or lengths, registry=self._registry).labels(
+                served.name
+            )
+            for key, (name, text, buckets) in _HISTOGRAMS.items()
+        }
+        self._prompt_tokens = self._make_counter("prompt_tokens", "Tokens of prompts taken in.").labels(served.name)
+        text = "Requests that ended: abort where the client went away, error where the server failed."
+        ended = self._make_counter("request_success", text, "finished_reason")
         self._ended = {reason: ended.labels(served.name, reason) for reason in _ENDINGS}
-        self._refused = Counter(
-            PREFIX + "request_refused", "HTTP requests that were refused.", [_LABEL, "status"], registry=self._registry
-        )
+        self._refused = self._make_counter("request_refused", "HTTP requests that were refused.", "status")
         self._registry.register(EngineCollector(served, gate))
 
-    def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """A request got its first token."""
-        self._first.observe(seconds)
+    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, [_LABEL, *labels], registry=self._registry)
+
+    def count_first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """Count a request's first token."""
+        self._histograms["first"].observe(seconds)
         self._prompt_tokens.inc(prompt_tokens)
 
-    def next_token(self, seconds: float) -> None:
-        """A request got another token."""
-        self._next.observe(seconds)
+    def count_next_token(self, seconds: float) -> None:
+        """Count a further token."""
+        self._histograms["next"].observe(seconds)
 
-    def ended(self, reason: str, prompt_tokens: int, tokens: int, times: Times, now: float) -> None:
-        """A request ended; a time of it that never began is not counted."""
+    def count_ended(self, reason: str, prompt_tokens: int, tokens: int, times: Times, now: float) -> None:
+        """Count a request that ended, without times that never began."""
         self._ended[reason].inc()
-        self._prompt.observe(prompt_tokens)
-        self._generated.observe(tokens)
-        decode = between(times.first, times.last)
-        for histogram, seconds in (
-            (self._whole, now - times.arrived),
-            (self._queue, between(times.queued, times.started)),
-            (self._prefill, between(times.started, times.first)),
-            (self._decode, decode),
-            (self._inference, between(times.started, times.last)),
-            (self._mean, decode / (tokens - 1) if decode is not None and tokens > 1 else None),
-        ):
-            if seconds is not None:
-                histogram.observe(seconds)
+        decode = _seconds_between(times.first, times.last)
+        for key, value in {
+            "prompt": prompt_tokens,
+            "generated": tokens,
+            "life": now - times.arrived,
+            "queue": _seconds_between(times.queued, times.started),
+            "prefill": _seconds_between(times.started, times.first),
+            "decode": decode,
+            "inference": _seconds_between(times.started, times.last),
+            "mean": decode / (tokens - 1) if decode is not None and tokens > 1 else None,
+        }.items():
+            if value is not None:
+                self._histograms[key].observe(value)
 
-    def refused(self, status: int) -> None:
-        """An HTTP request got no answer."""
+    def count_refused(self, status: int) -> None:
+        """Count an HTTP request without answer."""
         self._refused.labels(self._name, str(status)).inc()
 
-    def text(self) -> bytes:
-        """Prometheus' text format."""
+    def to_text(self) -> bytes:
+        """Return Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class EngineCollector(Collector):
-    """What the engine counts, read when somebody asks."""
+    """The engine's counts, read at each request for them."""
 
-    def __init__(self, served: ServedModel, gate: Gate) -> None:
+    def __init__(self, served: LoadedModel, gate: Gate) -> None:
         self._served, self._gate = served, gate
 
     def collect(self) -> Iterator[Metric]:
@@ -121,7 +143,7 @@ class EngineCollector(Collector):
             ("kv_cache_usage_perc", "Slots, or blocks, that requests have: 1 is all.", used),
             ("model_load_seconds", "From the start to a loaded model.", self._served.load_seconds),
         ):
-            yield _family(GaugeMetricFamily, gauge, text, [_LABEL], [([name], value)])
+            yield _make_family(GaugeMetricFamily, gauge, text, [_LABEL], [([name], value)])
         queried = statistics.prompt_tokens + statistics.prefix_hit_tokens
         for counter, text, value in (
             ("generation_tokens", "Tokens that requests got.", statistics.generated_tokens),
@@ -130,11 +152,11 @@ class EngineCollector(Collector):
             ("num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
             ("engine_steps", "Steps, each a run of a graph.", statistics.steps),
         ):
-            yield _family(CounterMetricFamily, counter, text, [_LABEL], [([name], value)])
-        yield self._steps()
-        yield from self._graphs()
+            yield _make_family(CounterMetricFamily, counter, text, [_LABEL], [([name], value)])
+        yield self._step_family()
+        yield from self._graph_families()
 
-    def _steps(self) -> Metric:
+    def _step_family(self) -> Metric:
         counts = self._served.service.engine.statistics.step_tokens.copy()  # at once: a step may add one
         family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])
         buckets = [
@@ -144,7 +166,7 @@ class EngineCollector(Collector):
         family.add_metric([self._served.name], buckets, sum(tokens * runs for tokens, runs in counts.items()))
         return family
 
-    def _graphs(self) -> Iterator[Metric]:
+    def _graph_families(self) -> Iterator[Metric]:
         labels = [_LABEL, "graph"]
         uses = [
             ([self._served.name, graph], use) for graph, use in self._served.service.engine.statistics.graphs.items()
@@ -154,22 +176,22 @@ class EngineCollector(Collector):
             ("graph_tokens", "Tokens of requests that they computed.", "tokens"),
             ("graph_padding_tokens", "Their room for tokens that stayed empty.", "padding"),
         ):
-            yield _family(
+            yield _make_family(
                 CounterMetricFamily, counter, text, labels, [(key, getattr(use, field)) for key, use in uses]
             )
         shares = [(key, use.padding / max(use.padding + use.tokens, 1)) for key, use in uses]
         text = "Of all its runs' tokens, the padding."
-        yield _family(GaugeMetricFamily, "graph_padding_share", text, labels, shares)
+        yield _make_family(GaugeMetricFamily, "graph_padding_share", text, labels, shares)
 
 
-def _lengths(most: int) -> list[int]:
+def _length_buckets(most: int) -> list[int]:
     """Return 1, 2, 5, 10, ... up to a number of tokens."""
     return [
         each for power in range(len(str(most))) for each in (10**power, 2 * 10**power, 5 * 10**power) if each <= most
     ]
 
 
-def _family(
+def _make_family(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
     text: str,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From texts and conversations to token ids, in threads of their own: a long text holds up neither answers nor short texts."""
+"""Texts and conversations become token ids in threads of their own: a long text holds up neither answers nor short texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...config import NeuronConfig
 from ...errors import first_line
 from ...runtime.lengths import most_new_tokens
 from .errors import ApiError
-from .fields import shown
+from .fields import shown_value
 from .protocol import Asked, Conversation
 
 
@@ -22,29 +22,28 @@ T = TypeVar("T")
 
 
 class _Lane:
-    """A thread that works in order, with a tokenizer of its own: one that is set up for a text refuses what other threads ask
-    meanwhile."""
+    """A thread that works in order, with a tokenizer of its own: a tokenizer that works on a text refuses other threads."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._shared, self._own = tokenizer, None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"optimum-neuron-{name}")
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run_work(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @property
     def tokenizer(self) -> Any:
-        """Its own one, which takes memory from the first use on."""
+        """The lane's own tokenizer, which takes memory from the first use on."""
         if self._own is None:
             self._own = copy.deepcopy(self._shared)
         return self._own
 
-    def close(self) -> None:
+    def end_thread(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
 
 class PromptEncoder:
-    """Encodes the prompts of one server: short ones in one thread and long ones in another, each in the order in which they came."""
+    """The encoder of one server's prompts: short ones in one thread and long ones in another, each in the order of arrival."""
 
     def __init__(self, tokenizer: Any, config: NeuronConfig) -> None:
         self._short, self._long = _Lane(tokenizer, "texts"), _Lane(tokenizer, "long-texts")
@@ -53,49 +52,49 @@ class PromptEncoder:
         self._config = config
         # No text with more characters has few enough tokens, whatever they are.
         self._most = self._length * max(map(len, tokenizer.get_vocab()), default=1)
-        # What the server gives to a template itself.
+        # Values that the server gives to a template itself.
         self._reserved = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._reserved.update(tokenizer.special_tokens_map)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return what other long work makes, in the thread of long texts."""
-        return await self._long.run(work)
+    async def run_long(self, work: Callable[[], T]) -> T:
+        """Do other long work in the thread of long texts."""
+        return await self._long.run_work(work)
 
-    async def encode(self, asked: Asked, *, is_long: bool) -> list[Sequence[int]]:
-        """The token ids of each prompt.
+    async def encode_prompts(self, asked: Asked, *, is_long: bool) -> list[Sequence[int]]:
+        """Return the token ids of each prompt.
 
         Args:
             is_long: whether that may take long: nothing short waits for it.
 
         Raises:
-            ApiError: a prompt is empty, does not fit beside the new tokens, or its chat template fails.
+            ApiError: a prompt is empty, does not fit with the new tokens, or its chat template fails.
         """
         prompts: list[Sequence[int]] = []
         lane = self._long if is_long else self._short
         for prompt in asked.prompts:
-            ids = prompt if isinstance(prompt, list) else await self._encode(prompt, lane, asked.special_tokens)
-            self._check(len(ids), asked)
+            ids = prompt if isinstance(prompt, list) else await self._encode_prompt(prompt, lane, asked.special_tokens)
+            self._check_room(len(ids), asked)
             prompts.append(ids)
         return prompts
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._short.close()
-        self._long.close()
+        """End the threads."""
+        self._short.end_thread()
+        self._long.end_thread()
 
-    async def _encode(self, prompt: str | Conversation, lane: _Lane, special: bool) -> Sequence[int]:
+    async def _encode_prompt(self, prompt: str | Conversation, lane: _Lane, special: bool) -> Sequence[int]:
         self._check_size(prompt.characters if isinstance(prompt, Conversation) else len(prompt))
         if isinstance(prompt, Conversation):
             if len(prompt.messages) > self._length:
-                raise self._too_long(f"{len(prompt.messages):,} messages")
+                raise self._length_error(f"{len(prompt.messages):,} messages")
             for name in self._reserved.intersection(prompt.options):
                 raise ApiError(
-                    f"chat_template_kwargs has {shown(name)}, which the server sets; leave it out",
+                    f"chat_template_kwargs has {shown_value(name)}, which the server sets; leave it out",
                     param="chat_template_kwargs",
                 )
-        return await lane.run(lambda: self._ids(prompt, lane.tokenizer, special))
+        return await lane.run_work(lambda: self._tokenize_prompt(prompt, lane.tokenizer, special))
 
-    def _ids(self, prompt: str | Conversation, tokenizer: Any, special: bool) -> Sequence[int]:
+    def _tokenize_prompt(self, prompt: str | Conversation, tokenizer: Any, special: bool) -> Sequence[int]:
         if isinstance(prompt, str):
             ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
             return ids
@@ -122,14 +121,14 @@ class PromptEncoder:
 
     def _check_size(self, characters: int) -> None:
         if characters > self._most:
-            raise self._too_long(f"{characters:,} characters, which no {self._length} tokens have")
+            raise self._length_error(f"{characters:,} characters, which no {self._length} tokens have")
 
-    def _check(self, tokens: int, asked: Asked) -> None:
+    def _check_room(self, tokens: int, asked: Asked) -> None:
         most = most_new_tokens(tokens, self._config)
         if not tokens:
             raise ApiError("the prompt has 0 tokens, but needs at least 1; give some text", param="prompt")
         if most < 1:
-            raise self._too_long(f"{tokens:,} tokens")
+            raise self._length_error(f"{tokens:,} tokens")
         if asked.max_tokens is not None and asked.max_tokens > most:
             raise ApiError(
                 f"the prompt of {tokens:,} tokens and {asked.limit}={asked.max_tokens:,} do not fit the model's length of "
@@ -138,7 +137,7 @@ class PromptEncoder:
                 code="context_length_exceeded",
             )
 
-    def _too_long(self, size: str) -> ApiError:
+    def _length_error(self, size: str) -> ApiError:
         return ApiError(
             f"the prompt has {size}, and the model's length is {self._length:,} tokens; shorten it, or export "
             f"the model with a larger --sequence-length",

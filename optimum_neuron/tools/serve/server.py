@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's life: an artifact is loaded, requests are served, and the last one is waited for."""
+"""The life of a server: it loads an artifact, serves requests, and ends after the last one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,22 +21,20 @@ from ...generate import NeuronModelForCausalLM
 from .app import create_app
 from .draining import LAST_READS, DrainingServer, server_config
 from .gate import Gate
+from .loaded_model import LoadedModel
 from .metrics import Metrics
 from .prompts import PromptEncoder
-from .served_model import ServedModel
-from .tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `optimum-cli neuron serve` was told.
+    """The options of `optimum-cli neuron serve`.
 
     Attributes:
-        name: what requests call the model.
+        name: the model's name in requests.
         max_queue: requests that may wait for a slot.
         drain_timeout: seconds from a signal to the end of requests that have no answer.
         step_timeout: seconds that a step of the engine may take.
-        otlp_traces_endpoint: of the collector that gets spans; None: there is none.
     """
 
     artifact: Path
@@ -48,28 +46,20 @@ class ServerOptions:
     trust_remote_code: bool
     rank_python: str | None
     rank_timeout: float | None
-    otlp_traces_endpoint: str | None
 
 
 class LoadedApp(NamedTuple):
-    """An application over a loaded model, and what ends and measures it."""
+    """An application over a loaded model, with its admission and metrics."""
 
     app: Starlette
-    served: ServedModel
+    served: LoadedModel
     gate: Gate
     metrics: Metrics
 
 
 @contextmanager
 def load_app(options: ServerOptions) -> Iterator[LoadedApp]:
-    """Load the artifact and start its engine; the context's end ends it.
-
-    Raises:
-        ValueError: the artifact has no tokenizer.
-        ImportError: spans are asked for, and OpenTelemetry is not installed.
-    """
-    endpoint = options.otlp_traces_endpoint
-    tracing = None if endpoint is None else Tracing(endpoint, options.name)
+    """Load the artifact and start its engine, which ends with the context; raise ValueError where it has no tokenizer."""
     start = time.perf_counter()
     model = NeuronModelForCausalLM.from_pretrained(
         options.artifact,
@@ -80,34 +70,34 @@ def load_app(options: ServerOptions) -> Iterator[LoadedApp]:
     )
     # The model's files are verified: this may run code among them.
     tokenizer = load_tokenizer(options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code)
-    with model.serve(step_timeout=options.step_timeout) as service, ExitStack() as last:
-        served = ServedModel.of(model, service, tokenizer, options.name, time.perf_counter() - start)
+    with model.serve(step_timeout=options.step_timeout) as service:
+        served = LoadedModel.from_model(model, service, tokenizer, options.name, time.perf_counter() - start)
         gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.stopped)
         metrics = Metrics(served, gate)
-        if tracing is not None:
-            last.callback(tracing.close)
-        encoder = last.enter_context(closing(PromptEncoder(served.tokenizer, served.config)))
-        app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
-        yield LoadedApp(app, served, gate, metrics)
+        with closing(PromptEncoder(served.tokenizer, served.config)) as encoder:
+            app = create_app(served, gate, metrics, encoder, api_key=options.api_key)
+            yield LoadedApp(app, served, gate, metrics)
 
 
-def serve(options: ServerOptions, listening: socket.socket) -> None:
+def serve_artifact(options: ServerOptions, listening: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
 
     Args:
-        listening: at the address; who connects before the model is loaded waits.
+        listening: socket at the address; connections wait until the model is loaded.
 
     Raises:
-        ValueError, ImportError: as `load_app`.
+        ValueError: the artifact has no tokenizer.
     """
     with load_app(options) as loaded:
-        announce(options, loaded.served.config, listening)
+        announce_server(options, loaded.served.config, listening)
         stop = partial(loaded.served.service.close, timeout=LAST_READS)
         DrainingServer(server_config(loaded.app), loaded.gate, options.drain_timeout, stop).run(sockets=[listening])
 
 
-def announce(options: ServerOptions, config: NeuronConfig, listening: socket.socket, replicas: str = "") -> None:
-    """Say on stderr where a server answers, and for how many."""
+def announce_server(
+    options: ServerOptions, config: NeuronConfig, listening: socket.socket, replicas: str = ""
+) -> None:
+    """Write a server's address and sizes to stderr."""
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     sys.stderr.write(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`transformers serve` over artifacts: python -m optimum_neuron.tools.serve.transformers_serve ARTIFACT, with all of its options.
 
-transformers chooses a model's class by its config, which an artifact has of its checkpoint. So the one thing that differs here is how
-a model is loaded, where its folder is an artifact's.
+transformers chooses a model's class by its config, which an artifact has of its checkpoint. So one thing differs here: the class of a model
+in an artifact's folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...generate import NeuronModelForCausalLM
 
 
 class NeuronModelManager(model_manager.ModelManager):
-    """Loads folders of artifacts as they are, and all else as transformers does."""
+    """transformers' manager, which also loads folders of artifacts."""
 
     def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
         name = model_id_and_revision.rpartition("@")[0]
@@ -36,7 +36,7 @@ class NeuronModelManager(model_manager.ModelManager):
             if value is not None:
                 raise ValueError(f"{option} {value} is decided when {name} is exported; leave it out")
         model = NeuronModelForCausalLM.from_pretrained(name, export=False, trust_remote_code=self.trust_remote_code)
-        model.lengths_are_defaults = True  # 1,024 tokens, where a client says nothing
+        model.lengths_are_defaults = True  # 1,024 tokens by default
         return model
 
 
@@ -49,26 +49,26 @@ class NeuronBatches(utils.CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **options: Any
     ) -> Any:
-        self._configure(request_id, gen_config)
+        self._set_config(request_id, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, **options)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
     ) -> Any:
-        self._configure(request_id, gen_config)
+        self._set_config(request_id, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
-    def _configure(self, request_id: str, gen_config: GenerationConfig) -> None:
+    def _set_config(self, request_id: str, gen_config: GenerationConfig) -> None:
         if isinstance(self._cb, ContinuousBatchingManager):
             self._cb.configure(request_id, gen_config)
 
 
 def take_over() -> None:
-    """Has `transformers serve` load artifacts in this process."""
+    """Make `transformers serve` load artifacts in this process."""
     model_manager.ModelManager, utils.CBGenerateManager = NeuronModelManager, NeuronBatches
 
 
-def serve() -> None:
+def run_command() -> None:
     take_over()
     command = typer.Typer(add_completion=False)
     command.command()(Serve)
@@ -76,4 +76,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    run_command()

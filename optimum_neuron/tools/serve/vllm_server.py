@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's server in the place of this process. Imports nothing heavy: what follows imports it again."""
+"""vLLM's server in the place of this process. Imports nothing heavy: vLLM imports it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed; a folder of that name is not vLLM."""
+    """Return whether vLLM is installed; a folder of that name is not vLLM."""
     found = importlib.util.find_spec("vllm")
     return found is not None and found.has_location
 
@@ -19,7 +19,7 @@ def has_vllm() -> bool:
 def vllm_command(
     artifact: Path, *, name: str, host: str, port: int, trust_remote_code: bool, options: Sequence[str]
 ) -> list[str]:
-    """The words of `vllm serve` for an artifact, which brings its sizes itself.
+    """Return the words of `vllm serve` for an artifact, which brings its sizes itself.
 
     Args:
         options: vLLM's own, which go last, so that they win.
@@ -31,7 +31,7 @@ def vllm_command(
 
 
 def vllm_environment(*, api_key: str | None, rank_python: str | None, rank_timeout: float | None) -> dict[str, str]:
-    """This process's environment with what vLLM and its plugin read there: a key on a command line is shown to everybody."""
+    """Return this process's environment with the settings of vLLM and its plugin: every user sees a key on a command line."""
     given = {
         "VLLM_API_KEY": api_key,
         "OPTIMUM_NEURON_RANK_PYTHON": rank_python,
@@ -41,7 +41,7 @@ def vllm_environment(*, api_key: str | None, rank_python: str | None, rank_timeo
 
 
 def become_vllm(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Replaces this process."""
+    """Replace this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(words[0], list(words), environment)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron tune: which sizes to export for a trace of requests, found by simulating the engine's own scheduler."""
+"""`optimum-cli neuron tune`: sizes to export for a trace of requests, found by simulating the engine's own scheduler."""

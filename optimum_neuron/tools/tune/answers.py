@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the tokens of requests came, and what follows from it. Knows nothing of who served them: an engine, or a simulation."""
+"""Times of the tokens of requests, and their summary. Knows nothing of the server: an engine, or a simulation."""
 
 from __future__ import annotations
 
@@ -30,40 +30,28 @@ class Answer:
     begun: float = nan
     times: array[float] = field(default_factory=lambda: array("d"))
 
-    @property
-    def ttft(self) -> float:
-        """Seconds from its arrival to its first token."""
-        return self.times[0] - self.arrival
-
-    @property
-    def gaps(self) -> np.ndarray:
-        """Return the seconds between two tokens, `[tokens - 1]`."""
-        return np.diff(np.asarray(self.times))
-
-    def values(self, metric: str) -> np.ndarray:
-        """What it adds to a metric, one of METRICS, in seconds; nothing where it got no token yet."""
+    def metric_values(self, metric: str) -> np.ndarray:
+        """Return its values of one of METRICS, in seconds: several pauses for "itl", none where it has no token yet."""
         if metric == "itl":
-            return self.gaps
-        if metric == "queue":
-            return np.array([] if np.isnan(self.begun) else [self.begun - self.arrival])
-        if not self.times:
-            return np.array([])
-        return np.array([self.ttft if metric == "ttft" else self.times[-1] - self.arrival])
+            return np.diff(np.asarray(self.times))
+        begun, times = self.begun, self.times
+        ends = {"ttft": times[:1], "e2e": times[-1:], "queue": [] if np.isnan(begun) else [begun]}
+        return np.asarray(ends[metric]) - self.arrival
 
 
-def values_of(answers: Collection[Answer], metric: str) -> np.ndarray:
-    """A metric of all requests, in seconds."""
-    return np.concatenate([np.array([]), *(answer.values(metric) for answer in answers)])
+def join_values(answers: Collection[Answer], metric: str) -> np.ndarray:
+    """Return a metric's values of all requests, in seconds."""
+    return np.concatenate([np.array([]), *(answer.metric_values(metric) for answer in answers)])
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What users got.
+    """Latencies and throughput that users got.
 
     Attributes:
-        times: by metric and percentile, seconds; NaN where no request has a value.
+        times: seconds by metric and percentile; NaN where no request has a value.
         tok_s, req_s: tokens and requests per second, from the first arrival to the last token.
-        requests: how many.
+        requests: number of requests.
     """
 
     times: dict[str, dict[int, float]]
@@ -72,11 +60,11 @@ class Figures:
     requests: int
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Figures:
-        """Of requests that were all answered."""
+    def from_answers(cls, answers: Sequence[Answer]) -> Figures:
+        """Summarize requests that were all answered."""
         times = {}
         for metric in METRICS:
-            values = values_of(answers, metric)
+            values = join_values(answers, metric)
             found = np.percentile(values, PERCENTILES) if values.size else np.full(len(PERCENTILES), nan)
             times[metric] = dict(zip(PERCENTILES, found.tolist(), strict=True))
         seconds = max(answer.times[-1] for answer in answers) - min(answer.arrival for answer in answers)
@@ -84,4 +72,5 @@ class Figures:
         return cls(times, tokens / seconds, len(answers) / seconds, len(answers))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON."""
         return asdict(self)

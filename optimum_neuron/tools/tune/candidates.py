@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What could be exported: the grid of sizes that a search compares, and the commands that export and serve one of them. Needs no torch."""
+"""The grid of sizes that a search compares, and the commands that export and serve one of them. Needs no torch."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from ...config import HLO_TARGETS, NeuronConfig
 from ...engine.policy import Policy, resolve_policy
+from ...export.export_command import option_words
 
 
-# As `serve` has it: how many may wait for a slot before others are told to come again.
+# Requests that `serve` lets wait for a slot by default.
 DEFAULT_QUEUE = 128
 POLICIES = ("mixed", "alternate")
 BUCKETS = ("none", "quarters", "halves")
@@ -22,7 +23,7 @@ _SMALLEST_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config, of whose mixed graphs the policy follows: what `serve` does with it."""
+    """A config; its mixed graphs decide the policy, as for `serve`."""
 
     config: NeuronConfig
 
@@ -39,13 +40,13 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Grid:
+class SizeGrid:
     """Values of each axis.
 
     Attributes:
         batch, chunk, ctx: batch_size, prefill_chunk_size and ctx_batch_size.
-        buckets: of contexts: "none" is the sequence length alone, "halves" and "quarters" also as many of its parts down to 256,
-            and numbers joined by `+` are contexts below it.
+        buckets: "none" is the sequence length alone, "halves" and "quarters" also as many of its parts down to 256, and
+            numbers joined by `+` are contexts below it.
         policy: "mixed" has the graphs for it, "alternate" leaves them out.
     """
 
@@ -56,18 +57,17 @@ class Grid:
     policy: tuple[str, ...]
 
     @classmethod
-    def of(cls, target: str) -> Grid:
-        """What is compared unless somebody chooses: on the host's CPU, where rows of a chunk and contexts cost what is in use of them,
-        one of each."""
+    def for_target(cls, target: str) -> SizeGrid:
+        """Return the default grid; on the host's CPU, rows of a chunk and contexts cost what is in use, so one of each."""
         if target in HLO_TARGETS:
             return cls((4, 8, 16, 32, 64), (128, 256, 512, 1024), (1, 2), ("none", "quarters"), POLICIES)
         return cls((4, 8, 16), (32, 64, 128, 256), (1,), ("none",), POLICIES)
 
-    def replaced(self, words: Sequence[str]) -> Grid:
-        """With axes given as `batch=4,8`.
+    def replace_axes(self, words: Sequence[str]) -> SizeGrid:
+        """Return a grid with axes given as `batch=4,8`.
 
         Raises:
-            ValueError: an axis or a value is not known, or an axis is given twice.
+            ValueError: an axis or a value is unknown, or an axis is given twice.
         """
         found: dict[str, tuple[Any, ...]] = {}
         axes = tuple(vars(self))
@@ -77,11 +77,11 @@ class Grid:
                 raise ValueError(
                     f"--search {word!r} is no axis that is given once; give axes as batch=4,8 out of {', '.join(axes)}"
                 )
-            found[axis] = tuple(dict.fromkeys(_value(axis, value, word) for value in values.split(",")))
-        return Grid(**{**vars(self), **found})
+            found[axis] = tuple(dict.fromkeys(_parse_value(axis, value, word) for value in values.split(",")))
+        return SizeGrid(**{**vars(self), **found})
 
-    def candidates(self, fixed: Mapping[str, Any]) -> tuple[list[Candidate], list[str]]:
-        """All that can be exported, and why others cannot.
+    def make_candidates(self, fixed: Mapping[str, Any]) -> tuple[list[Candidate], list[str]]:
+        """Return all that can be exported, and the reasons why others cannot.
 
         Args:
             fixed: options of a NeuronConfig that all have, sequence_length and target among them.
@@ -90,7 +90,14 @@ class Grid:
             ValueError: none can.
         """
         found, refused = dict[Candidate, None](), list[str]()
-        for options in self._options(fixed["sequence_length"]):
+        for batch, chunk, ctx, buckets, policy in product(self.batch, self.chunk, self.ctx, self.buckets, self.policy):
+            options = {
+                "batch_size": batch,
+                "prefill_chunk_size": chunk,
+                "ctx_batch_size": ctx,
+                "context_buckets": _context_buckets(buckets, fixed["sequence_length"]),
+                "mixed_step": policy == "mixed",
+            }
             try:
                 found[Candidate(NeuronConfig.from_dict({**fixed, **options}))] = None
             except ValueError as error:
@@ -99,18 +106,8 @@ class Grid:
             raise ValueError(refused[0])
         return list(found), refused
 
-    def _options(self, length: int) -> Iterator[dict[str, Any]]:
-        for batch, chunk, ctx, buckets, policy in product(self.batch, self.chunk, self.ctx, self.buckets, self.policy):
-            yield {
-                "batch_size": batch,
-                "prefill_chunk_size": chunk,
-                "ctx_batch_size": ctx,
-                "context_buckets": _contexts(buckets, length),
-                "mixed_step": policy == "mixed",
-            }
 
-
-def _value(axis: str, value: str, word: str) -> int | str:
+def _parse_value(axis: str, value: str, word: str) -> int | str:
     known = {"buckets": BUCKETS, "policy": POLICIES}.get(axis, ())
     numbers = value.split("+") if axis == "buckets" else [value]
     if value in known:
@@ -122,7 +119,7 @@ def _value(axis: str, value: str, word: str) -> int | str:
     return value if axis == "buckets" else int(value)
 
 
-def _contexts(buckets: str, length: int) -> tuple[int, ...]:
+def _context_buckets(buckets: str, length: int) -> tuple[int, ...]:
     if buckets not in BUCKETS:
         return tuple(sorted({*(int(number) for number in buckets.split("+")), length}))
     found, part = [length], {"none": length + 1, "quarters": 4, "halves": 2}[buckets]
@@ -131,25 +128,18 @@ def _contexts(buckets: str, length: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def export_command(model: str, config: NeuronConfig, output: str, others: Sequence[str] = ()) -> str:
-    """The command line that exports a config, with every size that was compared.
+def export_words(model: str, config: NeuronConfig, output: str, others: Sequence[str] = ()) -> str:
+    """Return the command line that exports a config.
 
     Args:
         others: words that name the model more closely, such as a revision.
     """
-    words = ["optimum-cli", "export", "neuron", "--model", model, *others, "--target", config.target]
-    for name in ("tensor_parallel_size", "batch_size", "sequence_length", "prefill_chunk_size", "ctx_batch_size"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
-    words += ["--context-buckets", ",".join(map(str, config.context_buckets))]
-    if not config.mixed_step:
-        words.append("--no-mixed-step")
-    if config.dtype != "auto":
-        words += ["--dtype", config.dtype]
+    words = ["optimum-cli", "export", "neuron", "--model", model, *others, *option_words(config)]
     return shlex.join([*words, output])
 
 
-def serve_command(output: str, longest_queue: int) -> str:
-    """The command line that serves it by the scheduler that was simulated; nobody of the trace is told to come again."""
+def serve_words(output: str, longest_queue: int) -> str:
+    """Return the command line that serves it by the simulated scheduler, with room for all requests of the trace."""
     words = ["optimum-cli", "neuron", "serve", output, "--backend", "engine"]
     if longest_queue > DEFAULT_QUEUE:
         words += ["--max-queue", str(longest_queue)]

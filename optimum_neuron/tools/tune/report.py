@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what a search found: a sentence, tables of 80 columns, commands to copy, and a JSON document for programs. Computes nothing."""
+"""The report of a search: a sentence, tables of 80 columns, commands to copy, and a JSON document. Computes nothing."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import NeuronConfig
 from .answers import METRICS, PERCENTILES
-from .candidates import export_command, serve_command
-from .search import Result
-from .slo import REMEDIES, told
+from .candidates import export_words, serve_words
+from .search import CandidateResult
+from .slo import REMEDIES, time_text
 
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from .tune import Report
+    from .tune import TuneReport
 
 SHOWN = 8
 _NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "whole answer", "queue": "queue"}
 
 
-def print_report(report: Report, console: Console) -> None:
-    """The best candidate, those behind it, what users get, where the figures come from, and commands."""
+def print_report(report: TuneReport, console: Console) -> None:
+    """Print the best candidates, their latencies, the sources of the figures, and commands."""
     console.print(headline(report), style="bold")
-    console.print(trace_line(report))
+    console.print(_trace_text(report))
     console.print("", _candidates_table(report), "", _times_table(report), sep="\n")
-    console.print(facts(report.search.best))
+    console.print(_result_text(report.search.best))
     console.print()
-    for sentence in notes(report):
+    for sentence in _source_notes(report):
         console.print(sentence)
     console.print()
     for command in commands(report):
         console.print(command, soft_wrap=True)
 
 
-def headline(report: Report) -> str:
-    """Whether anything meets the limits, and what comes nearest otherwise."""
+def headline(report: TuneReport) -> str:
+    """Return the best candidate, and whether it meets the limits."""
     best = report.search.best
     if not report.slo.limits:
         return f"Best by throughput: {best.candidate}."
@@ -49,7 +49,7 @@ def headline(report: Report) -> str:
     if best.meets:
         return f"{best.candidate} meets {limits}, of which it takes {best.worst:.0%}."
     missed = " and ".join(
-        f"{told(limit.seconds * share)} for the {limit}, {share:.2f} times as much"
+        f"{time_text(limit.seconds * share)} for the {limit}, {share:.2f} times as much"
         for limit, share in best.used.items()
         if share > 1
     )
@@ -58,7 +58,7 @@ def headline(report: Report) -> str:
     return f"{who}: {best.candidate} takes {missed}; try {remedies}."
 
 
-def trace_line(report: Report) -> str:
+def _trace_text(report: TuneReport) -> str:
     requests = report.trace.requests
     prompts = sum(request.prompt_tokens for request in requests) / len(requests)
     new = sum(request.new_tokens for request in requests) / len(requests)
@@ -66,15 +66,15 @@ def trace_line(report: Report) -> str:
     rate = f", {len(requests) / seconds:,.2f} a second" if seconds else ", all at once"
     shared = "; some prompts start alike" if report.trace.shares_prefixes else ""
     return (
-        f"{Path(report.trace.name).name}: {len(requests):,} requests in {told(seconds)}{rate}, on average {prompts:,.0f} prompt and "
+        f"{Path(report.trace.name).name}: {len(requests):,} requests in {time_text(seconds)}{rate}, on average {prompts:,.0f} prompt and "
         f"{new:,.0f} new tokens{shared}."
     )
 
 
-def _candidates_table(report: Report) -> Table:
+def _candidates_table(report: TuneReport) -> Table:
     from rich.table import Table
 
-    how = "measured on this CPU" if report.measured else "predicted, not measured on a device"
+    how = "measured on this CPU" if report.is_measured else "predicted, not measured on a device"
     title = f"Simulated by the engine's scheduler; step times {how}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for header in ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", ""):
@@ -83,11 +83,11 @@ def _candidates_table(report: Report) -> Table:
         sizes, times = result.candidate.config, result.figures.times
         table.add_row(
             str(sizes.batch_size),
-            _chunk(sizes),
+            _chunk_text(sizes),
             ",".join(map(str, sizes.context_buckets)),
             result.candidate.policy,
-            told(times["ttft"][99]),
-            told(times["itl"][99]),
+            time_text(times["ttft"][99]),
+            time_text(times["itl"][99]),
             f"{result.figures.tok_s:,.1f}",
             f"{result.attainment:.0%}",
             f"{result.compile_minutes:,.1f}",
@@ -96,12 +96,12 @@ def _candidates_table(report: Report) -> Table:
     return table
 
 
-def _chunk(sizes: NeuronConfig) -> str:
+def _chunk_text(sizes: NeuronConfig) -> str:
     rows = "" if sizes.ctx_batch_size == 1 else f"{sizes.ctx_batch_size}x"
     return f"{rows}{sizes.prefill_chunk_size}"
 
 
-def _times_table(report: Report) -> Table:
+def _times_table(report: TuneReport) -> Table:
     from rich.table import Table
 
     best = report.search.best
@@ -110,11 +110,13 @@ def _times_table(report: Report) -> Table:
     for percentile in PERCENTILES:
         table.add_column(f"p{percentile}", justify="right")
     for metric in METRICS:
-        table.add_row(_NAMES[metric], *(told(best.figures.times[metric][percentile]) for percentile in PERCENTILES))
+        table.add_row(
+            _NAMES[metric], *(time_text(best.figures.times[metric][percentile]) for percentile in PERCENTILES)
+        )
     return table
 
 
-def facts(result: Result) -> str:
+def _result_text(result: CandidateResult) -> str:
     return (
         f"{result.figures.tok_s:,.1f} tokens and {result.figures.req_s:,.2f} requests a second, {result.goodput:,.2f} of them within all "
         f"limits; {result.padded:.0%} of prompt tokens are padding, {result.rows_used:.0%} of decode rows are used, steps run for "
@@ -123,54 +125,51 @@ def facts(result: Result) -> str:
     )
 
 
-def notes(report: Report) -> Iterator[str]:
-    """Where times come from, and what was not compared."""
+def _source_notes(report: TuneReport) -> Iterator[str]:
+    """Yield the sources of times, and what was not compared."""
     yield from report.about
-    why = Counter(_kind(pruned.why) for pruned in report.search.pruned)
-    simulated = len(report.search.results)
     if report.grid is not None:
+        simulated = len(report.search.results)
+        why = Counter(
+            "need too much memory" if "memory" in pruned.why else "take too long to compile"
+            for pruned in report.search.pruned
+        )
         left = "".join(f", {count} {reason}" for reason, count in why.items())
         impossible = f", {len(report.refused)} contradict themselves" if report.refused else ""
         yield f"{simulated} candidates were simulated{left}{impossible}."
     yield "'kept' is the share of requests that each keep all limits for themselves, 'min' the minutes of compiling."
 
 
-def _kind(why: str) -> str:
-    if "memory" in why:
-        return "need too much memory"
-    return "take too long to compile" if "to compile" in why else "have steps too slow for a limit"
-
-
-def commands(report: Report) -> Iterator[str]:
-    """What exports and serves the best candidate."""
+def commands(report: TuneReport) -> Iterator[str]:
+    """Yield the commands that export and serve the best candidate."""
     best = report.search.best
     if report.grid is None:
-        yield serve_command(report.model, best.longest_queue)
+        yield serve_words(report.model, best.longest_queue)
         return
     output = f"{Path(report.model).name.removesuffix('.gguf').lower()}-{best.candidate.config.target}/"
-    yield export_command(report.model, best.candidate.config, output, report.export_words)
-    yield serve_command(output, best.longest_queue)
+    yield export_words(report.model, best.candidate.config, output, report.model_words)
+    yield serve_words(output, best.longest_queue)
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Everything, in seconds, bytes and minutes."""
+def to_json(report: TuneReport) -> dict[str, Any]:
+    """Return everything, in seconds, bytes and minutes."""
     return {
         "model": report.model,
         "trace": {"name": report.trace.name, "requests": len(report.trace.requests), "seconds": report.trace.seconds},
         "slo": [asdict(limit) for limit in report.slo.limits],
-        "step_times": "measured" if report.measured else "predicted",
+        "step_times": "measured" if report.is_measured else "predicted",
         "about": list(report.about),
         "meets": report.search.best.meets,
         "headline": headline(report),
         "commands": list(commands(report)),
         "compile_budget_minutes": report.compile_budget,
-        "candidates": [_result(result) for result in report.search.results],
+        "candidates": [_result_json(result) for result in report.search.results],
         "left_out": [{"config": each.candidate.config.to_dict(), "why": each.why} for each in report.search.pruned],
         "refused": list(report.refused),
     }
 
 
-def _result(result: Result) -> dict[str, Any]:
+def _result_json(result: CandidateResult) -> dict[str, Any]:
     shown = {name: value for name, value in vars(result).items() if name not in ("candidate", "figures", "used")}
     return {
         "config": result.candidate.config.to_dict(),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidate serves a trace best: what cannot is left out, the others are simulated and ranked. Measures nothing; needs no torch."""
+"""The candidate that serves a trace best: all that can be exported are simulated and ranked. Needs no torch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from .answers import Figures
 from .candidates import Candidate
 from .simulate import simulate
 from .slo import Limit, Slo
-from .step_times import StepTimes
-from .trace import Trace, least_chunk_steps
+from .step_clock import StepClock
+from .trace import RequestTrace
 
 
 # Of those that meet all limits: throughputs that differ by less than a hundredth, and shares of limits that differ by less than
@@ -26,43 +26,45 @@ from .trace import Trace, least_chunk_steps
 THROUGHPUT_STEP, LIMIT_STEP = 0.01, 0.05
 
 
-class Machine(Protocol):
-    """What graphs run on.
+class Machine(ABC):
+    """The hardware that graphs run on.
 
     Attributes:
-        measured: whether times were measured on it, or are predicted.
-        about: sentences about where times come from, and what they leave out.
+        is_measured: whether times were measured on it, or are predicted.
+        about: sentences about the sources of times, and what they leave out.
     """
 
-    @property
-    def measured(self) -> bool: ...
+    is_measured: bool
+    about: Sequence[str]
 
-    @property
-    def about(self) -> Sequence[str]: ...
-
+    @abstractmethod
     def memory(self, config: NeuronConfig) -> tuple[int, int]:
-        """Bytes that a config needs of one core, or of the host, and that there are."""
+        """Return the bytes that a config needs of one core, or of the host, and those that there are."""
 
+    @abstractmethod
     def compile_minutes(self, config: NeuronConfig) -> float:
         """Return the minutes that compiling all graphs takes, one after the other."""
 
-    def snapshots(self, config: NeuronConfig) -> int | None:
-        """As in `Scheduler`."""
+    @abstractmethod
+    def snapshot_places(self, config: NeuronConfig) -> int | None:
+        """Return the `snapshots` of a `Scheduler`."""
 
-    def times(self, config: NeuronConfig) -> StepTimes:
-        """Of its steps."""
+    @abstractmethod
+    def step_clock(self, config: NeuronConfig) -> StepClock:
+        """Return the times of a config's steps."""
 
 
 @dataclass(frozen=True)
-class Result:
+class CandidateResult:
     """One candidate, simulated.
 
     Attributes:
-        used: by limit, the share of it that was taken; above 1 it was missed.
+        used: share of each limit that was taken; above 1 it was missed.
         attainment: share of requests that kept all limits each.
         padded: share of the computed prompt tokens that were padding.
         rows_used: share of the decode rows of steps that advanced a request.
         busy: share of the time in which a step ran.
+        steps: number of steps by kind.
     """
 
     candidate: Candidate
@@ -76,7 +78,7 @@ class Result:
     rows_used: float
     busy: float
     longest_queue: int
-    steps: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int]
 
     @property
     def meets(self) -> bool:
@@ -84,7 +86,7 @@ class Result:
 
     @property
     def worst(self) -> float:
-        """Of the limit that is the tightest, the share that was taken; 0 without limits."""
+        """The taken share of the tightest limit; 0 without limits."""
         return max(self.used.values(), default=0.0)
 
     @property
@@ -95,7 +97,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A candidate that was not simulated, and why."""
+    """A candidate that was not simulated, and the reason."""
 
     candidate: Candidate
     why: str
@@ -103,91 +105,89 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Search:
-    """Results, the best first, and what was left out."""
+    """Results, the best first, and candidates that were left out."""
 
-    results: tuple[Result, ...]
+    results: tuple[CandidateResult, ...]
     pruned: tuple[Pruned, ...]
 
     @property
-    def best(self) -> Result:
+    def best(self) -> CandidateResult:
         return self.results[0]
 
 
-def search(
+def search_sizes(
     candidates: Sequence[Candidate],
     machine: Machine,
-    trace: Trace,
+    trace: RequestTrace,
     slo: Slo,
     *,
     compile_budget: float | None = None,
     advance: Callable[[str], None] = lambda description: None,
-    prune: bool = True,
 ) -> Search:
-    """Simulates all candidates that may be the best.
+    """Simulate all candidates that fit.
 
     Args:
         compile_budget: minutes; None: any.
         advance: called with each candidate that is done, simulated or not.
-        prune: whether candidates are left out that are known to miss a limit before they are simulated. Where all are, the
-            one that may come nearest is simulated all the same. This changes no best candidate that meets all limits.
 
     Raises:
         ValueError: no candidate fits into memory, or into the budget.
     """
-    fitting, pruned = _fitting(candidates, machine, compile_budget)
-    simulated, hopeless = fitting, list[Pruned]()
-    if prune:
-        simulated, hopeless = _hopeful(fitting, machine, trace, slo)
-    for _ in (*pruned, *hopeless):
+    fitting, pruned = _find_fitting(candidates, machine, compile_budget)
+    for _ in pruned:
         advance("left out")
-    prompts = trace.prompts()
+    prompts = trace.draw_prompts()
     results = []
-    for candidate in simulated:
-        results.append(_serve(candidate, machine, trace, slo, prompts))
+    for candidate in fitting:
+        results.append(_simulate_candidate(candidate, machine, trace, slo, prompts))
         advance(str(candidate))
-    return Search(tuple(rank(results)), (*pruned, *hopeless))
+    return Search(tuple(rank_results(results)), tuple(pruned))
 
 
-def _serve(candidate: Candidate, machine: Machine, trace: Trace, slo: Slo, prompts: Sequence[np.ndarray]) -> Result:
-    """What the users of a trace get of one candidate."""
+def _simulate_candidate(
+    candidate: Candidate, machine: Machine, trace: RequestTrace, slo: Slo, prompts: Sequence[np.ndarray]
+) -> CandidateResult:
     config = candidate.config
     # As `serve` has them; where no two prompts start alike, reuse changes no step, and is not looked for.
     options = SchedulerOptions(prefix_reuse=trace.shares_prefixes)
-    scheduler = Scheduler(config, options, snapshots=machine.snapshots(config))
-    outcome = simulate(scheduler, machine.times(config).drawn(), trace, prompts)
-    answers, counted = list(outcome.answers.values()), outcome.statistics
-    return Result(
+    scheduler = Scheduler(config, options, snapshots=machine.snapshot_places(config))
+    simulation = simulate(scheduler, machine.step_clock(config).draw_times(), trace, prompts)
+    answers, counted = list(simulation.answers.values()), simulation.statistics
+    return CandidateResult(
         candidate=candidate,
-        figures=Figures.of(answers),
-        used=slo.used(answers),
+        figures=Figures.from_answers(answers),
+        used=slo.shares_used(answers),
         attainment=slo.attainment(answers),
         graphs=len(graph_specs(config)),
         compile_minutes=machine.compile_minutes(config),
         memory=machine.memory(config)[0],
         padded=counted.padded_prompt_tokens / max(counted.padded_prompt_tokens + counted.prompt_tokens, 1),
         rows_used=counted.decode_tokens / max(counted.decode_tokens + counted.idle_decode_rows, 1),
-        busy=outcome.busy / outcome.seconds,
-        longest_queue=outcome.longest_queue,
-        steps=dict(outcome.kinds),
+        busy=simulation.busy / simulation.seconds,
+        longest_queue=simulation.longest_queue,
+        steps=dict(simulation.kinds),
     )
 
 
-def rank(results: Iterable[Result]) -> list[Result]:
-    """The best first: what meets all limits by throughput, then by room below the limits, then by minutes of compiling; behind
-    them what misses one, by how far. Equals stay in their order."""
+def rank_results(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """Sort results, the best first.
+
+    Those that meet all limits come by throughput, then by room below the limits, then by minutes of compiling; after them
+    those that miss one, by how far. Equals stay in their order.
+    """
     found = list(results)
     most = max((result.figures.tok_s for result in found), default=1.0)
 
-    def key(result: Result) -> tuple[float, ...]:
+    def sort_key(result: CandidateResult) -> tuple[float, ...]:
         if not result.meets:
             return 1.0, result.worst, -result.figures.tok_s, result.compile_minutes
         throughput = round(result.figures.tok_s / most / THROUGHPUT_STEP)
         return 0.0, -throughput, round(result.worst / LIMIT_STEP), result.compile_minutes
 
-    return sorted(found, key=key)
+    return sorted(found, key=sort_key)
 
 
-def _fitting(
+def _find_fitting(
     candidates: Sequence[Candidate], machine: Machine, budget: float | None
 ) -> tuple[list[Candidate], list[Pruned]]:
     fitting, pruned = [], []
@@ -208,33 +208,3 @@ def _fitting(
             f"--compile-budget or --tensor-parallel-size"
         )
     return fitting, pruned
-
-
-def _hopeful(
-    candidates: Sequence[Candidate], machine: Machine, trace: Trace, slo: Slo
-) -> tuple[list[Candidate], list[Pruned]]:
-    """Candidates whose steps are not too slow for the limits, whatever the scheduler does."""
-    bounds = [least_used(candidate, machine, trace, slo) for candidate in candidates]
-    worst = [max(bound.values(), default=0.0) for bound in bounds]
-    kept = max(1.0, min(worst))
-    hopeful, pruned = [], []
-    for candidate, bound, share in zip(candidates, bounds, worst, strict=True):
-        if share <= kept * (1 + 1e-9):  # sums of times are rounded
-            hopeful.append(candidate)
-            continue
-        limit = max(bound, key=lambda each: bound[each])
-        pruned.append(Pruned(candidate, f"takes at least {bound[limit]:.2f} of the {limit}, by its steps alone"))
-    return hopeful, pruned
-
-
-def least_used(candidate: Candidate, machine: Machine, trace: Trace, slo: Slo) -> dict[Limit, float]:
-    """By limit, a share of it that is taken whatever else is served: a pause is no shorter than the fastest step that decodes, and
-    a first token comes no sooner than the fastest steps that take in its prompt."""
-    config, times = candidate.config, machine.times(candidate.config)
-    decoding = [times.least("token_generation")] + ([times.least("mixed")] if config.mixed_step else [])
-    taking_in = [times.least("chunked_prefill"), *decoding[1:]]
-    first = np.array(least_chunk_steps(trace, config)) * min(taking_in)
-    later = np.array([request.new_tokens - 1 for request in trace.requests]) * min(decoding)
-    pauses = np.array([min(decoding)]) if later.any() else np.array([0.0])
-    least = {"ttft": first, "itl": pauses, "e2e": first + later}
-    return {limit: float(np.percentile(least[limit.metric], limit.percentile)) / limit.seconds for limit in slo.limits}

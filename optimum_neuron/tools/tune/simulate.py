@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler on a simulated clock: what the users get of an engine whose steps take so long. Runs no model; needs no torch."""
+"""A scheduler on a simulated clock: the answers that users get from steps of known times. Runs no model; needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...engine.scheduler import Scheduler
 from ...engine.statistics import Statistics
 from ...engine.step import Step
 from .answers import Answer
-from .trace import Trace, traced_request
+from .trace import RequestTrace, traced_request
 
 
 # Seconds of a step, which the scheduler has planned and not committed yet.
@@ -21,16 +21,15 @@ StepSeconds = Callable[[Step, Scheduler], float]
 
 
 @dataclass
-class Outcome:
-    """What a simulation measured, in simulated seconds.
+class Simulation:
+    """Results of a simulation, in simulated seconds.
 
     Attributes:
-        answers: of all requests, by id.
-        kinds: steps by kind.
-        statistics: what an engine counts of its steps.
-        seconds: of the whole simulation.
-        busy: of them, in which a step ran.
-        longest_queue: requests that waited for a slot at a time, at most.
+        answers: answers to all requests, by id.
+        kinds: number of steps by kind.
+        statistics: an engine's counts of its steps.
+        seconds, busy: length of the simulation, and the part of it in which a step ran.
+        longest_queue: most requests that waited for a slot at a time.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Outcome:
     busy: float = 0.0
     longest_queue: int = 0
 
-    def count(self, step: Step, now: float, seconds: float) -> None:
+    def count_step(self, step: Step, now: float, seconds: float) -> None:
         """Add a step that begins now."""
         self.kinds[step.graph.kind] += 1
         self.busy += seconds
@@ -50,36 +49,38 @@ class Outcome:
                 self.answers[chunk.request_id].begun = now
 
 
-def simulate(scheduler: Scheduler, seconds: StepSeconds, trace: Trace, prompts: Sequence[np.ndarray]) -> Outcome:
-    """Serve a trace, until all of its requests have finished: each comes when it came, whether others are answered or not.
+def simulate(
+    scheduler: Scheduler, seconds: StepSeconds, trace: RequestTrace, prompts: Sequence[np.ndarray]
+) -> Simulation:
+    """Serve a trace until all of its requests have finished: each comes at its time, whether others are answered or not.
 
     Args:
-        scheduler: without requests.
-        seconds: of its steps.
-        prompts: of the trace, as `Trace.prompts` makes them.
+        scheduler: a scheduler without requests.
+        seconds: times of its steps.
+        prompts: prompts of the trace, as `RequestTrace.draw_prompts` makes them.
 
     Raises:
         ValueError: a request could never be served.
     """
-    outcome, finished, now = Outcome(), 0, 0.0
+    found, finished, now = Simulation(), 0, 0.0
     due = deque(enumerate(request.arrival for request in trace.requests))
     while finished < len(trace.requests):
         while due and due[0][1] <= now:
             number, arrival = due.popleft()
             request = traced_request(trace, prompts, number)
             scheduler.add(request)
-            outcome.answers[request.request_id] = Answer(arrival)
+            found.answers[request.request_id] = Answer(arrival)
         step = scheduler.schedule()
         if step is None:
             now = due[0][1]
             continue
         taken = seconds(step, scheduler)
-        outcome.count(step, now, taken)
+        found.count_step(step, now, taken)
         now += taken
         events = scheduler.commit(step, [0] * len(step.decodes), [0] * len(step.chunks), taken)
-        outcome.longest_queue = max(outcome.longest_queue, scheduler.waiting)
+        found.longest_queue = max(found.longest_queue, scheduler.waiting)
         for event in events:
-            outcome.answers[event.request_id].times.append(now)
+            found.answers[event.request_id].times.append(now)
             finished += event.finish_reason is not None
-    outcome.seconds = now
-    return outcome
+    found.seconds = now
+    return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service level objectives: what `ttft=2s,itl=50ms` means, and how far answers are from it. Needs no torch."""
+"""Service level objectives: limits as `ttft=2s,itl=50ms`, and the share of them that answers take. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from math import nan
 
 import numpy as np
 
-from .answers import Answer, values_of
+from .answers import Answer, join_values
 
 
-# Of which metrics there are limits, and what to change where one is missed.
+# Metrics that have limits, and the change that helps where one is missed.
 REMEDIES = {
     "ttft": "more replicas, a larger chunk or more rows",
     "itl": "a smaller chunk or fewer rows",
@@ -30,7 +30,7 @@ class Limit:
 
     Attributes:
         metric: "ttft", from arrival to first token; "itl", between two tokens; "e2e", from arrival to last token.
-        percentile: above 0, at most 100, over all requests; of "itl", over all pauses of all requests.
+        percentile: above 0, at most 100, over all requests; for "itl" over all pauses of all requests.
         seconds: above 0.
     """
 
@@ -39,51 +39,47 @@ class Limit:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.metric.upper()} p{self.percentile:g} of {told(self.seconds)}"
+        return f"{self.metric.upper()} p{self.percentile:g} of {time_text(self.seconds)}"
 
-    def found(self, answers: Collection[Answer]) -> float:
-        """What answers have, in seconds; 0 where nothing was measured, as of requests of one token there are no pauses."""
-        values = values_of(answers, self.metric)
-        return float(np.percentile(values, self.percentile)) if values.size else 0.0
-
-    def attained(self, answer: Answer) -> bool:
-        """Whether a request has it for itself: of "itl", at this percentile of its own pauses."""
-        return self.found((answer,)) <= self.seconds
+    def share_used(self, answers: Collection[Answer]) -> float:
+        """Return the share that answers take; above 1 it is missed, and 0 without values, as requests of one token have no pause."""
+        values = join_values(answers, self.metric)
+        return float(np.percentile(values, self.percentile)) / self.seconds if values.size else 0.0
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits that all have to be met; none: everything meets them."""
+    """Limits that all have to be met; without limits everything meets them."""
 
     limits: tuple[Limit, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Slo:
-        """From limits separated by commas: `metric[.pPERCENTILE]=NUMBER(s|ms)`.
+    def parse_limits(cls, text: str) -> Slo:
+        """Parse limits separated by commas: `metric[.pPERCENTILE]=NUMBER(s|ms)`.
 
         Raises:
-            ValueError: one is malformed, or two are of the same percentile.
+            ValueError: one is malformed, or two are for the same percentile.
         """
         limits = list[Limit]()
         for part in text.split(","):
-            limit = _parse(part.strip())
+            limit = _parse_limit(part.strip())
             if any((limit.metric, limit.percentile) == (other.metric, other.percentile) for other in limits):
                 raise ValueError(f"--slo {text!r} limits {limit.metric} p{limit.percentile:g} twice; give one of them")
             limits.append(limit)
         return cls(tuple(limits))
 
-    def used(self, answers: Collection[Answer]) -> dict[Limit, float]:
-        """By limit, the share of it that answers take; above 1 it is missed."""
-        return {limit: limit.found(answers) / limit.seconds for limit in self.limits}
+    def shares_used(self, answers: Collection[Answer]) -> dict[Limit, float]:
+        """Return the share of each limit that answers take."""
+        return {limit: limit.share_used(answers) for limit in self.limits}
 
     def attainment(self, answers: Collection[Answer]) -> float:
-        """The share of requests that each keep all limits for themselves; NaN of none."""
+        """Return the share of requests that each keep all limits for themselves; NaN without requests."""
         if not answers:
             return nan
-        return sum(all(limit.attained(answer) for limit in self.limits) for answer in answers) / len(answers)
+        return sum(all(limit.share_used((each,)) <= 1 for limit in self.limits) for each in answers) / len(answers)
 
 
-def _parse(part: str) -> Limit:
+def _parse_limit(part: str) -> Limit:
     found = _LIMIT.fullmatch(part)
     if found is None:
         raise ValueError(f"--slo has {part!r}, which is no limit; give limits as ttft=2s,itl=50ms or ttft.p90=800ms")
@@ -99,8 +95,8 @@ def _parse(part: str) -> Limit:
     return Limit(metric, share, seconds)
 
 
-def told(seconds: float) -> str:
-    """A time for people, in three digits."""
+def time_text(seconds: float) -> str:
+    """Return a time for people, in three digits."""
     if seconds != seconds:
         return "-"
     if seconds >= 100:

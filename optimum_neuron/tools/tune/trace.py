@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace: which requests came when, and how long they were. What files hold of it is read in trace_formats.py; needs no torch."""
+"""A trace: the arrivals and lengths of requests. trace_formats.py reads the files; needs no torch."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ...config import NeuronConfig
 from ...engine.request import Request
 
 
 # No model of a trace is known: ids below this are drawn where nothing computes with them.
 VOCABULARY = 32_000
-# What a sequence length that nobody chose is a multiple of.
+# A default sequence length is a multiple of this.
 _LENGTH_STEP = 256
 
 
 class SharedPart(NamedTuple):
-    """Tokens of a prompt that are those of every other prompt that has the same key in the same place."""
+    """Tokens of a prompt that equal those of every other prompt with the same key in the same place."""
 
     key: str
     tokens: int
@@ -34,8 +33,8 @@ class TracedRequest:
     Attributes:
         arrival: seconds from the first one.
         prompt_tokens, new_tokens: at least one each.
-        shared: what its prompt begins with, part by part; its other tokens are its own.
-        source: where it stands, as file:line.
+        shared: the beginning of its prompt, part by part; its other tokens are its own.
+        source: its place, as file:line.
     """
 
     arrival: float
@@ -51,29 +50,23 @@ class TracedRequest:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Requests in the order of their arrival, the first one at 0."""
 
     requests: tuple[TracedRequest, ...]
     name: str
 
     @classmethod
-    def of(cls, requests: Sequence[TracedRequest], name: str) -> Trace:
+    def from_requests(cls, requests: Sequence[TracedRequest], name: str) -> RequestTrace:
         """Sort requests by their arrival; raise ValueError where there are none."""
         if not requests:
             raise ValueError(f"{name} holds no requests; give a line for each")
         ordered = sorted(requests, key=lambda request: request.arrival)
-        first = ordered[0].arrival
-        return cls(
-            tuple(
-                TracedRequest(each.arrival - first, each.prompt_tokens, each.new_tokens, each.shared, each.source)
-                for each in ordered
-            ),
-            name,
-        )
+        return cls(tuple(replace(each, arrival=each.arrival - ordered[0].arrival) for each in ordered), name)
 
-    def first(self, count: int) -> Trace:
-        return Trace(self.requests[:count], self.name)
+    def first_requests(self, count: int) -> RequestTrace:
+        """Return a trace of the requests that come first."""
+        return RequestTrace(self.requests[:count], self.name)
 
     @property
     def seconds(self) -> float:
@@ -81,7 +74,7 @@ class Trace:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether any two prompts start alike."""
+        """True where two prompts start alike."""
         firsts = [request.shared[0].key for request in self.requests if request.shared]
         return len(set(firsts)) < len(firsts)
 
@@ -92,7 +85,7 @@ class Trace:
         return -(-longest // _LENGTH_STEP) * _LENGTH_STEP
 
     def check_length(self, sequence_length: int) -> None:
-        """Raises ValueError, with the first request that does not fit."""
+        """Raise ValueError with the first request that does not fit."""
         for request in self.requests:
             if request.tokens > sequence_length:
                 raise ValueError(
@@ -100,29 +93,25 @@ class Trace:
                     f"--sequence-length {sequence_length}; raise it to {request.tokens} or more, or take the request out of the trace"
                 )
 
-    def prompts(self, vocab_size: int = VOCABULARY, seed: int = 0) -> list[np.ndarray]:
-        """Token ids of each prompt, int32: random, but for what prompts share. The same whatever serves them."""
-        return [self._prompt(request, number, vocab_size, seed) for number, request in enumerate(self.requests)]
+    def draw_prompts(self, vocab_size: int = VOCABULARY, seed: int = 0) -> list[np.ndarray]:
+        """Return token ids of each prompt, int32: random but for shared parts, and the same for every server."""
+        prompts = []
+        for number, request in enumerate(self.requests):
+            own = request.prompt_tokens - sum(part.tokens for part in request.shared)
+            keys = [(f"shared/{part.key}", part.tokens) for part in request.shared]
+            parts = [
+                _draw_tokens(count, vocab_size, f"{seed}/{key}") for key, count in [*keys, (f"own/{number}", own)]
+            ]
+            prompts.append(np.concatenate(parts))
+        return prompts
 
-    def _prompt(self, request: TracedRequest, number: int, vocab_size: int, seed: int) -> np.ndarray:
-        parts = [_draw(part.tokens, vocab_size, f"{seed}/shared/{part.key}") for part in request.shared]
-        own = request.prompt_tokens - sum(part.tokens for part in request.shared)
-        return np.concatenate([*parts, _draw(own, vocab_size, f"{seed}/own/{number}")])
 
-
-def _draw(count: int, vocab_size: int, key: str) -> np.ndarray:
+def _draw_tokens(count: int, vocab_size: int, key: str) -> np.ndarray:
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, vocab_size, count).astype(np.int32)
 
 
-def traced_request(trace: Trace, prompts: Sequence[np.ndarray], number: int) -> Request:
-    """One request of a trace, as an engine takes it; its id is its number."""
+def traced_request(trace: RequestTrace, prompts: Sequence[np.ndarray], number: int) -> Request:
+    """Return one request of a trace for an engine; its id is its number."""
     new_tokens = trace.requests[number].new_tokens
     return Request(request_id=str(number), prompt_token_ids=prompts[number], max_new_tokens=new_tokens)
-
-
-def least_chunk_steps(trace: Trace, config: NeuronConfig) -> list[int]:
-    """Steps that each request's prompt takes at least, whoever else is there; one where prompts may be shared."""
-    if trace.shares_prefixes:
-        return [1] * len(trace.requests)
-    return [-(-request.prompt_tokens // config.prompt_capacity) for request in trace.requests]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model, a trace and limits to what should be exported. Computes nothing itself; imports torch late."""
+"""From a model, a trace and limits to the sizes to export. Imports torch late."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from ... import progress
 from ...artifact.artifact import Artifact
 from ...config import NEURON_TARGETS, NeuronConfig
 from ...targets import resolve_target
-from .candidates import Candidate, Grid
-from .search import Machine, Search, search
+from .candidates import Candidate, SizeGrid
+from .search import Machine, Search, search_sizes
 from .slo import Slo
-from .trace import Trace
-
-
-TARGETS = ("auto", "cpu", *NEURON_TARGETS)
+from .trace import RequestTrace
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a search found.
+class TuneReport:
+    """The result of a search.
 
     Attributes:
-        model: as it was named, or the artifact's folder.
-        export_words: of the export's command line, what names the model more closely.
-        grid: what was compared; None: an artifact's own sizes.
-        refused: why combinations of the grid cannot be exported.
+        model: the model as it was named, or the artifact's folder.
+        model_words: words of the export's command line that name the model more closely.
+        grid: the compared sizes; None: an artifact's own.
+        refused: reasons why combinations of the grid cannot be exported.
     """
 
     model: str
-    export_words: tuple[str, ...]
-    trace: Trace
+    model_words: tuple[str, ...]
+    trace: RequestTrace
     slo: Slo
-    grid: Grid | None
-    measured: bool
+    grid: SizeGrid | None
+    is_measured: bool
     about: tuple[str, ...]
     search: Search
     refused: tuple[str, ...] = ()
@@ -46,7 +43,7 @@ class Report:
 
 def tune_model(
     model: str,
-    trace: Trace,
+    trace: RequestTrace,
     slo: Slo,
     *,
     target: str = "auto",
@@ -57,15 +54,15 @@ def tune_model(
     revision: str | None = None,
     token: str | None = None,
     trust_remote_code: bool = False,
-) -> Report:
-    """Searches the sizes to export a model with.
+) -> TuneReport:
+    """Search the sizes to export a model with.
 
     Args:
-        target: one of TARGETS; "auto" is this machine's.
-        axes: as `batch=4,8`, in place of those of `Grid.of`.
-        options: of a NeuronConfig, which all candidates have; without a sequence_length, the least that holds the trace.
+        target: "cpu", a Neuron target, or "auto", which is this machine's.
+        axes: axes as `batch=4,8`, in place of those of `SizeGrid.for_target`.
+        options: options of a NeuronConfig that all candidates have; without a sequence_length, the least that holds the trace.
         compile_budget: minutes of compiling, at most.
-        graph_minutes: of one graph, on a device; None: predicted.
+        graph_minutes: minutes of one graph, on a device; None: predicted.
 
     Raises:
         ValueError: a value is out of range, a request fits no sequence length, or nothing can be exported.
@@ -78,26 +75,27 @@ def tune_model(
         )
     fixed = {"sequence_length": trace.sequence_length, **(options or {}), "target": target}
     trace.check_length(fixed["sequence_length"])
-    grid = Grid.of(target).replaced(axes)
+    grid = SizeGrid.for_target(target).replace_axes(axes)
     # Wrong sizes are refused before torch is imported.
-    candidates, refused = grid.candidates(fixed)
+    candidates, refused = grid.make_candidates(fixed)
     hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     machine: Machine
     if target == "cpu":
-        machine = _this_cpu(model, candidates, hub)
+        machine = _measure_cpu(model, candidates, hub)
     else:
-        machine, dtype = _device(model, candidates[0].config, graph_minutes, hub)
-        candidates, refused = grid.candidates({**fixed, "dtype": dtype})
+        machine, dtype = _predict_device(model, candidates[0].config, graph_minutes, hub)
+        candidates, refused = grid.make_candidates({**fixed, "dtype": dtype})
     with progress.stage("Simulating", len(candidates)) as advance:
-        found = search(candidates, machine, trace, slo, compile_budget=compile_budget, advance=advance)
+        found = search_sizes(candidates, machine, trace, slo, compile_budget=compile_budget, advance=advance)
     words = (*(("--revision", revision) if revision else ()), *(("--trust-remote-code",) if trust_remote_code else ()))
-    return Report(
-        model, words, trace, slo, grid, machine.measured, tuple(machine.about), found, tuple(refused), compile_budget
+    about = tuple(machine.about)
+    return TuneReport(
+        model, words, trace, slo, grid, machine.is_measured, about, found, tuple(refused), compile_budget
     )
 
 
-def tune_artifact(path: Path, trace: Trace, slo: Slo, *, trust_remote_code: bool = False) -> Report:
-    """What users get of an artifact that is there: of the cpu target measured, of a device's predicted.
+def tune_artifact(path: Path, trace: RequestTrace, slo: Slo, *, trust_remote_code: bool = False) -> TuneReport:
+    """Simulate an artifact that is there: one of the cpu target is measured, a device's is predicted.
 
     Raises:
         ValueError: a request does not fit it, or it has a cache of blocks, or its target is neither.
@@ -110,39 +108,38 @@ def tune_artifact(path: Path, trace: Trace, slo: Slo, *, trust_remote_code: bool
             f"{path} is for target={config.target!r}, and steps of it have no times here; export it for cpu or a device"
         )
     trace.check_length(config.sequence_length)
-    candidate = Candidate(config)
     machine: Machine
     if config.target == "cpu":
-        from .cpu_machine import CpuMachine
+        from .machines import CpuMachine
 
-        machine = CpuMachine.of_artifact(artifact)
+        machine = CpuMachine.from_artifact(artifact)
     else:
         hub = {"revision": None, "token": None, "trust_remote_code": trust_remote_code}
-        machine, _ = _device(str(path), config, None, hub)
+        machine, _ = _predict_device(str(path), config, None, hub)
     with progress.stage("Simulating", 1) as advance:
-        found = search([candidate], machine, trace, slo, advance=advance, prune=False)
-    return Report(str(path), (), trace, slo, None, machine.measured, tuple(machine.about), found)
+        found = search_sizes([Candidate(config)], machine, trace, slo, advance=advance)
+    return TuneReport(str(path), (), trace, slo, None, machine.is_measured, tuple(machine.about), found)
 
 
-def _this_cpu(model: str, candidates: Sequence[Candidate], hub: Mapping[str, Any]) -> Machine:
+def _measure_cpu(model: str, candidates: Sequence[Candidate], hub: Mapping[str, Any]) -> Machine:
     from ...checkpoints.find import find_config
     from ...export.recipe import export_model
-    from .cpu_machine import CpuMachine
+    from .machines import CpuMachine
 
     found = find_config(model, **hub)
     found.check_length(found.load_config(), candidates[0].config.sequence_length)
-    return CpuMachine(lambda path, config: export_model(model, path, config=config, **hub), candidates)
+    return CpuMachine.from_candidates(lambda path, config: export_model(model, path, config=config, **hub), candidates)
 
 
-def _device(
+def _predict_device(
     model: str, config: NeuronConfig, graph_minutes: float | None, hub: Mapping[str, Any]
 ) -> tuple[Machine, str]:
-    """The cores, and the type that "auto" stands for."""
+    """Return the cores, and the type that "auto" stands for."""
     from ...checkpoints.find import find_config
     from ...targets.neuron.sdk.hardware import check_parallel_size
     from ..estimate.core_sizes import core_sizes
     from ..estimate.estimate import measure_checkpoint
-    from .device_machine import DeviceMachine
+    from .machines import DeviceMachine
 
     cores = config.tensor_parallel_size
     check_parallel_size(config.target, cores)

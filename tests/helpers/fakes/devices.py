@@ -16,7 +16,7 @@ import torch_xla
 from fake_neuron import remote, wire
 from torch_xla.core import xla_builder
 
-from optimum_neuron.tools.certify.host_ranks import with_channels
+from optimum_neuron.tools.certify.host_ranks import number_channels
 
 
 _programs: dict[str, tuple[wire.Module, Any]] = {}
@@ -45,7 +45,7 @@ def _run(rank: int, data: bytes, arguments: list[bytearray]) -> list[bytes]:
     digest = hashlib.sha256(data).hexdigest()
     with _lock:
         if digest not in _programs:
-            program = xla_builder.computation_from_module_proto(digest, with_channels(data))
+            program = xla_builder.computation_from_module_proto(digest, number_channels(data))
             _programs[digest] = wire.read_module(data), program
     module, program = _programs[digest]
     device = f"xla:{rank}"

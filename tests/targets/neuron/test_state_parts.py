@@ -8,7 +8,7 @@ import torch
 
 from optimum_neuron.targets.neuron.run.state_parts import join_states, split_state
 from optimum_neuron.targets.neuron.sharding.heads import PADDING
-from optimum_neuron.tools.certify.parts import part, real_heads
+from optimum_neuron.tools.certify.parts import real_heads, take_part
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 4, 5, 2), 1), ((3, 2, 4), 2)])
@@ -18,8 +18,8 @@ def test_the_parts_of_a_state_are_its_heads_or_its_channels(shape: tuple[int, ..
     assert [each.shape[dim] for each in parts] == [2, 2]
     assert torch.equal(join_states(parts), state)
     for rank, own in enumerate(parts):
-        assert torch.equal(part(state, (2 * rank, 2 * rank + 1)), own)
-    padded = part(state, (3, PADDING))
+        assert torch.equal(take_part(state, (2 * rank, 2 * rank + 1)), own)
+    padded = take_part(state, (3, PADDING))
     assert torch.equal(padded.select(dim, 0), state.select(dim, 3)) and not padded.select(dim, 1).any()
     assert real_heads((3, PADDING)) == [0] and real_heads((3, 2)) is None
     with pytest.raises(ValueError, match="a state of 4 heads or channels is not that of 3 ranks"):

@@ -15,7 +15,7 @@ from optimum.commands import optimum_cli
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.spec import GraphSpec
-from optimum_neuron.tools.bench.measure import Bench, Plan
+from optimum_neuron.tools.bench.measure import Bench, make_plan
 
 
 def test_each_measurement_runs_what_it_says(
@@ -32,13 +32,13 @@ def test_each_measurement_runs_what_it_says(
     monkeypatch.setattr(runner, "step", noted)
     advanced: list[str] = []
     bench = Bench(runner, Artifact.open(cpu_artifact("llama")).model, advanced.append)
-    prefill = bench.prefill(20, 2)
+    prefill = bench.measure_prefill(20, 2)
     # Two rows of chunks of 8 take 16 tokens in, then 4.
     assert ran == [(16, 0), (4, 0)] * 3
     assert (prefill.prompt_tokens, prefill.padding_share) == (20, 12 / 32)
     assert prefill.ttft_ms.min <= prefill.ttft_ms.median <= prefill.ttft_ms.max
     ran.clear()
-    decode = bench.decode(2, 8, 4, 2)
+    decode = bench.measure_decode(2, 8, 4, 2)
     assert ran == [(16, 0), *[(0, 2)] * 3] * 3
     assert (decode.rows, decode.context_tokens, decode.idle_share) == (2, 8, 1 / 3)
     assert decode.itl_p50_ms <= decode.itl_p99_ms
@@ -46,26 +46,26 @@ def test_each_measurement_runs_what_it_says(
     assert len(advanced) == 6
 
 
-def test_what_nobody_chose_fits_the_artifact() -> None:
-    plan = Plan.of(tiny_config(), None, None, None, 8, 3)
+def test_default_sizes_fit_the_artifact() -> None:
+    plan = make_plan(tiny_config(), None, None, None, 8, 3)
     assert (plan.prompt_lengths, plan.rows, plan.context_length) == ((64,), (1, 2, 3), 57)
     few = tiny_config(batch_size=4, sequence_length=256, context_buckets=(256,), kv_block_size=64, kv_cache_tokens=512)
-    assert Plan.of(few, None, None, None, 8, 3).rows == (1, 2), (
+    assert make_plan(few, None, None, None, 8, 3).rows == (1, 2), (
         "four rows of 135 tokens take 12 blocks, and there are 8"
     )
     with pytest.raises(ValueError, match="kv_cache_tokens=512"):
-        Plan.of(few, None, [4], None, 8, 3)
+        make_plan(few, None, [4], None, 8, 3)
 
 
-def test_a_report_is_printed_written_and_drawn(
+def test_a_report_is_printed_and_written(
     cpu_artifact: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    written, drawn = tmp_path / "bench.json", tmp_path / "bench.svg"
+    written = tmp_path / "bench.json"
     words = ["--prompt-lengths", "20", "40", "--batch", "1", "3", "--context-length", "8", "--new-tokens", "4"]
-    words += ["--repeat", "2", "--json", str(written), "--plot", str(drawn)]
+    words += ["--repeat", "2", "--json", str(written)]
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "bench", str(cpu_artifact("llama")), *words])
     optimum_cli.main()
     shown = capsys.readouterr().out
@@ -84,4 +84,3 @@ def test_a_report_is_printed_written_and_drawn(
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text(encoding="utf-8")
     names = [*report, *report["machine"], *report["memory"], *report["prefill"][0], *report["decode"][0]]
     assert [name for name in names if f"`{name}`" not in page] == []
-    assert drawn.read_text(encoding="utf-8").startswith("<?xml")

@@ -29,13 +29,13 @@ from optimum_neuron.tools.certify import CERTIFICATE_NAME, NOT_CERTIFIED
 from optimum_neuron.tools.certify import trial as trials
 from optimum_neuron.tools.certify.document import Certificate
 from optimum_neuron.tools.certify.recording import record_steps
-from optimum_neuron.tools.certify.reference import Choice
+from optimum_neuron.tools.certify.reference import SamplerCall
 from optimum_neuron.tools.certify.verify import Line, verify_certificate
-from optimum_neuron.tools.certify.widened import widen
+from optimum_neuron.tools.certify.widened import widen_module
 from optimum_neuron.tools.check import checks
 from optimum_neuron.tools.check.report import CheckError
-from optimum_neuron.tools.inspect.collect import collect
-from optimum_neuron.tools.inspect.html import render
+from optimum_neuron.tools.inspect.collect import collect_facts
+from optimum_neuron.tools.inspect.html import render_page
 
 
 def _verify(folder: Path) -> list[Line]:
@@ -66,7 +66,7 @@ def test_widening_changes_types_alone(sharp_checkpoints: dict[str, Path], tmp_pa
     sizes = {"dtype": "bfloat16", "mixed_step": False}
     half = export_tiny(sharp_checkpoints["gpt_oss"], tmp_path / "half", target="hlo", **sizes)
     path = next((half / "graphs").glob("chunked_prefill*.hlo"))
-    wide, io = widen(path.read_bytes(), read_graph_io(path))
+    wide, io = widen_module(path.read_bytes(), read_graph_io(path))
     before, after = hlo.parse(path.read_bytes()), hlo.parse(wide)
     pairs = list(zip(hlo.instructions(before), hlo.instructions(after), strict=True))
     assert all(one.opcode == other.opcode and one.name == other.name for (_, one), (_, other) in pairs)
@@ -141,7 +141,7 @@ def test_verify_prints_what_holds(
 
 
 def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact: Callable[[str], Path]) -> None:
-    facts = collect(Artifact.open(hlo_artifact("llama")))
+    facts = collect_facts(Artifact.open(hlo_artifact("llama")))
     certificate = Certificate.read(hlo_artifact("llama"))
     assert facts.certificate is not None and facts.certificate.layers == certificate.layers
     assert [each.difference for each in facts.certificate.comparisons] == [
@@ -153,7 +153,7 @@ def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact:
     helper = next(each for each in facts.graphs if each.name == "copy_slot")
     assert helper.kind == "helper" and helper.operators["parameter"] > 0 and helper.bytes > 0
     assert facts.lint.missing == "" and not [each for each in facts.lint.findings if each["severity"] == "error"]
-    page = render(facts)
+    page = render_page(facts)
     assert "No rule is broken" in page or "finding" in page
     nearest = sorted(certificate.comparisons, key=lambda each: -each.difference / (each.bound or 1))[:12]
     assert all(each.subject in page and f"{each.count:,}" in page for each in nearest)
@@ -282,9 +282,9 @@ def test_steps_are_such_as_a_runner_makes(rows: int) -> None:
 
 def test_tokens_that_rounding_may_choose_are_accepted_and_no_others() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0 - 1e-6, -3.0]])
-    greedy = Choice(logits, (torch.tensor([GREEDY]), torch.tensor([0.0])))
-    assert greedy.accepted(0, 1e-6) == (1, 2) and greedy.accepted(0, 1e-8) == (1,)
+    greedy = SamplerCall(logits, (torch.tensor([GREEDY]), torch.tensor([0.0])))
+    assert greedy.accepted_tokens(0, 1e-6) == (1, 2) and greedy.accepted_tokens(0, 1e-8) == (1,)
     end = float(logits.softmax(-1)[0, :2].sum())  # of the second token, in their order
     params = torch.tensor([SamplingParams(top_k=4, temperature=1.0)])
-    edge = Choice(logits, (params, torch.tensor([end + 1e-6])))
-    assert edge.accepted(0, 1e-6) == (1, 2) and edge.accepted(0, 1e-9) == (2,)
+    edge = SamplerCall(logits, (params, torch.tensor([end + 1e-6])))
+    assert edge.accepted_tokens(0, 1e-6) == (1, 2) and edge.accepted_tokens(0, 1e-9) == (2,)

@@ -14,22 +14,31 @@ from optimum_neuron.step import kv_cache
 from optimum_neuron.step.features.codes.coded_states import CodedStates
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.tools.certify.code_steps import as_steps, write_moved
-from optimum_neuron.tools.certify.comparison import Comparison, compare, expect, sampled, statistic
-from optimum_neuron.tools.certify.expected import TIMES_ROUNDING, Entry, Expected
-from optimum_neuron.tools.certify.recording import Step
-from optimum_neuron.tools.certify.reference import Choice, Reference
+from optimum_neuron.tools.certify.comparison import Comparison, compare
+from optimum_neuron.tools.certify.expected import (
+    TIMES_ROUNDING,
+    Expected,
+    ExpectedValues,
+    expect_results,
+    sample_values,
+    summarize,
+)
+from optimum_neuron.tools.certify.recording import RecordedStep
+from optimum_neuron.tools.certify.reference import ReferenceRun, SamplerCall
 
 
 NOISE = 0.25  # by which a row may be off 4.0
 LOGITS, KEYS = "decode.logits", "kv_cache.key_0"
 
 
-def expected_of(entries: Mapping[tuple[int, str, int], Entry], dtype: str = "float32") -> Expected:
+def expected_of(entries: Mapping[tuple[int, str, int], ExpectedValues], dtype: str = "float32") -> Expected:
     return Expected(dtype, dict(entries))
 
 
-def entry(values: Tensor, place: str = "here", noise: float = NOISE, rows: tuple[int, ...] | None = (0, 1)) -> Entry:
-    return Entry("logits", place, values, noise, rows)
+def entry(
+    values: Tensor, place: str = "here", noise: float = NOISE, rows: tuple[int, ...] | None = (0, 1)
+) -> ExpectedValues:
+    return ExpectedValues("logits", place, values, noise, rows)
 
 
 def only(comparisons: list[Comparison]) -> Comparison:
@@ -39,11 +48,11 @@ def only(comparisons: list[Comparison]) -> Comparison:
 
 def test_one_number_stands_for_many_and_none_hides_one_that_is_no_number() -> None:
     difference = torch.tensor([[1.0, -3.0], [0.0, 0.0]])
-    assert statistic(difference, "float32") == 3.0 and statistic(difference, "bfloat16") == 1.0
+    assert summarize(difference, "float32") == 3.0 and summarize(difference, "bfloat16") == 1.0
     for broken in (math.nan, math.inf, -math.inf):
-        assert statistic(torch.tensor([0.0, broken]), "float32") == math.inf
-        assert statistic(torch.tensor([0.0, broken]), "bfloat16") == math.inf
-    assert statistic(torch.empty(0), "float32") == 0.0
+        assert summarize(torch.tensor([0.0, broken]), "float32") == math.inf
+        assert summarize(torch.tensor([0.0, broken]), "bfloat16") == math.inf
+    assert summarize(torch.empty(0), "float32") == 0.0
 
 
 @pytest.mark.parametrize(("off", "holds"), [(4.0, True), (4.25, False), (math.nan, False), (math.inf, False)])
@@ -109,20 +118,20 @@ def test_every_rank_has_to_choose_an_accepted_token_in_every_row() -> None:
     assert not one.holds and one.difference == 2
 
 
-def references() -> tuple[Reference, Reference, list[Step]]:
+def references() -> tuple[ReferenceRun, ReferenceRun, list[RecordedStep]]:
     """One step with a row in use and one without, and a state whose last row takes padding; and the same moved."""
-    step = Step("token_generation", {}, {"decode": (0,)}, ((0, 1),))
+    step = RecordedStep("token_generation", {}, {"decode": (0,)}, ((0, 1),))
     made = []
     for shift in (0.0, 1.0):
         logits = torch.tensor([[shift, 8.0, 0.0], [100 * shift, 0.0, 0.0]])
-        sampler = Choice(logits * 2, (torch.tensor([GREEDY] * 2), torch.zeros(2)))
+        sampler = SamplerCall(logits * 2, (torch.tensor([GREEDY] * 2), torch.zeros(2)))
         keys = torch.cat([torch.full((1, 1, 4, 2), 3.0 + shift / 2), torch.full((1, 1, 4, 2), 1000 * shift)])
-        made.append(Reference({(0, LOGITS): logits}, {(0, "decode.tokens"): sampler}, {KEYS: keys}, {KEYS: 1}))
+        made.append(ReferenceRun({(0, LOGITS): logits}, {(0, "decode.tokens"): sampler}, {KEYS: keys}, {KEYS: 1}))
     return made[0], made[1], [step]
 
 
 def test_noise_is_of_rows_in_use_and_of_states_without_what_padding_writes() -> None:
-    expected = expect(*references(), "float32", 2, None)
+    expected = expect_results(*references(), "float32", 2, None)
     # Of a graph that returns tokens alone, the logits by which it chose them.
     assert {key: each.noise for key, each in expected.outputs.items() if key[0] == 0} == {
         (0, LOGITS, 0): 2.0,
@@ -135,13 +144,13 @@ def test_noise_is_of_rows_in_use_and_of_states_without_what_padding_writes() -> 
 
 def test_a_record_has_numbers_of_columns_that_steps_wrote() -> None:
     values = torch.arange(2 * 2 * 50 * 40.0).view(2, 2, 50, 40)
-    state = Entry("states: key", KEYS, values, NOISE, None)
-    other = Entry("states: conv", "kv_cache.conv_0", values, NOISE, None)
+    state = ExpectedValues("states: key", KEYS, values, NOISE, None)
+    other = ExpectedValues("states: conv", "kv_cache.conv_0", values, NOISE, None)
     whole = expected_of(
         {(1, KEYS, 0): state, (1, "kv_cache.conv_0", 0): other, (0, LOGITS, 0): entry(torch.rand(2, 300))}
     )
-    steps = [Step("token_generation", {}, {"decode": (0,)}, ((1, 7),))]
-    kept = sampled(whole, steps)
+    steps = [RecordedStep("token_generation", {}, {"decode": (0,)}, ((1, 7),))]
+    kept = sample_values(whole, steps)
     places = [(each // 40 % 50, each // 4000) for each in kept.outputs[1, KEYS, 0].positions or []]
     assert len(places) == 48 and places[:24] == [(7, 1)] * 24 and len(set(places[24:])) > 5
     assert len(kept.outputs[1, "kv_cache.conv_0", 0].positions or []) == 24
@@ -158,7 +167,7 @@ def test_codes_are_compared_by_their_order_and_one_that_is_no_number_is_beyond_a
     floats = torch.tensor([-448.0, -(2.0**-9), 0.0, 2.0**-9, 240.0, 256.0]).to(torch.float8_e4m3fn)
     assert as_steps(floats).tolist() == [-126, -1, 0, 1, 119, 120]
     assert as_steps(torch.tensor([-127, 5], dtype=torch.int8)).tolist() == [-127, 5]
-    assert statistic(as_steps(torch.tensor([torch.nan]).to(torch.float8_e4m3fn)), "float32") == torch.inf
+    assert summarize(as_steps(torch.tensor([torch.nan]).to(torch.float8_e4m3fn)), "float32") == torch.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

@@ -24,7 +24,7 @@ from optimum_neuron.step.sampling.scores import Scores
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lowering import decompositions, hlo, rank_model, score_module, xla_trace
 from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
-from optimum_neuron.tools.certify.host_ranks import Module
+from optimum_neuron.tools.certify.host_ranks import LoweredModule
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -36,7 +36,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def sound(one_rank: Case) -> dict[str, Module]:
+def sound(one_rank: Case) -> dict[str, LoweredModule]:
     return one_rank.lower("mixed")
 
 
@@ -193,7 +193,7 @@ PLANTED: dict[str, Plant] = {
 }
 
 
-def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, Module]) -> None:
+def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
     comparisons = one_rank.compare(sound)
     assert places(comparisons) == []
     assert {each.subject.split(": ")[-1] for each in comparisons} == {
@@ -216,7 +216,7 @@ def test_a_planted_defect_is_found(name: str, one_rank: Case, monkeypatch: pytes
     assert places(one_rank.compare(one_rank.lower("mixed")))
 
 
-def _changed(modules: Mapping[str, Module], change: Callable[[Any], None]) -> dict[str, Module]:
+def _changed(modules: Mapping[str, LoweredModule], change: Callable[[Any], None]) -> dict[str, LoweredModule]:
     """Steps that are changed, and samplers as they are."""
     changed = dict(modules)
     for name, each in modules.items():
@@ -224,7 +224,7 @@ def _changed(modules: Mapping[str, Module], change: Callable[[Any], None]) -> di
             continue
         module = hlo.parse(each.hlo)
         change(module)
-        changed[name] = Module(hlo.serialize(module), each.io)
+        changed[name] = LoweredModule(hlo.serialize(module), each.io)
     return changed
 
 
@@ -236,14 +236,14 @@ def _with_weights(case: Case, files: list[dict[str, Tensor]], names: list[str], 
     return dataclasses.replace(case, setup=dataclasses.replace(case.setup, folder=folder))
 
 
-def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, Module], tmp_path: Path) -> None:
+def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, LoweredModule], tmp_path: Path) -> None:
     tensors = load_file(one_rank.setup.folder / rank_weights_name(0, 1))
     name = next(each for each in tensors if "o_proj.weight" in each)
     tensors[name] = tensors[name].T.contiguous()
     assert places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
 
 
-def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
+def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
     def swap(module: Any) -> None:
         one, other = module.input_output_alias.entries[:2]
         one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
@@ -251,7 +251,7 @@ def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, 
     assert places(one_rank.compare(_changed(sound, swap)))
 
 
-def test_a_state_that_is_not_written_back_is_found(one_rank: Case, sound: dict[str, Module]) -> None:
+def test_a_state_that_is_not_written_back_is_found(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
     assert places(one_rank.compare(_changed(sound, lambda module: module.input_output_alias.entries.pop())))
 
 
@@ -273,11 +273,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def sound_ranks(two_ranks: Case) -> dict[str, Module]:
+def sound_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
     return two_ranks.lower("mixed")
 
 
-def test_sound_ranks_hold(two_ranks: Case, sound_ranks: dict[str, Module]) -> None:
+def test_sound_ranks_hold(two_ranks: Case, sound_ranks: dict[str, LoweredModule]) -> None:
     assert places(two_ranks.compare(sound_ranks)) == []
 
 
@@ -294,7 +294,7 @@ def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def split_ranks(two_ranks: Case) -> dict[str, Module]:
+def split_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
     return two_ranks.lower("mixed", split=True)
 
 
@@ -304,7 +304,7 @@ def _instructions(module: Any, opcode: str) -> list[Any]:
     ]
 
 
-def test_ranks_that_split_tokens_hold(two_ranks: Case, split_ranks: dict[str, Module]) -> None:
+def test_ranks_that_split_tokens_hold(two_ranks: Case, split_ranks: dict[str, LoweredModule]) -> None:
     (step,) = (each for name, each in split_ranks.items() if name not in SAMPLERS.values())
     module = hlo.parse(step.hlo)
     assert len(_instructions(module, "reduce-scatter")) == len(_instructions(module, "all-gather")) == 3
@@ -352,7 +352,7 @@ def _split_by_columns(module: Any) -> None:
     "change", [_unsummed, *(pytest.param(each, marks=pytest.mark.full) for each in (_ungathered, _split_by_columns))]
 )
 def test_a_wrong_exchange_of_split_tokens_is_found(
-    change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, Module]
+    change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, LoweredModule]
 ) -> None:
     assert places(two_ranks.compare(_changed(split_ranks, change)))
 
@@ -367,7 +367,9 @@ def test_a_wrong_exchange_of_split_tokens_is_found(
         ),
     ],
 )
-def test_a_wrong_split_is_found(weight: str, two_ranks: Case, sound_ranks: dict[str, Module], tmp_path: Path) -> None:
+def test_a_wrong_split_is_found(
+    weight: str, two_ranks: Case, sound_ranks: dict[str, LoweredModule], tmp_path: Path
+) -> None:
     """Two ranks have each other's part of one tensor."""
     names = [rank_weights_name(rank, 2) for rank in range(2)]
     files = [load_file(two_ranks.setup.folder / name) for name in names]

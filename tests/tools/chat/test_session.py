@@ -93,11 +93,11 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
 
     monkeypatch.setattr(model.runner, "step", counted)
     with chatting(model, tokenizer) as session:
-        first = session.send("ab", ignore)
+        first = session.send_message("ab", ignore)
         prompt = ids(tokenizer, session.messages[:1])
         assert (first.computed, first.reused, first.generated) == (len(prompt), 0, 4) == (sum(ran), 0, 4)
         ran.clear()
-        second = session.send("cd", ignore)
+        second = session.send_message("cd", ignore)
         whole = ids(tokenizer, session.messages[:3])
         # The last token of an answer was chosen, and not fed back.
         known = len(prompt) + 3
@@ -115,8 +115,8 @@ def test_a_model_with_state_goes_on_from_a_snapshot(
     model = NeuronModelForCausalLM.from_pretrained(cpu_artifact("lfm2"))
     with chatting(model, tokenizer) as session:
         assert "snapshot" in session.kept
-        prompt = session.send("ab", ignore).computed
-        second = session.send("cd", ignore)
+        prompt = session.send_message("ab", ignore).computed
+        second = session.send_message("cd", ignore)
         whole = ids(tokenizer, session.messages[:3])
     assert (second.reused, second.computed) == (prompt, len(whole) - prompt)
     assert tokenizer.decode(fresh(model, whole), skip_special_tokens=True) == second.text
@@ -145,13 +145,13 @@ def test_what_there_is_of_an_interrupted_answer_stays(session: ChatSession, monk
     def show(piece: str) -> None:
         shown.append(piece)
         if len(shown) == 2:
-            session.interrupt()
+            session.interrupt_answer()
 
-    turn = session.send("ab", show)
+    turn = session.send_message("ab", show)
     assert turn.ending == "abort" and 2 <= turn.generated < 10
     assert session.messages[1:] == [{"role": "assistant", "content": "".join(shown)}] == [answer(turn)]
     session.change_settings(FEW)
-    assert session.send("cd", ignore).reused >= 20 + turn.generated - 1
+    assert session.send_message("cd", ignore).reused >= 20 + turn.generated - 1
 
 
 def answer(turn: Turn) -> dict[str, str]:
@@ -178,48 +178,48 @@ def test_a_message_that_is_interrupted_before_its_answer_is_not_kept(
 
     def at_once(service: EngineService, request: Any) -> Any:
         stream = submit(service, request)
-        session.interrupt()  # before anybody knows the stream
+        session.interrupt_answer()  # before anybody knows the stream
         return stream
 
     monkeypatch.setattr(EngineService, "submit", at_once)
-    turn = session.send("a prompt of more than one step", ignore)
+    turn = session.send_message("a prompt of more than one step", ignore)
     assert (turn.generated, turn.ending, turn.ttft_seconds, session.messages) == (0, "abort", None, [])
     monkeypatch.undo()
-    assert session.send("ab", ignore).generated == 4, "the interrupt was of the turn before"
+    assert session.send_message("ab", ignore).generated == 4, "the interrupt was of the turn before"
 
 
 def test_a_conversation_that_does_not_fit_is_refused_with_both_numbers(session: ChatSession) -> None:
     before = list(session.messages)
     with pytest.raises(ValueError, match=r"has 98 tokens .* sequence_length=64; .* /clear, .* --sequence-length"):
-        session.send("x" * 80, ignore)
+        session.send_message("x" * 80, ignore)
     assert session.messages == before
-    turn = session.send("x" * 44, ignore)  # 62 tokens: three more fit, of which the last is not fed back
+    turn = session.send_message("x" * 44, ignore)  # 62 tokens: three more fit, of which the last is not fed back
     assert (turn.generated, turn.ending, turn.room) == (3, "length", 0)
 
 
 def test_a_failure_leaves_the_conversation_as_it_was(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    session.send("ab", ignore)
+    session.send_message("ab", ignore)
     before = list(session.messages)
 
     def fail(piece: str) -> None:
         raise BrokenPipeError("the reader is gone")
 
     with pytest.raises(BrokenPipeError):
-        session.send("cd", fail)
+        session.send_message("cd", fail)
     with pytest.raises(ValueError, match="no UTF-8"):
-        session.send("\udcff", ignore)
+        session.send_message("\udcff", ignore)
     monkeypatch.setattr(session._tokenizer, "chat_template", "{{ raise_exception('roles') }}")
     with pytest.raises(ValueError, match=r"template refuses these messages \(roles\)"):
-        session.send("cd", ignore)
+        session.send_message("cd", ignore)
     monkeypatch.undo()
     assert session.messages == before
-    assert session.send("cd", ignore).generated == 4
+    assert session.send_message("cd", ignore).generated == 4
 
 
 def test_a_seed_repeats_a_conversation(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     def answers(seed: int) -> list[str]:
         with chatting(model, tokenizer, Settings(max_new_tokens=6, temperature=5.0, seed=seed)) as session:
-            return [session.send("ab", ignore).text for _ in range(2)]
+            return [session.send_message("ab", ignore).text for _ in range(2)]
 
     assert answers(1) == answers(1) != answers(2)
 
@@ -265,6 +265,6 @@ def test_a_wrong_line_changes_nothing_and_ends_a_chat_from_a_pipe(
     session.messages = list(SAID)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\na\n"))
     with pytest.raises(ValueError) as failure:
-        loop.chat(session, loop.Terminal())
+        loop.run_chat(session, loop.Terminal())
     assert message in str(failure.value) and "\n" not in str(failure.value)
     assert (session.messages, session.settings, session.system) == (SAID, FEW, None)

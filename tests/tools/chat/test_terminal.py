@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from optimum.commands import optimum_cli
 
-from optimum_neuron.tools.chat.loop import Entry, Terminal
+from optimum_neuron.tools.chat.loop import Terminal, UserInput
 
 
-def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[Entry]:
+def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[UserInput]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     terminal, found = Terminal(), []
     with contextlib.suppress(EOFError):
         while True:
-            found.append(terminal.read())
+            found.append(terminal.read_input())
     return found
 
 
@@ -56,8 +56,8 @@ def test_an_answer_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     for out in (screen, file):
         monkeypatch.setattr(sys, "stdout", out)
         terminal = Terminal()
-        terminal.show("a\x1b[2J\tb\r\n\x9b")
-        terminal.note("")
+        terminal.show_piece("a\x1b[2J\tb\r\n\x9b")
+        terminal.show_note("")
     assert screen.getvalue() == "a\ufffd[2J\tb\ufffd\n\ufffd\n"
     assert file.getvalue() == "a\x1b[2J\tb\r\n\x9b\n"
 

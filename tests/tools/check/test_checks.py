@@ -11,7 +11,7 @@ from helpers import export_tiny
 from optimum.commands import optimum_cli
 
 from optimum_neuron.tools.check import checks
-from optimum_neuron.tools.check.report import REMEDIES, CheckError, Report
+from optimum_neuron.tools.check.report import REMEDIES, CheckError, CheckReport
 
 
 REPORT = (
@@ -58,17 +58,17 @@ def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_every_failed_check_has_a_remedy_and_is_no_end() -> None:
-    report = Report({})
+    report = CheckReport({})
     for name in REMEDIES:
-        assert not report.run(name, lambda: {}["missing"])
+        assert not report.run_check(name, lambda: {}["missing"])
     assert [result.status for result in report.results] == ["failed"] * len(REMEDIES)
     assert all(result.remedy and "KeyError" in result.problem for result in report.results)
     assert not report.passed and report.to_dict()["passed"] is False
 
 
 def test_a_skipped_check_is_not_run_and_fails_nothing() -> None:
-    report = Report({})
-    assert not report.run("memory", lambda: pytest.fail("it ran"), skipped="there is no device")
+    report = CheckReport({})
+    assert not report.run_check("memory", lambda: pytest.fail("it ran"), skipped="there is no device")
     assert report.passed and report.results[0].problem == "there is no device"
 
 

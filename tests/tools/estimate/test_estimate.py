@@ -46,9 +46,15 @@ from optimum_neuron.targets.neuron.sharding import apply_plan, shard_plan, write
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.estimate import estimate_model
-from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure
+from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure_model
 from optimum_neuron.tools.estimate.step_needs import cache_bytes, live_bytes
-from optimum_neuron.tools.estimate.step_speed import expert_work, flops, routed_flops, step_work, weight_bytes_read
+from optimum_neuron.tools.estimate.step_speed import (
+    count_flops,
+    expert_work,
+    routed_flops,
+    step_work,
+    weight_bytes_read,
+)
 
 
 TINY = {
@@ -97,7 +103,7 @@ LLAMA_8B = LlamaConfig(
 
 
 def sized(config: PreTrainedConfig, dtype: str = "bfloat16") -> ModelSizes:
-    return measure(AutoConfig.for_model(**config.to_dict()), config.model_type, dtype, trust_remote_code=False)
+    return measure_model(AutoConfig.for_model(**config.to_dict()), config.model_type, dtype, trust_remote_code=False)
 
 
 def test_what_no_graph_can_contain_is_not_estimated() -> None:
@@ -105,7 +111,7 @@ def test_what_no_graph_can_contain_is_not_estimated() -> None:
     attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
     config = DbrxConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300, attn_config=attention, ffn_config=experts)
     with pytest.raises(ValueError, match=r"DbrxForCausalLM decides by the values of tensors .*nonzero"):
-        measure(config, "dbrx", "bfloat16", trust_remote_code=False)
+        measure_model(config, "dbrx", "bfloat16", trust_remote_code=False)
 
 
 def tensor_bytes(path: Path, sizes: ModelSizes) -> int:
@@ -124,14 +130,16 @@ def checkpoints(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.Temp
     return folders
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.full) for name in ("float32", "float16"))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_cache_are_those_of_an_artifact(
     name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     path = export_tiny(checkpoints[name], tmp_path / "artifact", dtype=dtype)
     (one,) = estimate_model(str(path), {}, ["trn1"], tensor_parallel_size=1).estimates
-    sizes = measure(AutoConfig.from_pretrained(path), name, dtype, trust_remote_code=False)
+    sizes = measure_model(AutoConfig.from_pretrained(path), name, dtype, trust_remote_code=False)
     assert one.memory.weights == tensor_bytes(path / "weights/model.safetensors", sizes)
     read_state = artifact_runner(path).executable.read_state
     assert one.memory.kv_cache == sum(read_state(state.name).nbytes for state in Artifact.open(path).states())
@@ -153,11 +161,11 @@ def test_index_keys_are_counted_where_a_text_has_more_than_a_layer_selects(kind:
     assert kept() - kept(**{option: 64}) == index
 
 
-@pytest.mark.parametrize("cores", [2, 3, 8])
+@pytest.mark.parametrize("cores", [2, pytest.param(3, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     model = load_model(checkpoints[name])
-    sizes = measure(model.config, name, "float32", trust_remote_code=False)
+    sizes = measure_model(model.config, name, "float32", trust_remote_code=False)
     try:
         plan = shard_plan(model, cores)
     except ValueError as refusal:
@@ -181,7 +189,7 @@ def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: di
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2", "nemotron_h"])
 def test_a_core_is_counted_with_the_states_of_a_rank(name: str, cores: int) -> None:
     model = make_model(name)
-    sizes = measure(model.config, name, "float32", trust_remote_code=False)
+    sizes = measure_model(model.config, name, "float32", trust_remote_code=False)
     with no_data():
         rank = data_free_copy(model)
         apply_plan(rank, shard_plan(model, cores))
@@ -220,7 +228,7 @@ def test_more_cores_than_heads_repeat_them_in_the_cache() -> None:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "mixtral", "phi3"])
 def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints[name])
-    core = core_sizes(measure(model.config, name, "float32", trust_remote_code=False), 1)
+    core = core_sizes(measure_model(model.config, name, "float32", trust_remote_code=False), 1)
     config = tiny_config(on_device_sampling=False)
     cache = KVCache(state_specs(config, core.spec))
     for graph in graph_specs(config):
@@ -229,7 +237,7 @@ def test_operations_are_those_of_a_step(name: str, checkpoints: dict[str, Path])
             step(*example_inputs(graph.inputs()))
         decode, chunk = (config.batch_size, 1), (config.ctx_batch_size, config.prefill_chunk_size)
         rows = [decode] * graph.has_decode + [chunk] * graph.has_chunk
-        expected = sum(flops(core, *group, graph.context_length) for group in rows)
+        expected = sum(count_flops(core, *group, graph.context_length) for group in rows)
         assert counted.get_total_flops() == expected + expert_work(core, graph.tokens, chip_of("hlo"))[1]
 
 
@@ -242,7 +250,7 @@ def test_activations_are_about_what_a_step_holds(
     """Python holds on to what a compiler would free, so eager steps need up to twice as much."""
     monkeypatch.setattr(attention, "SCORES_LIMIT", limit)  # the lower one has scores computed in blocks
     model = load_model(checkpoints[name])
-    core = core_sizes(measure(model.config, name, "float32", trust_remote_code=False), 1)
+    core = core_sizes(measure_model(model.config, name, "float32", trust_remote_code=False), 1)
     long, wide = {"sequence_length": 256, "context_buckets": (256,)}, {"prefill_chunk_size": 24}
     for sizes in (long, wide):
         config = tiny_config(on_device_sampling=False, **sizes)
@@ -319,4 +327,6 @@ def test_what_is_expected_of_experts_is_what_graphs_compute() -> None:
     for rows, length, (moved, computed) in ((1, 1, one), (1, 2048, chunk)):
         step = step_work(core, rows, length, 4096, chip, 8)
         assert step.weights == pytest.approx((weight_bytes_read(core, 0) + moved) / chip.core_bandwidth)
-        assert step.products == pytest.approx((flops(core, rows, length, 0) + computed) / chip.core_flops("bfloat16"))
+        assert step.products == pytest.approx(
+            (count_flops(core, rows, length, 0) + computed) / chip.core_flops("bfloat16")
+        )

@@ -25,7 +25,7 @@ from optimum_neuron.checkpoints import find
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.sdk.hardware import GIB, INSTANCES
 from optimum_neuron.tools.estimate.estimate import estimate_model
-from optimum_neuron.tools.estimate.report import sentences
+from optimum_neuron.tools.estimate.report import write_sentences
 
 
 def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
@@ -58,11 +58,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tables_picture_and_json_tell_the_same(
+def test_tables_and_json_say_the_same(
     llama_1b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    picture, document = tmp_path / "new/plot.png", tmp_path / "other/estimate.json"
+    document = tmp_path / "other/estimate.json"
     sizes = [
         "--batch-size",
         "4",
@@ -73,7 +73,7 @@ def test_tables_picture_and_json_tell_the_same(
         "--context-length",
         "9",
     ]
-    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--plot", picture, "--json", document)
+    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--json", document)
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     found = json.loads(document.read_text())
@@ -104,7 +104,6 @@ def test_tables_picture_and_json_tell_the_same(
     text = " ".join(shown.split())
     assert all(sentence in text for sentence in found["notes"])
     assert "published runs of other models" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def read_span(text: str) -> tuple[float, float]:
@@ -157,18 +156,18 @@ def test_what_is_rented_is_the_least_that_holds_the_model(llama_1b: Path) -> Non
     for report in (few, many):
         fitting = [one for one in report.estimates if one.fits]
         least = min(host.hbm for one in fitting for host in one.hosts)
-        named = re.findall(r"1 ([\w.]+xlarge)", sentences(report)[0])
+        named = re.findall(r"1 ([\w.]+xlarge)", write_sentences(report)[0])
         (host,) = (host for host in INSTANCES if host.name == named[0])
         assert host.hbm == least
         way = re.search(
-            r"(\d+) cop\w+ on (\d+) cores?.*?--target (\w+) --tensor-parallel-size (\d+)", sentences(report)[0]
+            r"(\d+) cop\w+ on (\d+) cores?.*?--target (\w+) --tensor-parallel-size (\d+)", write_sentences(report)[0]
         )
         assert way is not None
         copies, cores, target, size = way.groups()
         assert (target, cores, int(copies)) == (host.target, size, host.cores // int(size))
         assert any((one.config.target, one.config.tensor_parallel_size) == (target, int(size)) for one in fitting)
-    assert sentences(few)[0].startswith("Rent 1 inf2.xlarge, as no host with less device memory (32 GiB)")
-    assert "Rent 1 inf2.xlarge" not in sentences(many)[0]
+    assert write_sentences(few)[0].startswith("Rent 1 inf2.xlarge, as no host with less device memory (32 GiB)")
+    assert "Rent 1 inf2.xlarge" not in write_sentences(many)[0]
 
 
 def test_nothing_fits_says_what_would(tmp_path: Path) -> None:
@@ -178,9 +177,9 @@ def test_nothing_fits_says_what_would(tmp_path: Path) -> None:
     report = estimate_model(str(tmp_path), options, ["trn1"], tensor_parallel_size=2)
     (one,) = report.estimates
     assert not one.fits and 1 <= one.largest_batch < 64
-    assert "Nothing to rent: the nearest, trn1 with tensor_parallel_size=2" in sentences(report)[0]
+    assert "Nothing to rent: the nearest, trn1 with tensor_parallel_size=2" in write_sentences(report)[0]
     remedy = f"try --batch-size {one.largest_batch} or --sequence-length {one.longest_sequence}."
-    assert remedy in sentences(report)[0]
+    assert remedy in write_sentences(report)[0]
     for batch_size, fits in ((one.largest_batch, True), (one.largest_batch + 1, False)):
         sizes = options | {"batch_size": batch_size, "prefill_chunk_size": 512}
         (smaller,) = estimate_model(str(tmp_path), sizes, ["trn1"], tensor_parallel_size=2).estimates
@@ -244,7 +243,6 @@ def test_sizes_given_replace_those_of_an_artifact(tiny_checkpoints: dict[str, Pa
         (("--sequence-length", "64", "--prefill-chunk-size", "65"), ["prefill_chunk_size=65", "sequence_length=64"]),
         (("--sequence-length", "512"), ["sequence_length=512", "max_position_embeddings=256"]),
         (("--sequence-length", "64", "--context-length", "65"), ["context_length=65", "sequence_length=64"]),
-        (("--plot", "picture.abc"), ["picture.abc", ".png"]),
         (("--model", "no/such/model"), ["no/such/model"]),
         (("--model", "missing.gguf"), ["missing.gguf"]),
     ],
@@ -327,13 +325,6 @@ def test_what_recurrences_keep_is_told_by_slot(
     assert (refused in shown) == (not per_token)
     # Its 32 heads are shared by as many cores, or fewer.
     assert ("On 64 cores layers with recurrences are whole on every core" in shown) == bool(per_token)
-
-
-def test_a_picture_needs_matplotlib(
-    tiny_checkpoints: dict[str, Path], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refused("--model", tiny_checkpoints["llama"], "--plot", "picture.png")
 
 
 def test_help_teaches_and_imports_no_torch() -> None:

@@ -16,9 +16,9 @@ from optimum_neuron.step.model_spec import LayerCache, ModelSpec
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.neuron.expert_forms import ExpertLayer
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB
-from optimum_neuron.tools.estimate.core_sizes import AttentionSizes, CoreSizes, Experts
-from optimum_neuron.tools.estimate.estimate import estimate
-from optimum_neuron.tools.estimate.step_needs import live_bytes, memory
+from optimum_neuron.tools.estimate.core_sizes import AttentionSizes, CoreSizes, ExpertSizes
+from optimum_neuron.tools.estimate.estimate import estimate_target
+from optimum_neuron.tools.estimate.step_needs import core_memory, live_bytes
 
 
 DTYPE = "bfloat16"
@@ -30,7 +30,7 @@ def core_models(draw: st.DrawFn) -> CoreSizes:
     layers, heads, dim = draw(st.integers(1, 100)), draw(st.integers(1, 16)), draw(st.sampled_from([64, 128]))
     kv_heads = draw(st.integers(1, heads))
     few, many = ExpertLayer(8, 2, 4096, 4096, 2048, DTYPE, 2), ExpertLayer(128, 4, 4096, 512, 256, DTYPE, 2)
-    experts = draw(st.sampled_from([(), (Experts(few, 5, 2 * GIB),), (Experts(many, 2, 2 * GIB),)]))
+    experts = draw(st.sampled_from([(), (ExpertSizes(few, 5, 2 * GIB),), (ExpertSizes(many, 2, 2 * GIB),)]))
     return CoreSizes(
         weight_bytes=draw(st.integers(4, 30)) * GIB,
         table_bytes=draw(st.integers(0, GIB)),
@@ -76,30 +76,30 @@ def sizes_asked(draw: st.DrawFn) -> dict[str, Any]:
 def fits(core: CoreSizes, options: dict[str, Any]) -> bool:
     config = NeuronConfig.from_dict(options)
     chip = CHIPS[config.target]
-    return memory(core, config, chip).total <= chip.core_hbm
+    return core_memory(core, config, chip).total <= chip.core_hbm
 
 
 @examples(100)
 @given(core_models(), sizes_asked())
 def test_memory_is_full_to_the_byte(core: CoreSizes, options: dict[str, Any]) -> None:
     length = options["sequence_length"]
-    one = estimate(core, options, length, length)
+    one = estimate_target(core, options, length, length)
     room = one.hbm - one.memory.total
     assume(core.weight_bytes + room > core.table_bytes)
     full, over = (replace(core, weight_bytes=core.weight_bytes + room + extra) for extra in (0, 1))
-    assert estimate(full, options, length, length).fits
-    assert not estimate(over, options, length, length).fits
+    assert estimate_target(full, options, length, length).fits
+    assert not estimate_target(over, options, length, length).fits
 
 
 @examples(100)
 @given(core_models(), sizes_asked(), st.booleans())
 def test_what_fits_is_where_the_largest_sizes_say(core: CoreSizes, options: dict[str, Any], limited: bool) -> None:
     limit = options["sequence_length"] if limited else 1 << 17
-    one = estimate(core, options, options["sequence_length"], limit)
+    one = estimate_target(core, options, options["sequence_length"], limit)
     config, chunk = one.config, one.config.prefill_chunk_size
     assert one.fits == fits(core, options) == (one.largest_batch >= config.batch_size)
     assert one.fits == (one.longest_sequence >= config.sequence_length)
-    pinned = estimate(core, {**options, "prefill_chunk_size": chunk}, 1, limit)
+    pinned = estimate_target(core, {**options, "prefill_chunk_size": chunk}, 1, limit)
     assert (pinned.largest_batch, pinned.longest_sequence) == (one.largest_batch, one.longest_sequence)
     for batch in (one.largest_batch, one.largest_batch + 1):
         if config.ctx_batch_size <= batch <= config.sequence_length - config.ctx_batch_size * chunk:
@@ -131,7 +131,7 @@ def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: 
         except ValueError:
             continue
         both = (NeuronConfig.from_dict(fixed), changed)
-        less, more = (memory(core, one, chip) for one in both)
+        less, more = (core_memory(core, one, chip) for one in both)
         for part in ("weights", "kv_cache", "activations", "reserve", "total"):
             assert getattr(less, part) <= getattr(more, part)
         # Not in whole pages, of which most changes need as many.
@@ -143,7 +143,7 @@ def test_more_never_needs_less(core: CoreSizes, options: dict[str, Any], times: 
 @given(core_models(), sizes_asked())
 def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes, options: dict[str, Any]) -> None:
     length = options["sequence_length"]
-    short, full = (estimate(core, options, context, length) for context in (1, length))
+    short, full = (estimate_target(core, options, context, length) for context in (1, length))
     for one in (short, full):
         for step in (one.decode, one.prefill):
             assert step.expected_s > step.peak_s > 0
@@ -156,8 +156,8 @@ def test_nothing_exceeds_the_peak_and_longer_contexts_are_slower(core: CoreSizes
 @examples(100)
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 4096))
 def test_expected_experts(per_token: int, others: int, tokens: int) -> None:
-    experts = Experts(ExpertLayer(per_token + others, per_token, 1, 1, 1, DTYPE, 2), 1, 1)
-    assert experts.touched(0) == 0
-    assert experts.touched(1) == pytest.approx(per_token / (per_token + others))
-    assert experts.touched(2) == pytest.approx(1 - (others / (per_token + others)) ** 2)
-    assert experts.touched(tokens) <= experts.touched(tokens + 1) <= 1
+    experts = ExpertSizes(ExpertLayer(per_token + others, per_token, 1, 1, 1, DTYPE, 2), 1, 1)
+    assert experts.touched_share(0) == 0
+    assert experts.touched_share(1) == pytest.approx(per_token / (per_token + others))
+    assert experts.touched_share(2) == pytest.approx(1 - (others / (per_token + others)) ** 2)
+    assert experts.touched_share(tokens) <= experts.touched_share(tokens + 1) <= 1

@@ -14,8 +14,8 @@ from benchmark.estimate.published import LLAMA_8B_INF2, MODELS, RUNS, Measuremen
 from optimum_neuron.targets.neuron.sdk.hardware import PARALLEL_SIZES
 from optimum_neuron.targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
-from optimum_neuron.tools.estimate.estimate import estimate
-from optimum_neuron.tools.estimate.model_sizes import measure
+from optimum_neuron.tools.estimate.estimate import estimate_target
+from optimum_neuron.tools.estimate.model_sizes import measure_model
 
 
 def of(kind: str, *, held_out: bool) -> list[Measurement]:
@@ -51,7 +51,7 @@ def test_the_ranges_hold_four_of_five_strangers() -> None:
 
 def test_a_run_is_estimated_as_the_command_would() -> None:
     run = LLAMA_8B_INF2
-    sizes = measure(AutoConfig.for_model(**MODELS[run.model]), run.model, "bfloat16", trust_remote_code=False)
+    sizes = measure_model(AutoConfig.for_model(**MODELS[run.model]), run.model, "bfloat16", trust_remote_code=False)
     options = {
         "target": run.target,
         "tensor_parallel_size": run.tensor_parallel_size,
@@ -60,7 +60,7 @@ def test_a_run_is_estimated_as_the_command_would() -> None:
         "prefill_chunk_size": run.prompt_tokens,
         "dtype": "bfloat16",
     }
-    one = estimate(core_sizes(sizes, run.tensor_parallel_size), options, run.context_length, run.context_length)
+    one = estimate_target(core_sizes(sizes, run.tensor_parallel_size), options, run.context_length, run.context_length)
     decode, prefill = (found for found in measurements() if found.run is run)
     assert one.fits
     assert one.decode.expected_s * 1e3 == pytest.approx((1 + error(decode, STEP_TIMES)) * decode.milliseconds)

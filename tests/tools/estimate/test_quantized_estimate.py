@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of models with quantized weights: bytes are those of the files that an export writes, and products are those of the plain model."""
+"""Estimates of models with quantized weights and caches: bytes are those of an export's files and states, products those of the plain model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import TINY_SIZES
+from helpers import tiny_config
+from tiny import TINY_CONFIGS, TINY_SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from optimum_neuron.artifact.quantization import write_formats
@@ -17,9 +19,13 @@ from optimum_neuron.checkpoints.quantize.quantize import formats_of, quantize
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.step.features.codes.formats import weight_formats
 from optimum_neuron.step.interface import ATTENTION_NAME
+from optimum_neuron.step.state_sizes import StateSizes, byte_count
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.estimate import estimate_model
+from optimum_neuron.tools.estimate.model_sizes import measure_model
+from optimum_neuron.tools.estimate.step_needs import cache_bytes
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -88,3 +94,19 @@ def test_codes_of_a_checkpoint_are_not_known_from_its_config(tmp_path: Path) -> 
         for kind in ("checkpoint", "int4")
     )
     assert found.estimates[0].memory == expected.estimates[0].memory
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_bytes_of_codes_are_those_of_the_states(kind: str, tmp_path: Path) -> None:
+    sizes = measure_model(TINY_CONFIGS["llama"](), "llama", "bfloat16", trust_remote_code=False)
+    for cores in (1, 2):
+        core, config = core_sizes(sizes, cores), tiny_config(dtype="bfloat16", kv_cache_dtype=kind)
+        states = state_specs(config, core.spec)
+        assert cache_bytes(core, config) == byte_count(states)
+    TINY_CONFIGS["llama"]().save_pretrained(tmp_path)
+    options = {"batch_size": 2, "sequence_length": 128, "kv_cache_dtype": kind, "dtype": "bfloat16"}
+    report = estimate_model(str(tmp_path), options, ("trn1", "trn2"), tensor_parallel_size=1)
+    assert {each.config.target for each in report.estimates} == ({"trn2"} if kind == "fp8" else {"trn1", "trn2"})
+    coded = StateSizes.of(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), sizes.spec)).per_token
+    core = core_sizes(sizes, 1)
+    assert replace(core, cache_has_codes=True).token_bytes == coded < core.token_bytes

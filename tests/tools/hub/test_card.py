@@ -27,8 +27,8 @@ from optimum_neuron.artifact.measurements import MEASUREMENTS_NAME, identity, qu
 from optimum_neuron.checkpoints.card_facts import card_facts
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.export_command import export_command
-from optimum_neuron.tools.hub.card import is_made, make_card, write_card
-from optimum_neuron.tools.inspect.collect import collect, outline
+from optimum_neuron.tools.hub.card import is_unchanged, make_card, write_card
+from optimum_neuron.tools.inspect.collect import collect_facts
 from optimum_neuron.tools.inspect.facts import Quantized
 
 
@@ -82,7 +82,7 @@ def rendered(card: str) -> Page:
 
 def test_a_card_tells_what_was_exported_and_is_valid_metadata(artifact: Path) -> None:
     opened = Artifact.open(artifact)
-    card = make_card(collect(opened), repo_id="me/tiny-neuron", tags=["mine"])
+    card = make_card(collect_facts(opened), repo_id="me/tiny-neuron", tags=["mine"])
     assert ModelCard(card).data.to_dict() == {
         "library_name": "optimum-neuron-runtime",
         "pipeline_tag": "text-generation",
@@ -105,7 +105,7 @@ def test_a_card_tells_what_was_exported_and_is_valid_metadata(artifact: Path) ->
 
 def hostile_facts(artifact: Path, text: str) -> Any:
     """Facts in which all that an artifact's files decide is `text`."""
-    plain = outline(Artifact.open(artifact))
+    plain = collect_facts(Artifact.open(artifact))
     return dataclasses.replace(
         plain,
         name=text,
@@ -131,7 +131,11 @@ def test_text_of_an_artifact_is_only_text_in_its_card(artifact: Path, text: str)
     assert page.links == set() and page.tags == plain.tags
     data = ModelCard(card).data.to_dict()
     assert data["tags"][-1] == text and "license" not in data and data["library_name"] == "optimum-neuron-runtime"
-    assert is_made(card) and "\x1b" not in card.split("\n---\n", 1)[1] and "\u202e" not in card.split("\n---\n", 1)[1]
+    assert (
+        is_unchanged(card)
+        and "\x1b" not in card.split("\n---\n", 1)[1]
+        and "\u202e" not in card.split("\n---\n", 1)[1]
+    )
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -220,7 +224,7 @@ def test_measurements_are_recorded_and_told(own: Path, tmp_path: Path) -> None:
     write_card(opened, bench=bench)
     write_card(opened, quality=quality)
     card = (own / "README.md").read_text(encoding="utf-8")
-    assert is_made(card) and "Not measured" not in card
+    assert is_unchanged(card) and "Not measured" not in card
     assert "| 10.5000 | 10.2500 | 1.00e-03 | 2.00e-03 | 5.00e-01 | 98.70% | 511 |" in card
     assert "| `decode` | `rows` `1` | 12.5 | `ms` |" in card and "On `cpu` `EPYC`, `threads` `2`." in card
     found = read_measurements(Artifact.open(own))
@@ -233,10 +237,10 @@ def test_a_card_that_somebody_wrote_is_replaced_only_when_asked(own: Path, tmp_p
     card = write_card(opened)
     card.write_text(card.read_text(encoding="utf-8").replace("## Speed", "## My speed"), encoding="utf-8")
     before = card.read_bytes()
-    with pytest.raises(FileExistsError, match=r"README\.md was written or changed by somebody; pass --overwrite"):
+    with pytest.raises(FileExistsError, match=r"README\.md was written or changed by hand; pass --overwrite"):
         write_card(opened, bench=bench)
     assert card.read_bytes() == before and not (own / MEASUREMENTS_NAME).exists()
-    assert is_made(write_card(opened, bench=bench, overwrite=True).read_text(encoding="utf-8"))
+    assert is_unchanged(write_card(opened, bench=bench, overwrite=True).read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match="base_model='no such name!' is no name of a Hub repository"):
         write_card(opened, base_model="no such name!")
 
@@ -309,7 +313,7 @@ def test_medians_of_a_bench_are_speeds(own: Path, tmp_path: Path) -> None:
 def test_measurements_of_another_artifact_and_broken_ones_are_refused(own: Path, tiny_checkpoint: Path) -> None:
     opened = Artifact.open(own)
     path = put(own / MEASUREMENTS_NAME, {"version": 1, "artifact": identity(opened), "speeds": [SPEED], "quality": []})
-    assert "12.5" in make_card(collect(opened))
+    assert "12.5" in make_card(collect_facts(opened))
     again = Artifact.open(export_tiny(tiny_checkpoint, own, overwrite=True, batch_size=4))
     assert path.exists()  # an overwrite leaves what is not the artifact's
     for document, told in (
@@ -320,10 +324,10 @@ def test_measurements_of_another_artifact_and_broken_ones_are_refused(own: Path,
     ):
         put(path, document)
         with pytest.raises(ArtifactError, match=re.escape(told)):
-            make_card(collect(again))
+            make_card(collect_facts(again))
     path.write_bytes(b'{"version": 1, "speeds": [')
     with pytest.raises(ArtifactError, match="cannot be read"):
-        make_card(collect(again))
+        make_card(collect_facts(again))
 
 
 def test_a_changed_graph_or_file_is_no_subject_of_a_card(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:

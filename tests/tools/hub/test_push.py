@@ -22,8 +22,8 @@ from transformers import GenerationConfig
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact import find as finding
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.tools.hub.card import is_made, with_mark
-from optimum_neuron.tools.hub.push import push_artifact, with_tags
+from optimum_neuron.tools.hub.card import add_mark, is_unchanged
+from optimum_neuron.tools.hub.push import add_tags, push_artifact
 
 
 IDS = torch.arange(3, 20)[None]
@@ -84,7 +84,7 @@ def test_what_is_pushed_answers_as_what_was_exported(
     pushed = {name: data for name, data in hub.files.items() if name != ".gitattributes"}
     card = pushed.pop("README.md").decode()
     assert pushed == files_of(artifact)
-    assert is_made(card) and "- mine\n" in card and f'from_pretrained("{REPO}")' in card
+    assert is_unchanged(card) and "- mine\n" in card and f'from_pretrained("{REPO}")' in card
     hub.needs_token = True
     with pytest.raises(
         FileNotFoundError, match=r"org/compiled is neither a local path nor a Hub repository that can be read"
@@ -148,18 +148,18 @@ def test_what_somebody_wrote_into_a_card_stays(
     (own / "README.md").write_text("Only words.\n", encoding="utf-8")
     push_artifact(Artifact.open(own), REPO, token=TOKEN)
     assert hub.files["README.md"] == b"Only words.\n" == (own / "README.md").read_bytes()
-    (own / "README.md").write_text(with_mark("made earlier"), encoding="utf-8")
+    (own / "README.md").write_text(add_mark("made earlier"), encoding="utf-8")
     push_artifact(Artifact.open(own), REPO, token=TOKEN)
     assert hub.files["README.md"] == b"Only words.\n"  # and what was made and not changed since gives way
-    hub.commits[-1]["README.md"] = with_mark("made earlier").encode()
+    hub.commits[-1]["README.md"] = add_mark("made earlier").encode()
     push_artifact(Artifact.open(own), REPO, token=TOKEN)
-    assert is_made(hub.files["README.md"].decode()) and b"## Sizes" in hub.files["README.md"]
+    assert is_unchanged(hub.files["README.md"].decode()) and b"## Sizes" in hub.files["README.md"]
 
 
 def test_tags_keep_metadata_after_a_byte_order_mark() -> None:
-    assert with_tags(f"\ufeff{OWN_CARD}", ["neuron"]) == OWN_CARD.replace("- mine\n", "- mine\n- neuron\n")
-    assert with_tags(f"\ufeff{OWN_CARD}", ["mine"]) == f"\ufeff{OWN_CARD}"
-    assert with_tags("Only words.\n", ["x"]) == "---\ntags:\n- x\n---\nOnly words.\n"
+    assert add_tags(f"\ufeff{OWN_CARD}", ["neuron"]) == OWN_CARD.replace("- mine\n", "- mine\n- neuron\n")
+    assert add_tags(f"\ufeff{OWN_CARD}", ["mine"]) == f"\ufeff{OWN_CARD}"
+    assert add_tags("Only words.\n", ["x"]) == "---\ntags:\n- x\n---\nOnly words.\n"
 
 
 def test_a_file_that_was_changed_is_refused_before_the_hub_is_asked(
@@ -178,7 +178,7 @@ def test_a_file_that_was_changed_is_refused_before_the_hub_is_asked(
         push_artifact(Artifact.open(broken), REPO, token=TOKEN)
     assert not hub.requests
     with pytest.raises(ValueError, match=r"the metadata of README\.md cannot be read"):
-        with_tags("---\na: [\n---\n", ["x"])
+        add_tags("---\na: [\n---\n", ["x"])
 
 
 PUSHES = {

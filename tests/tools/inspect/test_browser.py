@@ -15,8 +15,8 @@ from matplotlib.image import imread
 from test_page import HOSTILE, Page, everything
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.tools.inspect.collect import collect
-from optimum_neuron.tools.inspect.html import render
+from optimum_neuron.tools.inspect.collect import collect_facts
+from optimum_neuron.tools.inspect.html import render_page
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -51,7 +51,7 @@ MEASURE = """<script>
 
 @pytest.mark.parametrize("width", [500, 1000])
 def test_a_browser_shows_all_of_the_page(cpu_artifact: Callable[[str], Path], tmp_path: Path, width: int) -> None:
-    text = render(everything(collect(Artifact.open(cpu_artifact("llama"))), "plain"))
+    text = render_page(everything(collect_facts(Artifact.open(cpu_artifact("llama"))), "plain"))
     _, console, picture = visit(text, tmp_path, width)
     assert console == ""
     pixels = imread(picture)[..., :3]
@@ -66,7 +66,7 @@ def test_a_browser_shows_all_of_the_page(cpu_artifact: Callable[[str], Path], tm
 
 
 def test_nothing_of_an_artifact_runs_in_a_browser(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    text = render(everything(collect(Artifact.open(cpu_artifact("llama"))), HOSTILE))
+    text = render_page(everything(collect_facts(Artifact.open(cpu_artifact("llama"))), HOSTILE))
     # If text of an artifact did become a script, the policy would not let it run.
     broken = text.replace("<section", "<script>document.documentElement.dataset.owned=2</script><section", 1)
     assert broken != text

@@ -21,10 +21,19 @@ from optimum.commands import optimum_cli
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.step.state_sizes import byte_count
-from optimum_neuron.tools.inspect.collect import collect
-from optimum_neuron.tools.inspect.facts import Certified, Compared, Facts, Graph, Linted, Memory, Quantized
-from optimum_neuron.tools.inspect.html import render
-from optimum_neuron.tools.inspect.units import bytes_text, count_text
+from optimum_neuron.tools.certify.comparison import Comparison
+from optimum_neuron.tools.inspect.collect import collect_facts
+from optimum_neuron.tools.inspect.facts import (
+    ArtifactFacts,
+    Certified,
+    GraphFacts,
+    Linted,
+    MemoryParts,
+    Quantized,
+    bytes_text,
+    count_text,
+)
+from optimum_neuron.tools.inspect.html import render_page
 
 
 SPEED = {"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1}}
@@ -63,11 +72,11 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def llama(cpu_artifact: Callable[[str], Path]) -> Facts:
-    return collect(Artifact.open(cpu_artifact("llama")))
+def llama(cpu_artifact: Callable[[str], Path]) -> ArtifactFacts:
+    return collect_facts(Artifact.open(cpu_artifact("llama")))
 
 
-def everything(facts: Facts, text: str) -> Facts:
+def everything(facts: ArtifactFacts, text: str) -> ArtifactFacts:
     """With all parts that an artifact may have, and `text` in the place of all that its files decide."""
     graph = dataclasses.replace(facts.graphs[0], name=text, operators={text: 3, "dot": 1}, cost={
         "read": 2000, "read once": 1000, "written": 10, "flops": 1e6, "collectives": 2, "collective bytes": 64, "seconds at least": 1e-3,
@@ -75,10 +84,10 @@ def everything(facts: Facts, text: str) -> Facts:
     return dataclasses.replace(
         facts,
         name=text, source=text, adapters=(text,), model_type=text, command=text, notes=(text,),
-        graphs=(graph, Graph("copy_slot", "helper", 0, 0, 0, 0, 5, None, {"add": 1}, graph.cost)),
-        memory=(Memory(text, {"weights": 3, "KV cache": 1, "scratch": 2}, ("scratch",), 10), Memory("core 1", {"weights": 3}, (), 10)),
+        graphs=(graph, GraphFacts("copy_slot", "helper", 0, 0, 0, 0, 5, None, {"add": 1}, graph.cost)),
+        memory=(MemoryParts(text, {"weights": 3, "KV cache": 1, "scratch": 2}, ("scratch",), 10), MemoryParts("core 1", {"weights": 3}, (), 10)),
         weight_types={text: 4}, quantized=(Quantized("int8", 1, "float32", False, "int8", 2, text),),
-        certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Compared(text, "float32", text, 1e-7, 1e-6, 9),)),
+        certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Comparison(text, "float32", text, 1e-7, 6.25e-8, 1e-6, 9),)),
         lint=Linted(({"graph": text, "severity": "error", "problem": text, "remedy": text},)),
         exported_with={text: text}, compiled_with={text: text}, machine={text: text},
         speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),
@@ -89,7 +98,7 @@ def everything(facts: Facts, text: str) -> Facts:
     )  # fmt: skip
 
 
-def test_facts_are_those_of_the_files(cpu_artifact: Callable[[str], Path], llama: Facts) -> None:
+def test_facts_are_those_of_the_files(cpu_artifact: Callable[[str], Path], llama: ArtifactFacts) -> None:
     artifact = Artifact.open(cpu_artifact("llama"))
     assert [each.name for each in llama.graphs] == [each.name for each in artifact.graphs]
     decode, prefill, mixed = llama.graphs
@@ -110,19 +119,19 @@ def test_facts_are_those_of_the_files(cpu_artifact: Callable[[str], Path], llama
 def test_a_recurrent_and_a_quantized_artifact_tell_their_state_and_codes(tmp_path: Path) -> None:
     recurrent.model("gated delta").save_pretrained(tmp_path / "checkpoint")
     folder = export_tiny(tmp_path / "checkpoint", tmp_path / "out", quantization="int8", state_snapshots=2)
-    facts = collect(Artifact.open(folder))
+    facts = collect_facts(Artifact.open(folder))
     (host,) = facts.memory
     assert {"KV cache", "state of slots", "snapshots"} <= host.parts.keys() and "scratch" not in host.parts
     assert host.parts["KV cache"] + host.parts["state of slots"] == facts.sizes["cache and state"]
     assert host.parts["snapshots"] == facts.sizes["snapshots"] > 0
     assert {each.kind for each in facts.quantized} == {"int8"} and "int8" in facts.weight_types
-    page = " ".join(Page(render(facts)).texts)
+    page = " ".join(Page(render_page(facts)).texts)
     assert "of state whatever its length" in page and "there are no compiled graphs" in page and "int8" in page
 
 
-def test_a_page_is_one_file_that_asks_for_no_other(llama: Facts) -> None:
+def test_a_page_is_one_file_that_asks_for_no_other(llama: ArtifactFacts) -> None:
     for facts in (llama, everything(llama, "plain")):
-        text = render(facts)
+        text = render_page(facts)
         page = Page(text)
         assert not re.search(r"(?i)https?://|url\(|@import|<iframe|<object", text)
         links = {value for tag, name, value in page.attributes if name in ("src", "href", "srcset", "action")}
@@ -136,22 +145,24 @@ def test_a_page_is_one_file_that_asks_for_no_other(llama: Facts) -> None:
         assert policy.startswith("default-src 'none';") and "unsafe" not in policy
 
 
-def test_text_of_an_artifact_is_only_text_in_its_page(llama: Facts) -> None:
-    plain, hostile = Page(render(everything(llama, "plain"))), Page(render(everything(llama, HOSTILE)))
+def test_text_of_an_artifact_is_only_text_in_its_page(llama: ArtifactFacts) -> None:
+    plain, hostile = Page(render_page(everything(llama, "plain"))), Page(render_page(everything(llama, HOSTILE)))
     assert hostile.tags == plain.tags
     assert len(hostile.attributes) == len(plain.attributes)
     shown = [text for text in hostile.texts if HOSTILE in text]
     assert len(shown) == len([text for text in plain.texts if "plain" in text and "{" not in text])
 
 
-def test_steps_stand_by_chunk_size_and_context(llama: Facts) -> None:
+def test_steps_stand_by_chunk_size_and_context(llama: ArtifactFacts) -> None:
     graphs = [
-        Graph(f"{kind}_{chunk}_{context}", kind, 4, 1 if chunk else 0, chunk, context, 0, None)
+        GraphFacts(f"{kind}_{chunk}_{context}", kind, 4, 1 if chunk else 0, chunk, context, 0, None)
         for context in (64, 128)
         for kind, chunk in (("token_generation", 0), ("chunked_prefill", 8), ("mixed", 8), ("scoring", 32))
     ]
-    helper = Graph("copy_slot", "helper", 0, 0, 0, 0, 0, None)
-    drawn = [text for text in Page(render(dataclasses.replace(llama, graphs=(*graphs, helper)))).texts if text.strip()]
+    helper = GraphFacts("copy_slot", "helper", 0, 0, 0, 0, 0, None)
+    drawn = [
+        text for text in Page(render_page(dataclasses.replace(llama, graphs=(*graphs, helper)))).texts if text.strip()
+    ]
     steps = drawn[drawn.index("context 64") : drawn.index("All graphs")]
     assert steps == [
         "context 64", "context 128",
@@ -161,9 +172,9 @@ def test_steps_stand_by_chunk_size_and_context(llama: Facts) -> None:
     ]  # fmt: skip
 
 
-def test_parts_of_a_bar_fill_it_as_far_as_they_go(llama: Facts) -> None:
-    cores = tuple(Memory(f"core {rank}", {"weights": 30, "KV cache": 10}, (), 80) for rank in range(20))
-    page = Page(render(dataclasses.replace(llama, memory=cores)))
+def test_parts_of_a_bar_fill_it_as_far_as_they_go(llama: ArtifactFacts) -> None:
+    cores = tuple(MemoryParts(f"core {rank}", {"weights": 30, "KV cache": 10}, (), 80) for rank in range(20))
+    page = Page(render_page(dataclasses.replace(llama, memory=cores)))
     bars = [(x, width) for (tag, name, x), (_, _, width) in itertools.pairwise(page.attributes) if (tag, name) == ("rect", "x")]  # fmt: skip
     assert bars[:2] == [("0.000", "37.500"), ("37.500", "12.500")]
     assert "20 cores alike, from core 0" in page.texts
@@ -253,9 +264,9 @@ def test_a_manifest_that_vouches_for_no_plan_is_refused(cpu_artifact: Callable[[
         manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
         (folder / "neuron_config.json").write_text(json.dumps(manifest), encoding="utf-8")
         with pytest.raises(ArtifactError, match=told):
-            collect(Artifact.open(folder))
+            collect_facts(Artifact.open(folder))
     data = b'{"plan": {"steps": [5, {"kind": 7}, {"kind": "TorchCall"}, {"kind": "<b>"}], "arena": "x"}}'
     (folder / name).write_bytes(data)
     manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     (folder / "neuron_config.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert collect(Artifact.open(folder)).graphs[0].operators == {"unknown": 3, "<b>": 1}
+    assert collect_facts(Artifact.open(folder)).graphs[0].operators == {"unknown": 3, "<b>": 1}

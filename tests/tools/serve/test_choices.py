@@ -8,7 +8,7 @@ from typing import Any
 
 from optimum_neuron.engine.request import FinishReason
 from optimum_neuron.engine.step import TokenEvent
-from optimum_neuron.tools.serve.choice import Choice, Piece
+from optimum_neuron.tools.serve.choice import AnswerChoice, Piece
 
 
 WORDS = ["one", " two", " th", "ree", " four", ""]
@@ -21,16 +21,16 @@ class Words:
         return "".join(WORDS[token] for token in ids)
 
 
-def choice(*stops: str, logprobs: int | None = None, stop_token_ids: frozenset[int] = frozenset()) -> Choice:
-    return Choice(Words(), stops, stop_token_ids, logprobs)
+def choice(*stops: str, logprobs: int | None = None, stop_token_ids: frozenset[int] = frozenset()) -> AnswerChoice:
+    return AnswerChoice(Words(), stops, stop_token_ids, logprobs)
 
 
-def take(made: Choice, *tokens: int, ends: FinishReason | None = None) -> list[Piece]:
+def take(made: AnswerChoice, *tokens: int, ends: FinishReason | None = None) -> list[Piece]:
     """Hands tokens over until the choice has ended; `ends` is what the engine says with the last one."""
     pieces = []
     for number, token in enumerate(tokens, 1):
         reason = ends if number == len(tokens) else None
-        pieces.append(made.take(TokenEvent("a", token, reason, -float(token), ((token, -1.0), (9, -2.0)))))
+        pieces.append(made.take_token(TokenEvent("a", token, reason, -float(token), ((token, -1.0), (9, -2.0)))))
         if made.finish_reason is not None:
             break
     return pieces
@@ -57,12 +57,12 @@ def test_an_end_token_has_no_text_and_a_clients_own_is_named() -> None:
 
 def test_log_probabilities_come_with_their_text_and_none_of_a_stop_string() -> None:
     pieces = take(choice("three", logprobs=1), 0, 1, 2, 4, 2, 3)
-    told = [[(token.token_id, token.start) for token in piece.told] for piece in pieces]
+    told = [[(token.token_id, token.start) for token in piece.scored] for piece in pieces]
     assert told == [[(0, 0)], [(1, 3)], [], [(2, 7), (4, 10)], [], [(2, 15)]]  # its space came out
-    assert pieces[0].told[0].top == ((0, -1.0),) and pieces[1].told[0].logprob == -1.0
+    assert pieces[0].scored[0].top == ((0, -1.0),) and pieces[1].scored[0].logprob == -1.0
 
 
 def test_tokens_without_text_are_told_with_the_next_text_or_at_the_end() -> None:
     pieces = take(choice(logprobs=0), 5, 0, 5, ends="length")
-    assert [[token.token_id for token in piece.told] for piece in pieces] == [[], [5, 0], [5]]
-    assert pieces[0].is_empty and all(token.top == () for piece in pieces for token in piece.told)
+    assert [[token.token_id for token in piece.scored] for piece in pieces] == [[], [5, 0], [5]]
+    assert pieces[0].is_empty and all(token.top == () for piece in pieces for token in piece.scored)

@@ -71,7 +71,7 @@ def test_streams_of_several_prompts_add_up_to_the_texts_sent_at_once(app: App) -
 
 def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[float] = []
-    monkeypatch.setattr(app.gate, "note", noted.append)
+    monkeypatch.setattr(app.gate, "note_seconds", noted.append)
     options = {"max_tokens": 40, "temperature": 1.5, "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}
     first, second = (choice.text for choice in ask(app, prompt="Hi", **options).choices)
     stop = next(first[place : place + 3] for place in range(12) if first[place : place + 3] not in second)

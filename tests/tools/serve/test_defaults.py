@@ -23,6 +23,8 @@ from optimum_neuron.tools.chat.session import ChatSession, Turn
 from optimum_neuron.tools.chat.settings import Settings
 
 
+# Files of each kind: that draw, by numbers of their own, with a penalty, with other end tokens; and rare ones.
+KINDS = ["llama-2-chat", "gpt-oss", "qwen-chat", "phi-3-mini", *RARE]
 PROMPT = [40, 41, 42, 40, 41, 42, 40]
 NEW = 8
 
@@ -50,7 +52,7 @@ def of_transformers(reference: Any, facts: dict[str, Any], ids: list[int], **opt
     return reference.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *RARE])
+@pytest.mark.parametrize("name", KINDS)
 def test_the_best_tokens_are_those_of_transformers_through_every_door(
     name: str,
     model: NeuronModelForCausalLM,
@@ -77,7 +79,7 @@ def test_the_best_tokens_are_those_of_transformers_through_every_door(
     found = app.chat(max_tokens=NEW, temperature=0).json()["choices"][0]["message"]["content"]
     assert found == text_of(app, answer)
     session = ChatSession(model, app.service, tokenizer, Settings(temperature=0, max_new_tokens=NEW))
-    assert session.send(CHAT[0]["content"], lambda text: None).text == found
+    assert session.send_message(CHAT[0]["content"], lambda text: None).text == found
 
 
 def text_of(app: App, tokens: list[int]) -> str:
@@ -104,7 +106,7 @@ def test_a_request_that_says_nothing_gets_what_the_file_says(
         assert vllm_sampling(model.generation_config)["temperature"] == 0.0
 
 
-@pytest.mark.parametrize("name", ["llama-2-chat", "gpt-oss", "baichuan2-chat", *RARE])
+@pytest.mark.parametrize("name", ["llama-2-chat", "no numbers", "at least", "beams", "short"])
 def test_a_request_that_says_nothing_gets_an_answer(
     name: str,
     model: NeuronModelForCausalLM,
@@ -124,7 +126,7 @@ def test_a_request_that_says_nothing_gets_an_answer(
         silent, best = (app.complete(PROMPT, max_tokens=4, **options) for options in ({}, {"temperature": 0}))
         assert silent.json()["choices"] == best.json()["choices"]
     session = ChatSession(model, app.service, tokenizer)
-    assert session.send("Hi", lambda text: None).ending in ("stop", "length")
+    assert session.send_message("Hi", lambda text: None).ending in ("stop", "length")
 
 
 def through_every_door(
@@ -142,7 +144,7 @@ def through_every_door(
         pipe(tokenizer.decode(chat), return_tensors=True, **options)[0]["generated_token_ids"][len(chat) :],
     ]
     app = start()
-    turn = ChatSession(model, app.service, tokenizer, settings).send(CHAT[0]["content"], lambda text: None)
+    turn = ChatSession(model, app.service, tokenizer, settings).send_message(CHAT[0]["content"], lambda text: None)
     texts = [
         app.complete(chat, max_tokens=most, temperature=0).json()["choices"][0]["text"],
         app.chat(max_tokens=most, temperature=0).json()["choices"][0]["message"]["content"],

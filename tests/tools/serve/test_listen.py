@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from optimum_neuron.tools.serve.listen import listen
+from optimum_neuron.tools.serve.listen import open_socket
 
 
 LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
@@ -24,7 +24,7 @@ def rival(reuse: tuple[int, ...]) -> socket.socket:
 @pytest.mark.parametrize("reuse", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)], ids=str)
 @pytest.mark.parametrize(("ours", "theirs"), [(LOOPBACK, LOOPBACK), (LOOPBACK, ANY), (ANY, LOOPBACK), (ANY, ANY)])
 def test_no_other_socket_takes_the_port_while_a_model_loads(ours: str, theirs: str, reuse: tuple[int, ...]) -> None:
-    with listen(ours, 0) as listening, closing(rival(reuse)) as other:
+    with open_socket(ours, 0) as listening, closing(rival(reuse)) as other:
         with pytest.raises(OSError, match="Address already in use"):
             other.bind((theirs, listening.getsockname()[1]))
             other.listen()
@@ -38,7 +38,7 @@ def test_no_other_socket_takes_the_port_while_a_model_loads(ours: str, theirs: s
 def test_who_has_the_port_without_listening_does_not_get_to_listen() -> None:
     with closing(rival((socket.SO_REUSEADDR,))) as other:
         other.bind((LOOPBACK, 0))
-        with listen(*other.getsockname()), pytest.raises(OSError, match="Address already in use"):
+        with open_socket(*other.getsockname()), pytest.raises(OSError, match="Address already in use"):
             other.listen()
 
 
@@ -48,4 +48,4 @@ def test_a_port_at_which_somebody_listens_is_refused() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"{LOOPBACK}:{port} cannot be listened at \(Address already in use\)"):
-            listen(LOOPBACK, port)
+            open_socket(LOOPBACK, port)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import openai
 import pytest
-from served_app import CHAT, NAME, PATIENCE, App, Visit, wait_for
+from served_app import NAME, PATIENCE, App, Visit, wait_for
 
 from optimum_neuron.engine.engine import Engine
 
@@ -157,7 +156,7 @@ def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.M
 
 
 def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._ids
+    begun, may_go_on, real = threading.Event(), threading.Event(), app.encoder._tokenize_prompt
 
     def ids(prompt: Any, *arguments: Any) -> Any:
         if len(prompt) == 60:
@@ -165,7 +164,7 @@ def test_a_long_text_holds_up_no_short_one(app: App, monkeypatch: pytest.MonkeyP
             assert may_go_on.wait(PATIENCE)
         return real(prompt, *arguments)
 
-    monkeypatch.setattr(app.encoder, "_ids", ids)
+    monkeypatch.setattr(app.encoder, "_tokenize_prompt", ids)
     # The size of a body decides; what it consists of does not.
     monkeypatch.setattr("optimum_neuron.tools.serve.app.SMALL_BODY", 200)
 
@@ -287,24 +286,6 @@ def test_an_engine_that_fails_ends_all_with_an_error_and_health_says_so(
     assert app.metric("request_success_total", finished_reason="error") == SLOTS + 1
 
 
-def test_openais_client_raises_where_a_stream_breaks(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_step = app.service.engine.step
-
-    def step() -> list[Any]:
-        if app.service.engine.statistics.steps == 6:
-            raise RuntimeError("device lost")
-        return real_step()
-
-    monkeypatch.setattr(app.service.engine, "step", step)
-
-    async def read(client: openai.AsyncOpenAI) -> None:
-        async for _ in await client.chat.completions.create(model=NAME, messages=CHAT, stream=True, max_tokens=30):
-            pass
-
-    with pytest.raises(openai.APIError, match="device lost"):
-        app.asked(read)
-
-
 def test_a_request_that_fails_by_itself_harms_nobody(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     def add(engine: Engine, request: Any, real: Callable[..., None] = Engine.add_request) -> None:
         if request.max_new_tokens == 13:
@@ -330,7 +311,7 @@ def test_a_fault_of_the_server_is_told_without_its_insides(app: App, monkeypatch
     def broken(*args: Any, **options: Any) -> None:
         raise KeyError("secret insides")
 
-    monkeypatch.setattr("optimum_neuron.tools.serve.app.Answer", broken)
+    monkeypatch.setattr("optimum_neuron.tools.serve.app.ServedAnswer", broken)
     answer = app.complete()
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.json()["error"]["message"] == "the server failed (KeyError); its log has more"

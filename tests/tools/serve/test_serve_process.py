@@ -42,15 +42,15 @@ SLOTS = 3
 # The same with little patience, and with sockets that keep little of what a client does not read.
 IMPATIENT = f"""
 import socket
-from optimum_neuron.tools.serve import app, bodies, connections, draining, listen
-bodies.BODY_SECONDS = connections.HEAD_SECONDS = connections.WRITE_SECONDS = 1.0
+from optimum_neuron.tools.serve import app, bodies, draining, listen
+bodies.BODY_SECONDS = draining.HEAD_SECONDS = draining.WRITE_SECONDS = 1.0
 app.HELD_BYTES, draining.LAST_READS = 2**20, 2
-taken = listen.listen
+taken = listen.open_socket
 def small(host, port):
     listening = taken(host, port)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listening
-listen.listen = small
+listen.open_socket = small
 {START.replace("0.04", "0.004")}"""
 
 
@@ -248,7 +248,7 @@ def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
     gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
     server = DrainingServer(uvicorn.Config(lambda: None), gate, 60, gate.check_open)
     ticks = [asyncio.run(server.on_tick(1))]
-    with gate.admit(1):
+    with gate.admit_requests(1):
         server.handle_exit(signal.SIGTERM, None)
         ticks.append(asyncio.run(server.on_tick(2)))
     ticks.append(asyncio.run(server.on_tick(3)))

@@ -27,11 +27,11 @@ ANSWERS = [Answer(0.0, 0.1, array("d", [1.0, 1.1, 1.2])), Answer(2.0, 2.5, array
 @examples(60)
 def test_what_is_written_is_what_is_meant(limits: list[Limit]) -> None:
     written = ",".join(f"{each.metric}.p{each.percentile:g}={round(each.seconds * 1e3)}ms" for each in limits)
-    assert Slo.parse(written) == Slo(tuple(limits))
+    assert Slo.parse_limits(written) == Slo(tuple(limits))
 
 
 def test_units_and_the_default_percentile() -> None:
-    assert Slo.parse("ttft=2s, itl.p99.9=50ms,e2e.p50=.5s").limits == (
+    assert Slo.parse_limits("ttft=2s, itl.p99.9=50ms,e2e.p50=.5s").limits == (
         Limit("ttft", 99, 2.0),
         Limit("itl", 99.9, 0.05),
         Limit("e2e", 50, 0.5),
@@ -59,20 +59,20 @@ def test_units_and_the_default_percentile() -> None:
 )
 def test_wrong_limits_are_refused(text: str, told: str) -> None:
     with pytest.raises(ValueError) as raised:
-        Slo.parse(text)
+        Slo.parse_limits(text)
     assert told in str(raised.value)
 
 
 def test_shares_of_limits_and_requests_that_keep_them() -> None:
-    slo = Slo.parse("ttft.p50=2s,itl.p100=200ms")
-    assert [round(share, 6) for share in slo.used(ANSWERS).values()] == [1.0, 1.5]
+    slo = Slo.parse_limits("ttft.p50=2s,itl.p100=200ms")
+    assert [round(share, 6) for share in slo.shares_used(ANSWERS).values()] == [1.0, 1.5]
     assert slo.attainment(ANSWERS) == 0.5
     one_token = [Answer(0.0, 0.0, array("d", [0.5]))]
-    assert slo.used(one_token) == {slo.limits[0]: 0.25, slo.limits[1]: 0.0} and slo.attainment(one_token) == 1
+    assert slo.shares_used(one_token) == {slo.limits[0]: 0.25, slo.limits[1]: 0.0} and slo.attainment(one_token) == 1
 
 
 def test_figures_are_from_the_first_arrival_to_the_last_token() -> None:
-    figures = Figures.of(ANSWERS)
+    figures = Figures.from_answers(ANSWERS)
     assert figures.tok_s == pytest.approx(5 / 5.3) and figures.req_s == pytest.approx(2 / 5.3)
     assert figures.times["ttft"][50] == pytest.approx(2.0) and figures.times["queue"][50] == pytest.approx(0.3)
     assert figures.times["itl"][99] == pytest.approx(0.3, abs=0.01) and figures.times["e2e"][50] == pytest.approx(2.25)

@@ -12,8 +12,7 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.config import NeuronConfig
-from optimum_neuron.tools.tune.trace import SharedPart, Trace, TracedRequest, least_chunk_steps
+from optimum_neuron.tools.tune.trace import RequestTrace, SharedPart, TracedRequest
 from optimum_neuron.tools.tune.trace_formats import read_trace
 
 
@@ -21,13 +20,13 @@ OWN = "arrival,prompt_tokens,new_tokens\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
-def read(folder: Path, text: str | bytes) -> Trace:
+def read(folder: Path, text: str | bytes) -> RequestTrace:
     file = folder / "trace"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     return read_trace(file)
 
 
-def lengths(trace: Trace) -> list[tuple[float, int, int]]:
+def lengths(trace: RequestTrace) -> list[tuple[float, int, int]]:
     return [(round(each.arrival, 6), each.prompt_tokens, each.new_tokens) for each in trace.requests]
 
 
@@ -117,19 +116,19 @@ def test_written_traces_are_read_again(
 def test_prompts_start_alike_where_the_trace_says_so(tmp_path: Path) -> None:
     line = '{{"timestamp": {0}, "input_length": 700, "output_length": 1, "hash_ids": {1}}}'
     trace = read(tmp_path, "\n".join(line.format(n, ids) for n, ids in enumerate(([1, 2], [1, 3], [4, 2], [1, 2]))))
-    first, other_end, other_start, same = trace.prompts(100)
+    first, other_end, other_start, same = trace.draw_prompts(100)
     assert trace.shares_prefixes
-    assert [len(prompt) for prompt in trace.prompts(100)] == [700] * 4 and first.max() < 100
+    assert [len(prompt) for prompt in trace.draw_prompts(100)] == [700] * 4 and first.max() < 100
     assert np.array_equal(first[:512], other_end[:512]) and not np.array_equal(first[512:], other_end[512:])
     assert not np.array_equal(first[:512], other_start[:512]) and np.array_equal(first, same)
-    assert np.array_equal(trace.prompts(100)[1], other_end)
+    assert np.array_equal(trace.draw_prompts(100)[1], other_end)
 
 
-def test_lengths_decide_what_fits_and_how_many_steps_a_prompt_takes() -> None:
+def test_the_longest_request_decides_the_sequence_length() -> None:
     def one(arrival: float, prompt: int, *shared: SharedPart) -> TracedRequest:
         return TracedRequest(arrival, prompt, 57, shared, f"file:{prompt}")
 
-    trace = Trace.of([one(0, 200), one(1, 129), one(2, 128)], "t")
+    trace = RequestTrace.from_requests([one(0, 200), one(1, 129), one(2, 128)], "t")
     assert trace.sequence_length == 256
     trace.check_length(256)
     with pytest.raises(
@@ -137,7 +136,3 @@ def test_lengths_decide_what_fits_and_how_many_steps_a_prompt_takes() -> None:
         match=r"file:200: 200 prompt tokens and 57 new ones do not fit --sequence-length 255; raise it to 256",
     ):
         trace.check_length(255)
-    config = NeuronConfig(batch_size=4, sequence_length=256, prefill_chunk_size=64, ctx_batch_size=2)
-    assert least_chunk_steps(trace, config) == [2, 2, 1]
-    shared = Trace.of([one(0, 200, SharedPart("a", 100)), one(1, 129, SharedPart("a", 100))], "t")
-    assert least_chunk_steps(shared, config) == [1, 1]

@@ -18,10 +18,10 @@ from optimum_neuron.generate import NeuronModelForCausalLM
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.tools.tune import measure as measuring
 from optimum_neuron.tools.tune.candidates import Candidate
-from optimum_neuron.tools.tune.cpu_machine import CpuMachine
-from optimum_neuron.tools.tune.device_machine import graph_minutes
-from optimum_neuron.tools.tune.search import search
+from optimum_neuron.tools.tune.machines import CpuMachine, graph_minutes
+from optimum_neuron.tools.tune.search import search_sizes
 from optimum_neuron.tools.tune.slo import Slo
+from optimum_neuron.tools.tune.step_clock import CpuClock
 from optimum_neuron.tools.tune.trace_formats import read_trace
 
 
@@ -61,21 +61,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, name, value)
 
 
-def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "picture.png"
-    words = (
-        "--model",
-        str(tiny_checkpoint),
-        "--target",
-        "trn2",
-        "--search",
-        "batch=2,4",
-        "chunk=16,64",
-        "--plot",
-        str(picture),
-    )
+def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path) -> None:
+    words = ("--model", str(tiny_checkpoint), "--target", "trn2", "--search", "batch=2,4", "chunk=16,64")
     code, shown, found = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h")
-    assert code == 0 and found["meets"] and picture.is_file()
+    assert code == 0 and found["meets"]
     assert found["step_times"] == "predicted" and "not measured on a device" in " ".join(shown.split())
     best = NeuronConfig.from_dict(found["candidates"][0]["config"])
     assert best.target == "trn2" and best.sequence_length == 256
@@ -128,14 +117,15 @@ def test_this_cpu_is_measured_once_for_all_candidates_of_an_artifact(
 
     config = Artifact.open(cpu_artifact("llama")).config
     candidates = [Candidate(config)]
-    machine = CpuMachine(export, candidates)
+    machine = CpuMachine.from_candidates(export, candidates)
     assert [each.prefill_chunk_size for each in exported] == [config.prefill_chunk_size]
-    found = search(candidates, machine, read_trace(trace), Slo.parse("ttft=60s"))
-    times = machine.times(config)
-    assert found.best.meets and found.best.compile_minutes > 0 and machine.measured
+    found = search_sizes(candidates, machine, read_trace(trace), Slo.parse_limits("ttft=60s"))
+    times = machine.step_clock(config)
+    assert isinstance(times, CpuClock)
+    assert found.best.meets and found.best.compile_minutes > 0 and machine.is_measured
     assert times.decode.places == (1, 2, 3) and set(times.chunks) == {config.prefill_chunk_size}
-    assert min(times.decode.values) > 0 and times.chunks[8].beside is not None
-    assert times.least("token_generation") > 0 and "are measured on this CPU" in machine.about[0]
+    assert min(times.decode.values) > 0 and times.chunks[8].mixed is not None
+    assert "are measured on this CPU" in machine.about[0]
     assert found.best.memory > 3 * config.sequence_length
 
 
@@ -171,7 +161,6 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
         (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is of a device's compiler"),
         (("--model", "{model}", "--compile-budget", "1"), "'1' is no time above 0; give it as 90s, 60min or 4h"),
         (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
-        (("--model", "{model}", "--plot", "x.zzz"), "known type of picture"),
         (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
         (("--model", "{model}", "--trace", "no-such-file"), "no-such-file"),
     ],

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..bodies import HELD_BYTES, Bodies, Body
-from ..errors import ApiError, ClientGoneError, failed
+from ..errors import ApiError, ClientGoneError, server_error
 from ..gate import Gate
-from ..http import EventSender, error_response, json_response, to_json, watched
+from ..http import EventSender, error_response, json_response, to_json, watch_client
 from ..metrics import CONTENT_TYPE
 from .replica import ReplicaClosedError
 
@@ -61,30 +61,30 @@ class Front:
         except ApiError as error:
             response = error_response(error)
         except ClientGoneError:
-            return  # nobody reads what would be sent
+            return  # no answer is read any more
         await response(scope, receive, send)
 
     def stop(self) -> None:
         """End all requests that have no whole answer."""
         for relay in list(self._relays):
-            relay.cancel(failed("the server ended before the answer did", status=503, code="draining"))
+            relay.cancel(server_error("the server ended before the answer did", status=503, code="draining"))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate.check_open()
         with ExitStack() as held:
             body = held.enter_context(Body(self._bodies))
-            data = bytes(await body.read(scope, receive))
+            data = bytes(await body.read_all(scope, receive))
             head = {name: scope[name] for name in _HEAD}
             head["headers"] = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
             relay = Relay(lambda: self._replicas.options(stream=True).answer.remote(head, data), send, held.close)
-            with self._gate.admit(1) as admission:
+            with self._gate.admit_requests(1) as admission:
                 self._relays.add(relay)
                 try:
-                    async with watched(receive, lambda: relay.cancel(ClientGoneError())):
+                    async with watch_client(receive, lambda: relay.cancel(ClientGoneError())):
                         await relay.run_request()
                 finally:
                     self._relays.discard(relay)
-                admission.leave()
+                admission.leave_one()
 
     async def _health(self) -> Response:
         self._gate.check_open()
@@ -92,7 +92,9 @@ class Front:
         found = status.deployments.values() if status is not None else ()
         counts = {state.lower(): count for each in found for state, count in each.replica_states.items()}
         if not counts.get("running"):
-            raise failed(f"no replica runs ({counts}); wait until Ray has started one", status=503, code="no_replica")
+            raise server_error(
+                f"no replica runs ({counts}); wait until Ray has started one", status=503, code="no_replica"
+            )
         return json_response({"replicas": counts})
 
     async def _metrics(self) -> Response:
@@ -136,8 +138,8 @@ class Relay:
                 raise
             sender = EventSender(self._send)
             sender.started = True
-            await sender.event(to_json(error.body()))
-            await sender.end()
+            await sender.send_event(to_json(error.to_dict()))
+            await sender.send_end()
 
     async def _try_replicas(self) -> None:
         for attempt in range(TRIES):
@@ -160,8 +162,8 @@ class Relay:
                     raise self._why from error
                 if self._has_begun:
                     text = "the replica ended before the answer did; ask again"
-                    raise failed(text, status=503, code="replica_lost") from error
-        raise failed(f"{TRIES} replicas ended with this request, and it is not tried again", code="replica_lost")
+                    raise server_error(text, status=503, code="replica_lost") from error
+        raise server_error(f"{TRIES} replicas ended with this request, and it is not tried again", code="replica_lost")
 
     async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":

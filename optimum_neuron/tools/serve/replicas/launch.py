@@ -22,7 +22,7 @@ from ....targets.neuron.sdk.hardware import CHIPS
 from ..draining import DrainingServer, server_config
 from ..gate import Gate
 from ..http import KeyCheck
-from ..server import ServerOptions, announce
+from ..server import ServerOptions, announce_server
 from .front import Front
 from .replica import Replica, manifest_digest
 
@@ -64,7 +64,7 @@ def serve_replicas(
         gate = Gate(slots * most, options.max_queue, lambda: None)
         front = Front(replicas, gate, options.name)
         app = front if options.api_key is None else KeyCheck(front, options.api_key, lambda status: None)
-        announce(options, artifact.config, listening, f"{number} replicas, each ")
+        announce_server(options, artifact.config, listening, f"{number} replicas, each ")
         DrainingServer(server_config(app), gate, options.drain_timeout, front.stop).run(sockets=[listening])
 
 

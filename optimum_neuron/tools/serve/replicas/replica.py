@@ -27,7 +27,7 @@ class ReplicaClosedError(Exception):
 
 
 def manifest_digest(artifact: Path) -> str:
-    """Return what tells an artifact from others; its manifest has digests of all its files."""
+    """Return the digest of an artifact: its manifest has digests of all its files."""
     return hashlib.sha256((artifact / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
@@ -63,7 +63,7 @@ class Replica:
 
     async def read_metrics(self) -> tuple[str, str]:
         """Return the replica's name, and its metrics in Prometheus' text format."""
-        return self._name, self._loaded.metrics.text().decode()
+        return self._name, self._loaded.metrics.to_text().decode()
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
         """Yield the messages of the response, as many at once as there are. The first list brings the first token.

@@ -35,7 +35,7 @@ from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.target import lower_and_check
-from optimum_neuron.tools.certify.certify import certify
+from optimum_neuron.tools.certify.certify import make_certificate
 
 
 LLAMA_8B = {
@@ -155,7 +155,7 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     (tmp_path / GRAPHS_FOLDER).mkdir()
     for graph in lower_and_check(tmp_path, config, tied, trust_remote_code=False):
         write_graph(graph, tmp_path / GRAPHS_FOLDER)
-    certificate = certify(model, job)
+    certificate = make_certificate(model, job)
     assert (certificate.layers, certificate.all_layers) == (executed, 32)
     assert all(each.holds for each in certificate.comparisons)
     assert {graph.name for graph in job.graphs} < certificate.graphs.keys()

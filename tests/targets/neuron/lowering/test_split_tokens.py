@@ -39,9 +39,9 @@ from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_spl
 from optimum_neuron.targets.neuron.lowering.token_regions import TokenRegions
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
 from optimum_neuron.targets.neuron.sequence_parallel import forms, splits
-from optimum_neuron.tools.certify.host_ranks import Given, Module, execute
+from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, execute_ranks
 from optimum_neuron.tools.certify.setup import split_kinds
-from optimum_neuron.tools.certify.trial import _smaller
+from optimum_neuron.tools.certify.trial import smaller_config
 
 
 SPLIT = SumsRule(chip_of("trn2"), (), split=True)
@@ -79,12 +79,12 @@ def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at(fun
     assert is_split(graphs["split"].hlo) and not is_split(graphs["whole"].hlo)
     x, *weights = inputs()
     runs = [
-        Given(name, dict(zip(graphs[name].io.names("input"), (tokens, *weights), strict=True)))
+        GraphRun(name, dict(zip(graphs[name].io.names("input"), (tokens, *weights), strict=True)))
         for tokens in (x, x.roll(3, 1))
         for name in graphs
     ]
-    modules = {name: Module(graph.hlo, graph.io) for name, graph in graphs.items()}
-    for rank in execute(modules, [()] * RANKS, runs):
+    modules = {name: LoweredModule(graph.hlo, graph.io) for name, graph in graphs.items()}
+    for rank in execute_ranks(modules, [()] * RANKS, runs):
         whole, split, _, rolled, *_ = (each.get("y") for each in rank)
         assert whole is not None and split is not None and rolled is not None
         assert torch.equal(whole, split) and torch.equal(rolled, split.roll(3, 1))
@@ -96,10 +96,10 @@ def test_whatever_shape_parts_of_tokens_take_they_compute_the_bits_of_all() -> N
         for form, sums in (("whole", WHOLE), ("split", SPLIT)):
             graph, name = lower_function(function, inputs(), RANKS, sums), f"{function.__name__} {form}"
             assert is_split(graph.hlo) == (form == "split"), name
-            modules[name] = Module(graph.hlo, graph.io)
+            modules[name] = LoweredModule(graph.hlo, graph.io)
             given = dict(zip(("x.0", "x.1", "x.2", "x.3"), inputs(), strict=True))
-            runs.append(Given(name, {each: given[each] for each in graph.io.names("input")}))
-    for rank in execute(modules, [()] * RANKS, runs):
+            runs.append(GraphRun(name, {each: given[each] for each in graph.io.names("input")}))
+    for rank in execute_ranks(modules, [()] * RANKS, runs):
         for place, function in enumerate(TOKEN_BY_TOKEN):
             whole, split = (rank[2 * place + form]["y"] for form in (0, 1))
             assert torch.equal(whole, split), function.__name__
@@ -240,7 +240,7 @@ def test_what_is_executed_of_a_large_model_can_be_split_as_its_artifact_can() ->
             target="trn2", tensor_parallel_size=ranks, batch_size=batch, ctx_batch_size=rows, prefill_chunk_size=chunk,
             sequence_length=4096, context_buckets=(4096,),
         )  # fmt: skip
-        small = _smaller(config)
+        small = smaller_config(config)
         assert small.batch_size <= batch and small.prefill_chunk_size <= 128
         assert (batch - small.batch_size) % ranks == (chunk - small.prefill_chunk_size) % ranks == 0
 
@@ -251,7 +251,7 @@ def test_what_is_executed_of_a_large_model_has_tokens_in_its_chunks_whatever_ran
         target="trn2", tensor_parallel_size=8, batch_size=64, ctx_batch_size=64, prefill_chunk_size=16,
         sequence_length=4096, context_buckets=(4096,),
     )  # fmt: skip
-    assert _smaller(config).prefill_chunk_size == 7
+    assert smaller_config(config).prefill_chunk_size == 7
 
 
 def test_the_kinds_of_an_artifact_s_graphs_that_are_split_are_those_of_the_largest(tmp_path: Path) -> None:

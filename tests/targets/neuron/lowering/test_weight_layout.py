@@ -40,7 +40,7 @@ from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable, HloPro
 from optimum_neuron.targets.neuron.sharding import shard_plan, tied_names, whole_plan, write_sharded_weights
 from optimum_neuron.targets.neuron.weight_layout import StoredWeight, WeightLayout
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
-from optimum_neuron.tools.estimate.model_sizes import measure
+from optimum_neuron.tools.estimate.model_sizes import measure_model
 
 
 MODELS = {**TINY_CONFIGS, "qwen3_moe": CONFIGS["qwen3_moe"]}
@@ -216,7 +216,7 @@ def test_a_rank_s_file_holds_its_own_parts_side_by_side_and_a_tied_table_in_both
     (tmp_path / "weights").mkdir()
     tied = write_sharded_weights(tensors, plan, tmp_path, layout)
     assert tied == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
-    sizes = measure(AutoConfig.for_model(**config.to_dict()), "llama", "float32", trust_remote_code=False)
+    sizes = measure_model(AutoConfig.for_model(**config.to_dict()), "llama", "float32", trust_remote_code=False)
     own = "model.model.layers.1.self_attn."
     for rank, path in enumerate(sorted((tmp_path / "weights").iterdir())):
         stored = load_file(path)

@@ -29,7 +29,7 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
-from optimum_neuron.tools.check import checks, copies
+from optimum_neuron.tools.check import step_checks
 from optimum_neuron.tools.check.report import REMEDIES, CheckError
 
 
@@ -169,9 +169,8 @@ def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
     def replay(*_: object) -> list[tuple[int, Tensor]]:
         return [(token, nothing) for token in golden.tokens]
 
-    monkeypatch.setattr(checks, "replay", replay)
-    for module in (checks, copies):
-        monkeypatch.setattr(module, "prefill", lambda *_: nothing)
+    monkeypatch.setattr(step_checks, "replay", replay)
+    monkeypatch.setattr(step_checks, "prefill", lambda *_: nothing)
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1
     failed = [name for name, result in found.items() if result["status"] == "failed"]
@@ -182,13 +181,13 @@ def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
 def test_a_row_that_reads_another_ones_cache_is_found(
     hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, state = checks.prefill, Artifact.open(hlo_artifact).states()[0].name
+    prefill, state = step_checks.prefill, Artifact.open(hlo_artifact).states()[0].name
 
     def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> Tensor:
         logits = prefill(runner, slot, prompt, pieces)
         return logits + runner.executable.read_state(state)[1].sum()
 
-    monkeypatch.setattr(checks, "prefill", leaking)
+    monkeypatch.setattr(step_checks, "prefill", leaking)
     code, found = results(hlo_artifact, tmp_path / "check.json")
     assert code == 1 and found["neighbours"]["status"] == "failed"
     assert found["golden"]["status"] == "passed"
@@ -221,7 +220,7 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
             return StepOutput(chunk_logits=logits, chunk_tokens=torch.tensor([300 if fault == "choice" else 0]))
 
     with pytest.raises(CheckError, match=told):
-        checks._check_token_ids(artifact, Faulty())
+        step_checks.check_token_ids(artifact, Faulty())
 
 
 def test_without_a_device_the_rest_is_skipped_and_a_limit_that_is_none_refused(

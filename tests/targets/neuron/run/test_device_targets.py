@@ -30,7 +30,7 @@ from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
-from optimum_neuron.tools.inspect.memory import memory_of
+from optimum_neuron.tools.inspect.memory import collect_memory
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -322,7 +322,7 @@ def test_weights_of_each_rank_are_written_and_none_of_the_whole(
     assert states.pop("scores.decode")[1] == VOCAB // 2
     assert states.pop("chosen.tokens") == [tiny_config().batch_size]  # whole on every rank
     assert {shape[1] for shape in states.values()} == {1}  # heads, of 2 in the whole model
-    (first, second), _ = memory_of(Artifact.open(path), 0)
+    (first, second), _ = collect_memory(Artifact.open(path), 0)
     assert (first.place, second.place) == ("core 0", "core 1") and first.parts == second.parts
     assert first.parts["weights"] == (path / "weights" / "tp0.safetensors").stat().st_size
     assert 2 * first.parts["KV cache"] == byte_count(state_specs(tiny_config(), Artifact.open(path).model))

@@ -31,11 +31,11 @@ from optimum_neuron.targets.neuron.lowering.lower import lower_copy
 from optimum_neuron.targets.neuron.lowering.state_copy import StateCopy
 from optimum_neuron.tools.certify.comparison import compare
 from optimum_neuron.tools.certify.document import Certificate
-from optimum_neuron.tools.certify.host_ranks import Module
+from optimum_neuron.tools.certify.host_ranks import LoweredModule
 from optimum_neuron.tools.certify.setup import Setup, make_setup
 from optimum_neuron.tools.certify.trial import Trial
-from optimum_neuron.tools.check.copies import check_slot_copy, check_snapshots
 from optimum_neuron.tools.check.report import CheckError
+from optimum_neuron.tools.check.step_checks import check_slot_copy, check_snapshots
 
 
 CHUNK, PLACE = 8, 1
@@ -199,10 +199,10 @@ def certified(recurrent_artifact: Callable[[str], Path]) -> Setup:
     return make_setup(path, trial, artifact.model, artifact.tied_weights, trust_remote_code=False)
 
 
-def differing(setup: Setup, folder: Path, **modules: Module) -> list[str]:
+def differing(setup: Setup, folder: Path, **modules: LoweredModule) -> list[str]:
     certificate = Certificate.read(folder)
     changed = Setup(**{**vars(setup), "modules": {**setup.modules, **modules}})
-    found = (compare(each, changed.execute(each.dtype, certificate.scales)) for each in certificate.expected)
+    found = (compare(each, changed.execute_steps(each.dtype, certificate.scales)) for each in certificate.expected)
     return [each.subject for comparisons in found for each in comparisons if not each.holds]
 
 
@@ -228,4 +228,4 @@ def test_a_graph_that_copies_wrongly_is_found(
     monkeypatch.setattr(StateCopy, "forward", lambda self, *inputs: forward(self, *DEFECTS[defect](*inputs)))
     copies = {each.name: each for each in copy_graphs(artifact.config, artifact.model)}
     lowered = lower_copy(copies[graph])
-    assert differing(certified, path, **{graph: Module(lowered.hlo, lowered.io)})
+    assert differing(certified, path, **{graph: LoweredModule(lowered.hlo, lowered.io)})

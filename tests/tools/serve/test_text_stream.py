@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from tokens as they come: whole characters only, and in the end what the tokenizer reads."""
+"""Text from tokens while they come: whole characters only, all of the tokenizer's text, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from optimum_neuron.tools.serve.detokenizer import UNREADABLE, Detokenizer
+from optimum_neuron.tools.serve.text_stream import UNREADABLE, Detokenizer, StopStrings
 from optimum_neuron.tools.serve.token_texts import TokenTexts
 
 
@@ -55,7 +55,7 @@ def tokenizer_of(kind: str) -> Any:
 
 def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+    return [*(detokenizer.push_token(token) for token in ids), detokenizer.take_rest()]
 
 
 def read(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -83,7 +83,7 @@ def test_bytes_that_make_no_characters_add_up_to_what_the_tokenizer_reads(kind: 
     names = pre_tokenizers.ByteLevel.alphabet()
     assert len(names) == 256
     by_byte = {
-        TokenTexts(tokenizer).bytes(token)[0]: token for token in tokenizer.convert_tokens_to_ids(sorted(names))
+        TokenTexts(tokenizer).token_bytes(token)[0]: token for token in tokenizer.convert_tokens_to_ids(sorted(names))
     }  # type: ignore[index]
     ids = [by_byte[byte] for byte in b"".join(data)]
     assert "".join(pieces_of(tokenizer, ids)) == read(tokenizer, ids)
@@ -110,9 +110,9 @@ def test_unreadable_bytes_hold_up_nothing_for_long_and_few_tokens_are_read_again
 
     detokenizer = Detokenizer(Counting())
     for count in range(1, 200):
-        out += len(detokenizer.push(broken))
+        out += len(detokenizer.push_token(broken))
         assert count - out <= 3
-    assert out + len(detokenizer.finish()) == 199 and longest < 20
+    assert out + len(detokenizer.take_rest()) == 199 and longest < 20
 
 
 def test_special_tokens_and_ids_without_a_token_have_no_text() -> None:
@@ -126,5 +126,46 @@ def test_bytes_of_single_tokens_make_the_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     texts = TokenTexts(tokenizer)
     ids = tokenizer("ab東é👧", add_special_tokens=False)["input_ids"]
-    made = b"".join(bytes(texts.bytes(token) or ()) for token in ids)
+    made = b"".join(bytes(texts.token_bytes(token) or ()) for token in ids)
     assert made.decode().strip() == "ab東é👧"
+
+
+# Few letters, so that stop strings begin, break off and begin again.
+LETTERS = st.text("ab", max_size=12)
+
+
+@examples(400)
+@given(pieces=st.lists(LETTERS, max_size=8), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_a_text_gets_out_up_to_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
+    scanner, out, text = StopStrings(stops), "", ""
+    for piece in pieces:
+        out += scanner.push_text(piece)
+        text += piece
+        places = [text.find(stop) for stop in stops if stop in text]
+        if places:
+            assert scanner.found is not None and text.find(scanner.found) == min(places)
+            assert out == text[: min(places)]
+            return
+        assert scanner.found is None
+        held = text[len(out) :]
+        assert out + held == text
+        assert all(not stop.startswith(text[start:]) for stop in stops for start in range(len(out)))
+        assert not held or any(stop.startswith(held) for stop in stops)
+    assert out + scanner.take_held() == text
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "out", "found"),
+    [
+        (["ab", "ac", "x"], ["abac"], "", "abac"),
+        (["a<", "|e", "nd", "|>b"], ["<|end|>"], "a", "<|end|>"),
+        (["aab"], ["b", "ab"], "a", "ab"),
+        (["ab"], ["abc", "b"], "a", "b"),
+    ],
+)
+def test_of_several_the_one_that_begins_first_ends_the_text(
+    pieces: list[str], stops: list[str], out: str, found: str
+) -> None:
+    scanner = StopStrings(stops)
+    assert "".join(scanner.push_text(piece) for piece in pieces if scanner.found is None) == out
+    assert scanner.found == found

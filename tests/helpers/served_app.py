@@ -23,10 +23,9 @@ from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.service import EngineService
 from optimum_neuron.tools.serve.app import create_app
 from optimum_neuron.tools.serve.gate import Gate
+from optimum_neuron.tools.serve.loaded_model import LoadedModel
 from optimum_neuron.tools.serve.metrics import Metrics
 from optimum_neuron.tools.serve.prompts import PromptEncoder
-from optimum_neuron.tools.serve.served_model import ServedModel
-from optimum_neuron.tools.serve.tracing import Tracing
 
 
 NAME = "tiny"
@@ -41,7 +40,7 @@ class App:
     """A running application."""
 
     app: Starlette
-    served: ServedModel
+    served: LoadedModel
     gate: Gate
     encoder: PromptEncoder
 
@@ -110,16 +109,15 @@ def start_app(
     tokenizer: Any,
     max_queue: int = 8,
     api_key: str | None = None,
-    tracing: Tracing | None = None,
     step_timeout: float | None = None,
     **changes: Any,
 ) -> App:
     """An application over a service of its own; `changes` are of what it knows of its model."""
     service = model.serve(step_timeout=step_timeout)
-    served = replace(ServedModel.of(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
+    served = replace(LoadedModel.from_model(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
     gate = Gate(served.config.batch_size, max_queue, lambda: service.stopped)
     encoder = PromptEncoder(tokenizer, served.config)
-    app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key, tracing=tracing)
+    app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key)
     return App(app, served, gate, encoder)
 
 

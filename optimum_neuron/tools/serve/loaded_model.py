@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server serves: a loaded artifact, its engine's thread and its tokenizer."""
+"""The model of a server: a loaded artifact, its engine's thread and its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...generate import NeuronModelForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class LoadedModel:
     """A model under the name that requests use.
 
     Attributes:
-        requests: makes the engine's requests, whose tokens are chosen by the artifact's defaults where they say nothing.
+        requests: factory of the engine's requests, with the artifact's defaults of generation.
         eos_token_ids: tokens that end every answer.
-        vocab_size: tokens that the model chooses among.
-        num_embeddings: tokens that it takes.
-        load_seconds: what loading it took.
-        created: when, in seconds since 1970.
+        vocab_size: number of tokens that the model chooses from.
+        num_embeddings: number of tokens that it takes.
+        load_seconds: time that loading it took.
+        created: time of it, in seconds since 1970.
     """
 
     name: str
@@ -38,10 +38,10 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(
+    def from_model(
         cls, model: NeuronModelForCausalLM, service: EngineService, tokenizer: Any, name: str, load_seconds: float
-    ) -> ServedModel:
-        """Of a loaded model, whose generation_config.json has the defaults.
+    ) -> LoadedModel:
+        """Return a loaded model with the defaults of its generation_config.json.
 
         Raises:
             ValueError: the artifact cannot do what they ask.

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text from token ids while they come, up to a stop string. Several tokens may make one character, and the text of a token
+may depend on the token before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+# Stands for bytes that make no character.
+UNREADABLE = "\ufffd"
+# Tokens in a row that may leave one character open: after more, the text before the last one stays as it is.
+_OPEN = 3
+_WINDOW = 16
+
+
+class Detokenizer:
+    """The text of one answer. Its pieces add up to the tokenizer's text of all tokens, where their bytes make characters; none
+    ends within one. Special tokens have no text.
+
+    It decodes few tokens at once: those since the last piece, and those of that piece, on which the first of them may depend.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._known = 0  # tokens of these with their text out
+        self._out = 0  # characters of their text that are out
+        self._open = 0  # tokens in a row after which the text ended within a character
+
+    def push_token(self, token_id: int) -> str:
+        """Take a token; return the text that is certain now."""
+        self._ids.append(token_id)
+        text = self._decode_ids()
+        # With byte fallback all of a run is unreadable until its last character is whole; else only the last one may be open.
+        stays = len(text.rstrip(UNREADABLE))
+        self._open = 0 if stays == len(text) else self._open + 1
+        if self._open > _OPEN:
+            stays = len(text) - 1
+        piece = text[self._out : stays]
+        if piece:
+            self._out = stays
+            self._forget_ids(len(text))
+        return piece
+
+    def take_rest(self) -> str:
+        """Return the rest: characters without their last bytes."""
+        piece, self._ids, self._known, self._out = self._decode_ids()[self._out :], [], 0, 0
+        return piece
+
+    def _forget_ids(self, characters: int) -> None:
+        """Drop tokens that the next ones do not need."""
+        if self._out == characters:
+            self._ids = self._ids[self._known :]
+            self._known, self._out = len(self._ids), len(self._decode_ids())
+        elif len(self._ids) > _WINDOW:  # bytes that make no characters
+            self._ids, self._known = self._ids[-_WINDOW // 2 :], 0
+            text = self._decode_ids()
+            self._out = len(text) - text.endswith(UNREADABLE)
+
+    def _decode_ids(self) -> str:
+        # Cleaned up, a text changes after its end.
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class StopStrings:
+    """A text in pieces that ends before the first stop string, and lets no part of one through.
+
+    Attributes:
+        found: the stop string that ended the text; of two that begin at the same place the first in the list.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""  # may begin one
+        self.found: str | None = None
+
+    def push_text(self, text: str) -> str:
+        """Take a piece; return the text before any stop string, whole or begun."""
+        self._held += text
+        places = [(place, number) for number, stop in enumerate(self._stops) if (place := self._held.find(stop)) >= 0]
+        if places:
+            place, number = min(places)
+            self.found = self._stops[number]
+            return self._take_start(place)
+        return self._take_start(len(self._held) - self._count_begun())
+
+    def take_held(self) -> str:
+        """Return the text that was held back, at the end of a text without stop string."""
+        return self._take_start(len(self._held))
+
+    def _take_start(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _count_begun(self) -> int:
+        """Count the characters at the end that a stop string begins with."""
+        most = min(max(map(len, self._stops), default=1) - 1, len(self._held))
+        ends = (self._held[-count:] for count in range(most, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
